@@ -1,0 +1,64 @@
+"""Settings of the trained model: checkpoint, layout, precision, optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rpg_megatron.config.base import InputPath, Section
+
+
+class ModelSettings(Section):
+    """The checkpoint that training starts from."""
+
+    path: InputPath
+    """Folder of a Hugging Face checkpoint: config.json, safetensors files, tokenizer."""
+    vocab_multiple: int = Field(1, ge=1)
+    """Each tensor-parallel rank's vocabulary shard is padded to a multiple of this many rows."""
+
+
+class ParallelSettings(Section):
+    """How the policy is spread over processes: tensor x pipeline x data of them."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel ranks (TP): each layer's heads and MLP columns are cut over them."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline stages (PP): the layers are cut over them."""
+    data: int = Field(1, ge=1)
+    """Data-parallel replicas (DP): each takes a share of every mini-batch."""
+    sequence: bool = False
+    """Sequence parallelism (SP): norms and residuals are cut along the tokens over the TP ranks."""
+
+    @property
+    def world(self) -> int:
+        """Number of trainer ranks."""
+        return self.tensor * self.pipeline * self.data
+
+
+class PrecisionSettings(Section):
+    """Number formats of the policy."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Weights and activations in the trainer and in the engine. Gradients and the optimizer stay float32."""
+
+
+class OptimizerSettings(Section):
+    """AdamW as Megatron runs it."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate after warm-up; constant."""
+    warmup_steps: int = Field(10, ge=0)
+    """Steps of linear warm-up. Step 1 runs at lr / warmup_steps, not at 0."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay (not on norms and biases, as in Megatron)."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+    distributed: bool = True
+    """Cut optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""

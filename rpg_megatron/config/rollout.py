@@ -1,0 +1,101 @@
+"""Settings of prompts, rewards, rollouts, engines and evaluation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rpg_megatron.config.base import InputPath, Section
+
+
+class DataSettings(Section):
+    """A file of prompts with checkable answers."""
+
+    path: InputPath
+    """JSON lines file, one object a line."""
+    prompt_key: str = "prompt"
+    """Field that holds the problem."""
+    answer_key: str = "answer"
+    """Field that holds the reference answer."""
+    answer_after: str | None = None
+    """The answer is what follows the last occurrence of this mark in the field (GSM8K: "####")."""
+    template: str = "{prompt}"
+    """Text sent to the model; {prompt} is replaced by the problem. Ignored when chat is on."""
+    chat: bool = False
+    """Render the prompt as one user message with the tokenizer's chat template."""
+    max_prompt_tokens: int = Field(2048, ge=1)
+    """Longer prompts are left out and counted."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first so many lines."""
+
+
+class RewardSettings(Section):
+    """How a response is scored."""
+
+    type: Literal["answer_line"] = "answer_line"
+    """answer_line: the last "Answer: ..." in the last 300 characters, compared after normalisation."""
+    correct: float = 1.0
+    """Reward of a right response."""
+    wrong: float = -1.0
+    """Reward of a wrong one."""
+
+
+class RolloutSettings(Section):
+    """What the engines sample in a step."""
+
+    prompts_per_step: int = Field(512, ge=1)
+    """Prompts in a step."""
+    samples_per_prompt: int = Field(16, ge=1)
+    """Responses to each prompt; the group that the advantage is taken over."""
+    max_response_tokens: int = Field(2048, ge=1)
+    """A response is cut here and counts as truncated."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer's log-probs use the same."""
+
+
+class EvaluationSettings(Section):
+    """Held-out problems, scored before training, every so many steps, and at the end."""
+
+    data: DataSettings
+    """The held-out set."""
+    name: str = Field("heldout", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the set in metrics: eval/<name>/avg@k."""
+    samples: int = Field(1, ge=1)
+    """Responses to each problem (k of avg@k)."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    every: int = Field(10, ge=1)
+    """Steps between evaluations."""
+
+
+class EngineSettings(Section):
+    """The vLLM servers that produce rollouts."""
+
+    replicas: int = Field(1, ge=1)
+    """Number of engines; prompts are spread over them."""
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel workers of one engine; need not equal the trainer's."""
+    max_sequences: int = Field(256, ge=1)
+    """Sequences an engine decodes at once."""
+    kv_cache_gib: float = Field(1.0, gt=0)
+    """KV cache of one worker on a CPU, in GiB."""
+    cpu_threads: int | None = Field(None, ge=1)
+    """Compute threads of one worker on a CPU; null: the machine's cores shared out over all workers."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds an engine may take until it answers."""
+    request_timeout: float = Field(1800.0, gt=0)
+    """Seconds a request may take before the engine counts as hung."""
+    arguments: tuple[str, ...] = ()
+    """Further vLLM server arguments, passed on unchanged."""
+
+
+class ExportSettings(Section):
+    """The Hugging Face checkpoint written at the end."""
+
+    enabled: bool = True
+    """Write hf/step_NNNNNN when training ends."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Number format of the exported weights; null: that of the policy."""
+    max_shard_gib: float = Field(4.0, gt=0)
+    """Largest safetensors file, in GiB."""

@@ -1,0 +1,191 @@
+"""The settings of a run: read from YAML and key=value pairs, checked without torch."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from rpg_megatron.config.base import Section, _RelativeToFile
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.objective import (
+    AdvantageSettings,
+    AnchorSettings,
+    GuardSettings,
+    RPGSettings,
+    TrainingSettings,
+)
+from rpg_megatron.config.policy import ModelSettings, OptimizerSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.config.rollout import (
+    DataSettings,
+    EngineSettings,
+    EvaluationSettings,
+    ExportSettings,
+    RewardSettings,
+    RolloutSettings,
+)
+
+
+class Settings(Section):
+    """Everything a run is made of."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run; its folder is <runs>/<name>-NNN."""
+    runs: Path = Path("runs")
+    """Folder that holds the runs, relative to the working directory."""
+    seed: int = Field(0, ge=0)
+    """Seed of prompt order and sampling."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Where trainer and engines run."""
+    rendezvous_port: int = Field(0, ge=0, le=65535)
+    """TCP port on which the trainer ranks meet; 0: a free one."""
+    model: ModelSettings
+    """The checkpoint that training starts from."""
+    parallel: ParallelSettings = ParallelSettings()
+    """Layout of the policy."""
+    precision: PrecisionSettings = PrecisionSettings()
+    """Number formats."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """AdamW."""
+    objective: RPGSettings = RPGSettings()
+    """The loss."""
+    advantage: AdvantageSettings = AdvantageSettings()
+    """From rewards to advantages."""
+    anchor: AnchorSettings = AnchorSettings()
+    """What the KL term pulls towards."""
+    training: TrainingSettings = TrainingSettings()
+    """Steps and batches."""
+    data: DataSettings
+    """Training prompts."""
+    reward: RewardSettings = RewardSettings()
+    """Scoring."""
+    rollout: RolloutSettings = RolloutSettings()
+    """Sampling."""
+    engine: EngineSettings = EngineSettings()
+    """vLLM servers."""
+    evaluation: EvaluationSettings | None = None
+    """Held-out evaluation; null for none."""
+    guards: GuardSettings = GuardSettings()
+    """Checks that stop a run."""
+    export: ExportSettings = ExportSettings()
+    """The final Hugging Face checkpoint."""
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Settings:
+        prompts, parts = self.rollout.prompts_per_step, self.training.minibatches
+        if prompts % parts:
+            raise ValueError(
+                f"rollout.prompts_per_step ({prompts}) must be a multiple of training.minibatches ({parts}); "
+                f"try {prompts - prompts % parts or parts}"
+            )
+        if self.parallel.sequence and self.parallel.tensor == 1:
+            raise ValueError("parallel.sequence needs parallel.tensor of 2 or more")
+        return self
+
+    def to_yaml(self) -> str:
+        """All settings, defaults included, as YAML."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
+    """Read a YAML file and apply ``key.sub=value`` overrides (values are YAML).
+
+    Paths of inputs are taken relative to the YAML file; in an override, to the working directory.
+    Raises UserError that names the file and key, and for an unknown key the nearest valid one.
+    """
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such config file") from None
+    except IsADirectoryError:
+        raise UserError(f"{file}: is a directory; give a YAML file") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{file}: cannot be read ({e})") from None
+    except yaml.YAMLError as e:
+        raise UserError(f"{file}: not valid YAML: {' '.join(str(e).split())}") from None
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: must hold keys and values, not a {type(raw).__name__}")
+    _rebase(raw, Settings, file.parent)
+    for item in overrides or []:
+        _apply_override(raw, item)
+    try:
+        return Settings.model_validate(raw)
+    except ValidationError as e:
+        raise UserError("\n".join(_explain(file, error, raw) for error in e.errors())) from None
+
+
+def _apply_override(raw: dict[str, Any], item: str) -> None:
+    key, eq, text = item.partition("=")
+    if not eq or not key:
+        raise UserError(f"{item!r}: overrides have the form key=value, for example optimizer.lr=1e-5")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"{item!r}: the value is not valid YAML") from None
+    *parents, last = key.split(".")
+    node = raw
+    for i, part in enumerate(parents):
+        child = node.setdefault(part, {})
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"{item!r}: {'.'.join(parents[: i + 1])} is a value, not a section")
+        node = child
+    node[last] = value
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """Section classes inside an annotation such as ``ClipSettings | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [s for arg in typing.get_args(annotation) for s in _sections(arg)]
+
+
+def _rebase(node: dict[str, Any], section: type[BaseModel], folder: Path) -> None:
+    """Make the input paths of a YAML file relative to its folder."""
+    for name, field in section.model_fields.items():
+        value = node.get(name)
+        if isinstance(value, str) and any(isinstance(m, _RelativeToFile) for m in field.metadata):
+            node[name] = str(folder / value)
+        elif isinstance(value, dict):
+            for inner in _sections(field.annotation):
+                _rebase(value, inner, folder)
+
+
+def _valid_keys() -> list[str]:
+    """Every dotted key of the settings."""
+    found: list[str] = []
+
+    def walk(section: type[BaseModel], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            found.append(prefix + name)
+            for inner in _sections(field.annotation):
+                walk(inner, f"{prefix}{name}.")
+
+    walk(Settings, "")
+    return found
+
+
+def _explain(file: Path, error: Any, raw: dict[str, Any]) -> str:
+    """One line for one validation error."""
+    key = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        keys = _valid_keys()
+        parent, _, last = key.rpartition(".")
+        siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
+        near = [siblings[s] for s in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
+        near = near or [k for k in keys if k.rpartition(".")[2] == last]
+        near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+        return f"{file}: unknown key {key!r}; did you mean {near[0]!r}?"
+    if error["type"] == "missing":
+        return f"{file}: the key {key!r} is missing; add it, or give {key}=... on the command line"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"{file}: {message}"
+    return f"{file}: {key}: {message} (got {error['input']!r})"

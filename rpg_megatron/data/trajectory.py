@@ -1,0 +1,57 @@
+"""One sampled response with everything the trainer needs to know about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+def _no_floats() -> Floats:
+    return np.zeros(0, np.float32)
+
+
+@dataclass
+class Trajectory:
+    """A prompt and one response to it. Arrays over the response have length R, its last token included.
+
+    Three log-probabilities (nats, at the sampling temperature), each of the sampled token:
+    ``behaviour`` the engine's when it sampled, ``old`` the trainer's before the update, ``anchor`` the KL
+    anchor's. ``old`` and ``anchor`` are empty until the trainer has computed them.
+    """
+
+    prompt_id: int
+    """Line of the prompt in its data set, from 0."""
+    sample: int
+    """Number of the response within its group, from 0."""
+    prompt: Tokens
+    """Token ids of the prompt, int32 [P]."""
+    response: Tokens
+    """Token ids of the response, int32 [R]."""
+    behaviour: Floats
+    """Engine's log-probs, float32 [R]."""
+    versions: Tokens
+    """Weight version that sampled each token, int32 [R]."""
+    finish: str
+    """Why it ended: "stop" (end of sequence) or "length" (cut at the limit)."""
+    text: str
+    """The response decoded."""
+    reward: float = 0.0
+    """What the advantage is made from."""
+    correct: bool = False
+    """Whether the verifier accepted the answer; kept apart from the reward."""
+    old: Floats = field(default_factory=_no_floats)
+    """Trainer's log-probs before the update, float32 [R]."""
+    anchor: Floats = field(default_factory=_no_floats)
+    """KL anchor's log-probs, float32 [R]."""
+    advantage: float = 0.0
+    """One scalar for every response token."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response together."""
+        return len(self.prompt) + len(self.response)

@@ -1,0 +1,149 @@
+"""Regularised policy gradient losses (arXiv 2505.17508), as pure functions of log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rpg_megatron.objectives.clip import Clip, dual_bounds, dual_clip_loss
+from rpg_megatron.objectives.divergences import (
+    DIVERGENCES,
+    Divergence,
+    kl_component,
+    kl_penalty,
+    unnormalised_kl,
+)
+
+LOG_RATIO_LIMIT = 60.0
+"""Log-ratios are clamped here, far beyond any sane value, so that exp cannot overflow; clamps are counted."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """``per_token``: the loss, unreduced, shaped as the log-probs. ``metrics``: detached, of the same shape.
+
+    Metrics: ``ratio`` (w), ``kl`` (unnormalised reverse KL to the anchor, nats), ``clip_high``, ``clip_low``,
+    ``clip_c`` (1 where that bound acted) and ``clamped`` (1 where a log-ratio was beyond the limit).
+    """
+
+    per_token: Tensor
+    metrics: dict[str, Tensor]
+
+
+def rpg_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Divergence = "urkl",
+    estimator: Literal["reinforce", "differentiable"] = "reinforce",
+    beta: float = 1e-4,
+    clip: Clip | None = Clip(),  # noqa: B008 (frozen dataclass)
+    kl_placement: Literal["folded", "additive"] | None = None,
+    anchor_logp: Tensor | None = None,
+) -> LossOutput:
+    """Loss of each token, to be minimised; its mean over valid tokens is the surrogate objective.
+
+    Shapes: ``logp`` (carries the gradient), ``old_logp``, ``anchor_logp`` (nats) and ``advantages`` are
+    alike, any number of dimensions; float32 or float64. Nothing is masked or reduced here: pass valid tokens
+    only, or mask the result.
+
+    ``folded`` puts the KL component into the weight that the clip judges and drops (section 3.3, algorithm
+    2); ``additive`` clips the reward part alone. None: reinforce folds, differentiable adds, as the paper's
+    algorithm 2 and the released code do. ``anchor_logp`` None: the anchor is the old policy.
+
+    A folded differentiable loss has its regularised advantage detached: with the gradient flowing through it,
+    as algorithm 1 reads literally, the KL gradient of the forward divergences would be lost.
+
+    Raises ValueError if shapes differ or a log-prob is not finite; the message names the token.
+    Source: arXiv 2505.17508, tables 1, 2 and 4; section 3.3; algorithms 1 and 2.
+    """
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence {divergence!r} is not known; use one of {', '.join(DIVERGENCES)}")
+    if estimator not in ("reinforce", "differentiable"):
+        raise ValueError(f"estimator {estimator!r} is not known; use reinforce or differentiable")
+    anchor = old_logp if anchor_logp is None else anchor_logp
+    for name, x in (("old_logp", old_logp), ("advantages", advantages), ("anchor_logp", anchor)):
+        if x.shape != logp.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, logp has {tuple(logp.shape)}; they must be alike"
+            )
+    for name, x in (
+        ("logp", logp),
+        ("old_logp", old_logp),
+        ("advantages", advantages),
+        ("anchor_logp", anchor),
+    ):
+        _require_finite(name, x)
+    placement = kl_placement or ("folded" if estimator == "reinforce" else "additive")
+    old, anchor, advantage = old_logp.detach(), anchor.detach(), advantages.detach()
+
+    log_w, clamped_w = _clamp(logp - old)
+    log_u, clamped_u = _clamp(logp - anchor)
+    log_v, clamped_v = _clamp(anchor - old)
+    w, v = log_w.exp(), log_v.exp()
+
+    # The weight of grad log p: w A + C when folded, w A alone when the KL stands outside the clip.
+    with torch.no_grad():
+        if clip is not None and clip.kind == "truncate":
+            w_used = clip.clamp(w)
+            log_u_used = w_used.log() - log_v
+        else:
+            w_used, log_u_used = w, log_u
+        weight = w_used * advantage
+        if placement == "folded":
+            weight = weight + kl_component(divergence, w_used, log_u_used, v, beta)
+        if clip is None:
+            high = low = cut = torch.zeros_like(w, dtype=torch.bool)
+        elif clip.kind == "dual":
+            high, low, cut = dual_bounds(weight, w, clip)
+        else:
+            high, low, cut = w > 1 + clip.high, w < 1 - clip.low, torch.zeros_like(w, dtype=torch.bool)
+        kept = (
+            torch.where(high | low | cut, 0.0, weight) if clip is not None and clip.kind == "dual" else weight
+        )
+
+    if estimator == "reinforce":
+        loss = -kept * logp
+        if placement == "additive":
+            loss = loss - kl_component(divergence, w, log_u, v, beta).detach() * logp
+    else:
+        regularised = (weight / w_used).detach()
+        if clip is None:
+            loss = -w * regularised
+        elif clip.kind == "dual":
+            loss = dual_clip_loss(w, regularised, clip)
+        else:
+            # The value of the clamped ratio with the gradient of log p, so that a truncated token still
+            # learns.
+            loss = -w_used * (logp - logp.detach() + 1) * regularised
+        if placement == "additive":
+            loss = loss + kl_penalty(divergence, w, log_u, v, beta)
+
+    with torch.no_grad():
+        metrics = {
+            "ratio": w.detach(),
+            "kl": unnormalised_kl(w, log_u),
+            "clip_high": high.to(w.dtype),
+            "clip_low": low.to(w.dtype),
+            "clip_c": cut.to(w.dtype),
+            "clamped": (clamped_w | clamped_u | clamped_v).to(w.dtype),
+        }
+    return LossOutput(loss, {name: m.detach() for name, m in metrics.items()})
+
+
+def _clamp(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio.detach().abs() > LOG_RATIO_LIMIT
+
+
+def _require_finite(name: str, x: Tensor) -> None:
+    if bool(torch.isfinite(x).all()):
+        return
+    index = (~torch.isfinite(x)).nonzero()[0].tolist()
+    value = float(x.detach()[tuple(index)])
+    raise ValueError(
+        f"{name} is {value} at token {index[0] if len(index) == 1 else tuple(index)}; it must be finite"
+    )

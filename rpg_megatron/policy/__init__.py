@@ -1,0 +1,1 @@
+"""The policy on Megatron-Core: parallel set-up, model, packed passes, optimizer."""

@@ -1,0 +1,150 @@
+"""Build the policy as a Megatron-Core GPTModel of the shape that a Hugging Face checkpoint describes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.policy.layers import PackedAttention, RMSNorm
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands in the parallel layout."""
+
+    rank: int
+    world: int
+    tensor: int
+    tensor_rank: int
+    pipeline: int
+    pipeline_rank: int
+    data: int
+    data_rank: int
+
+    @property
+    def first_stage(self) -> bool:
+        """Holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Holds the output layer; log-probs and losses exist only here."""
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def reports(self) -> bool:
+        """One rank of each data-parallel replica: of the ranks that hold its results, the first."""
+        return self.last_stage and self.tensor_rank == 0
+
+
+def start_mesh(parallel: ParallelSettings) -> Mesh:
+    """Cut the process group into tensor-, pipeline- and data-parallel groups. Collective over all ranks."""
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor, pipeline_model_parallel_size=parallel.pipeline
+    )
+    # Dropout is never used, so the tracker without per-device CUDA state serves on every device.
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    return Mesh(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        tensor=mpu.get_tensor_model_parallel_world_size(),
+        tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        pipeline=mpu.get_pipeline_model_parallel_world_size(),
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+        data=mpu.get_data_parallel_world_size(),
+        data_rank=mpu.get_data_parallel_rank(),
+    )
+
+
+def transformer_config(
+    shape: ModelShape, parallel: ParallelSettings, precision: PrecisionSettings
+) -> TransformerConfig:
+    """Megatron's configuration for a shape, a layout and a precision."""
+    dtype = DTYPES[precision.dtype]
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=True,
+        # The initialisers also mark tensor-parallel parameters. Without the marks the gradient norm counts
+        # them wrongly, and clipping is silently off.
+        perform_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        attention_softmax_in_fp32=True,
+        batch_p2p_comm=True,
+        batch_p2p_sync=False,
+        deallocate_pipeline_outputs=True,
+        # Micro-batches are packed to a token budget, so their lengths differ from one to the next.
+        variable_seq_lengths=parallel.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths insists on it, dense models included
+        # Losses come back as sums; gradients are divided once by the token count of the whole mini-batch.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+
+
+def build_model(shape: ModelShape, config: TransformerConfig, model: ModelSettings, mesh: Mesh) -> GPTModel:
+    """This rank's part of the policy, weights not yet loaded."""
+    # Megatron warns that GPTModel is deprecated in favour of a class that cannot yet take our specs.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block = TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=shape.padded_vocab(mesh.tensor, model.vocab_multiple),
+        max_sequence_length=shape.max_positions,
+        pre_process=mesh.first_stage,
+        post_process=mesh.last_stage,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        parallel_output=True,
+    )

@@ -1,0 +1,110 @@
+"""AdamW as Megatron's (distributed) optimizer runs it, on a GPU by its fused kernels and on a CPU by ours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from rpg_megatron.config.policy import OptimizerSettings, PrecisionSettings
+from rpg_megatron.policy.model import DTYPES
+
+
+class CpuAdam(torch.optim.Optimizer):
+    """AdamW with the state layout of the fused GPU optimizers: ``step`` in the group, moments a parameter.
+
+    Megatron's distributed optimizer can save and reshard that layout and not torch's, which keeps ``step``
+    per parameter.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        if not adam_w_mode or not bias_correction or capturable:
+            raise ValueError("CpuAdam is AdamW with bias correction and without CUDA graphs")
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            if not group["params"]:  # as the fused optimizers: an empty group does not count steps
+                continue
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            bias1, bias2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                mean.lerp_(p.grad, 1 - beta1)
+                square.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.addcdiv_(
+                    mean, (square.sqrt() / math.sqrt(bias2)).add_(group["eps"]), value=-group["lr"] / bias1
+                )
+
+
+def _use_cpu_adam() -> None:
+    """Make Megatron build its optimizers around CpuAdam, where it finds neither Transformer Engine nor apex."""
+    if distributed_optimizer.HAVE_APEX_OR_TE:
+        return
+    megatron_optimizer.Adam = distributed_optimizer.Adam = CpuAdam
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed_optimizer.HAVE_APEX_OR_TE = True
+    # Aligns the step over ranks that own an empty group; without it a resumed run is silently wrong.
+    distributed_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def wrap_data_parallel(model: GPTModel, settings: OptimizerSettings) -> DistributedDataParallel:
+    """Megatron's DDP around the model: gradients are accumulated and reduced in float32."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(model.config, config, model)
+
+
+def build_optimizer(
+    model: DistributedDataParallel, settings: OptimizerSettings, precision: PrecisionSettings
+) -> MegatronOptimizer:
+    """AdamW over float32 master weights, with gradient-norm clipping."""
+    _use_cpu_adam()
+    dtype = DTYPES[precision.dtype]
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=settings.distributed,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
+    """Rate of training step ``step`` (from 1): linear warm-up, then constant."""
+    return settings.lr * min(1.0, step / settings.warmup_steps) if settings.warmup_steps else settings.lr
