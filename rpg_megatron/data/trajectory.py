@@ -48,6 +48,8 @@ class Trajectory:
     """Trainer's log-probs before the update, float32 [R]."""
     anchor: Floats = field(default_factory=_no_floats)
     """KL anchor's log-probs, float32 [R]."""
+    group: int = 0
+    """Number of its prompt within the step: the same prompt may come up twice in a step, as two groups."""
     advantage: float = 0.0
     """One scalar for every response token."""
 

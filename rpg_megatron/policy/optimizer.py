@@ -66,7 +66,7 @@ class CpuAdam(torch.optim.Optimizer):
 
 
 def _use_cpu_adam() -> None:
-    """Make Megatron build its optimizers around CpuAdam, where it finds neither Transformer Engine nor apex."""
+    """Make Megatron build its optimizers around CpuAdam, unless it has found Transformer Engine or apex."""
     if distributed_optimizer.HAVE_APEX_OR_TE:
         return
     megatron_optimizer.Adam = distributed_optimizer.Adam = CpuAdam

@@ -109,7 +109,7 @@ class Policy:
 
         The loss is the mean over the response tokens of the whole mini-batch, wherever they lie: packs, data
         ranks.
-        Raises FloatingPointError if the gradient norm is not finite; the weights are unchanged then.
+        A norm that is not finite means that the weights are spoilt: the caller must look at it.
         """
         self._model.train()
         self._model.zero_grad_buffer()

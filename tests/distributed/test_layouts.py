@@ -60,7 +60,7 @@ def make_model(folder: Path, *, tied: bool) -> Qwen3ForCausalLM:
 
 
 def make_batch() -> list[Trajectory]:
-    """Twelve ragged trajectories, one-token prompts and responses among them; old log-probs near the policy's."""
+    """Twelve ragged trajectories, some prompts and responses of a single token."""
     random = np.random.default_rng(1)
     sizes = [
         (3, 4),
@@ -93,7 +93,7 @@ def make_batch() -> list[Trajectory]:
 
 
 def reference(model: Qwen3ForCausalLM, batch: list[Trajectory], *, beta: float) -> dict[str, Any]:
-    """Float64: every token's log-prob and entropy; and the first update's loss and gradient norm (clip inactive)."""
+    """In float64: every token's log-prob and entropy; the first update's loss and gradient norm."""
     rows, losses, tokens = {}, [], 0
     for t in batch:
         whole = torch.tensor(np.concatenate([t.prompt, t.response]), dtype=torch.long)

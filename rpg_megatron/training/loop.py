@@ -1,0 +1,35 @@
+"""The training loop: RPG-REINFORCE (arXiv 2505.17508, algorithm 2) over Megatron ranks and vLLM engines.
+
+Every rank runs this same code. What a line does on which rank is the business of ``run.py``.
+"""
+
+from __future__ import annotations
+
+from rpg_megatron.training.run import Run
+
+
+def train(run: Run) -> None:
+    """Train for the configured steps, evaluate, export."""
+    run.sync_engines(version=0)
+    run.record(0, run.evaluate(step=0))
+
+    for step in range(1, run.steps + 1):
+        with run.time("step"):
+            with run.time("rollout"):
+                batch = run.collect(step)  # x ~ pi_old, rewards, advantages; each rank gets its share
+            with run.time("logprobs"):
+                run.score(batch)  # log pi_old and the anchor's, by the trainer itself
+            mismatch = run.compare(batch)  # engine against trainer, on the tokens of the present weights
+
+            with run.time("update"):
+                updates = [run.update(step, minibatch) for minibatch in batch.minibatches]
+            with run.time("sync"):
+                sync = run.sync_engines(version=step)
+
+        row = run.summarise(step, batch, updates) | mismatch | sync
+        if run.evaluates(step):
+            row |= run.evaluate(step)
+        run.record(step, row)
+        run.journal(step, batch)
+
+    run.export()

@@ -1,0 +1,84 @@
+"""Metrics of a step: what engine and trainer disagree on, where rows are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from rpg_megatron.config import UserError
+from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.data.trajectory import Trajectory
+
+
+def compare_logprobs(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """|old - behaviour| in nats over tokens that weights ``version`` sampled: mean, 99th percentile, maximum.
+
+    Trainer and engine hold the same weights for those tokens, so this measures weights, positions, packing,
+    masks and temperature at once. Tokens sampled by older weights differ for a good reason and are left out,
+    but counted.
+    """
+    gaps = [np.abs(t.old - t.behaviour)[t.versions == version] for t in trajectories]
+    gap = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
+    stale = sum(int((t.versions != version).sum()) for t in trajectories)
+    row = {"mismatch/tokens": float(gap.size), "mismatch/stale_tokens": float(stale)}
+    if gap.size:
+        row |= {
+            "mismatch/logp_mean": float(gap.mean(dtype=np.float64)),
+            "mismatch/logp_p99": float(np.quantile(gap, 0.99)),
+            "mismatch/logp_max": float(gap.max()),
+        }
+    return row
+
+
+def guard_mismatch(
+    row: dict[str, float], trajectories: Sequence[Trajectory], settings: GuardSettings, dtype: str, step: int
+) -> str | None:
+    """None if the mismatch is within bounds, otherwise a message that names the worst token.
+
+    Raises UserError with that message if the guard is set to stop the run.
+    """
+    if settings.mismatch == "off" or "mismatch/logp_max" not in row:
+        return None
+    largest, mean = settings.thresholds(dtype)
+    # Written so that a NaN counts as beyond the bound.
+    if row["mismatch/logp_max"] <= largest and row["mismatch/logp_mean"] <= mean:
+        return None
+    worst = max(trajectories, key=lambda t: np.nan_to_num(np.abs(t.old - t.behaviour), nan=np.inf).max())
+    place = int(np.nan_to_num(np.abs(worst.old - worst.behaviour), nan=np.inf).argmax())
+    message = (
+        f"step {step}: engine and trainer disagree on the log-probs of tokens that the same weights sampled: "
+        f"max {row['mismatch/logp_max']:.2e} (bound {largest:.0e}), mean {row['mismatch/logp_mean']:.2e} "
+        f"(bound {mean:.0e}) nats; worst at token {place} of {len(worst.response)} of prompt "
+        f"{worst.prompt_id}, sample {worst.sample}: engine {worst.behaviour[place]:.5f}, trainer "
+        f"{worst.old[place]:.5f}. The engine does not compute what is trained; guards.mismatch=warn goes on"
+    )
+    if settings.mismatch == "stop":
+        raise UserError(message)
+    return message
+
+
+class MetricsWriter:
+    """Appends rows to ``metrics.jsonl`` and to TensorBoard files in the run's folder."""
+
+    def __init__(self, run_dir: Path):
+        self._file: IO[str] = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One row; numbers go to TensorBoard as well, under the row's ``step``."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for key, value in row.items():
+            if key != "step" and isinstance(value, int | float):
+                self._board.add_scalar(key, value, row["step"])
+        self._board.flush()
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self._file.close()
+        self._board.close()

@@ -1,0 +1,47 @@
+"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR``.
+
+The launcher starts it. Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants
+them; RPG_ENGINE_TOKEN on rank 0. Exits with 0 when training is done, 2 with ``error: ...`` as its last line
+on a problem the user can mend.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.policy.runtime import start_device, start_process_group
+
+
+def main() -> None:
+    """Join the process group, build this rank's part of the run, train."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the launcher, which decides
+    run_dir, work, bridge = (Path(a) for a in sys.argv[1:4])
+    try:
+        settings = load_settings(run_dir / "config.yaml")
+        device = start_device(settings.device)
+        start_process_group(device)
+        # Megatron may be imported only when the device is prepared.
+        from rpg_megatron.policy.model import start_mesh
+        from rpg_megatron.training.loop import train
+        from rpg_megatron.training.run import Run
+
+        mesh = start_mesh(settings.parallel)
+        run = Run(settings, run_dir, work, bridge, os.environ.get("RPG_ENGINE_TOKEN", ""), mesh, device)
+        train(run)
+        dist.barrier()
+        run.close()
+        dist.destroy_process_group()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        # The other ranks wait in a collective that will never come; the launcher ends them.
+        os._exit(2)
+
+
+if __name__ == "__main__":
+    main()

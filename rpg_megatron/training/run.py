@@ -1,0 +1,348 @@
+"""One rank's view of a run: the policy, the line to the sampler (rank 0), and the steps the loop is made of.
+
+Methods are collective unless they say otherwise: every rank calls them in the same order. Rank 0 talks to the
+sampler and writes files; what the others need of it is handed to them here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rpg_megatron.bridge.hf_export import export_hf
+from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.plan import Placement
+from rpg_megatron.bridge.publish import SharedMemoryPublisher
+from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.evaluation.score import score_results, write_results
+from rpg_megatron.objectives import Clip, LossOutput, group_advantages, rpg_loss
+from rpg_megatron.policy.model import DTYPES, Mesh
+from rpg_megatron.policy.optimizer import learning_rate
+from rpg_megatron.policy.policy import Policy, Update
+from rpg_megatron.policy.runtime import peak_memory_bytes
+from rpg_megatron.rollout.channel import EVENTS, SOCKET, SamplerClient
+from rpg_megatron.rollout.events import EventSender
+from rpg_megatron.training.journal import write_rollouts
+from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
+
+
+@dataclass
+class Batch:
+    """A step's trajectories: this rank's share, cut up for the updates; on rank 0 all of them as well."""
+
+    minibatches: list[list[list[Trajectory]]]
+    """[mini-batch][micro-batch] -> trajectories; an empty micro-batch keeps the data ranks in step."""
+    all: list[Trajectory]
+    """Rank 0: every trajectory, in the order of the prompts. Elsewhere empty."""
+    metrics: dict[str, float]
+    """Rank 0: the sampler's metrics of the step."""
+
+
+class Run:
+    """Everything a rank holds between the loop's lines."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_dir: Path,
+        work: Path,
+        bridge: Path,
+        token: str,
+        mesh: Mesh,
+        device: torch.device,
+    ):
+        self.settings, self.steps, self.mesh, self._device = settings, settings.training.steps, mesh, device
+        self._run_dir = run_dir
+        self._shape = read_model_shape(settings.model.path)
+        self._layout = layout_for(self._shape)
+        self._version = 0
+        self._times: dict[str, float] = defaultdict(float)
+        self._summary: dict[str, Any] = {}
+        self._started = time.monotonic()
+        self.events = EventSender(work / EVENTS)
+        self.policy = Policy(settings, self._shape, mesh, device, self._load)
+        self._placement = Placement(
+            rank=mesh.rank,
+            tensor=mesh.tensor,
+            tensor_rank=mesh.tensor_rank,
+            pipeline_rank=mesh.pipeline_rank,
+            layer_offset=self.policy.layer_offset,
+            data_rank=mesh.data_rank,
+            context_rank=0,
+            vocab_multiple=settings.model.vocab_multiple,
+        )
+        self._publisher = SharedMemoryPublisher(
+            bridge,
+            self._placement,
+            dict(self.policy.named_parameters()),
+            self._layout,
+            DTYPES[settings.precision.dtype],
+        )
+        self._loss = _make_loss(settings)
+        if mesh.rank == 0:
+            self._metrics = MetricsWriter(run_dir)
+            self._sampler = SamplerClient(work / SOCKET, token, timeout=settings.engine.start_timeout)
+
+    def _load(self, policy: Policy) -> None:
+        load_hf_weights(
+            self.settings.model.path,
+            policy.named_parameters(),
+            self._layout,
+            tensor=self.mesh.tensor,
+            tensor_rank=self.mesh.tensor_rank,
+            layer_offset=policy.layer_offset,
+            vocab_multiple=self.settings.model.vocab_multiple,
+        )
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Add the seconds of a block to ``time/<phase>`` of the step. Not collective."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._times[f"time/{phase}"] += time.monotonic() - start
+
+    def sync_engines(self, version: int) -> dict[str, float]:
+        """Publish the weights as ``version`` and bring them into every engine, proved by checksums."""
+        self._version = version
+        if self.mesh.rank == 0:
+            self.events.phase("sync", 0, self.settings.engine.replicas)
+        start = time.monotonic()
+        manifest = self._publisher.publish(version)
+        if self.mesh.rank:
+            dist.barrier()
+            return {}
+        reports = self._sampler.sync(manifest, version)
+        # The shards must stay as they are until every engine has them.
+        dist.barrier()
+        return {
+            "sync/seconds": time.monotonic() - start,
+            "sync/bytes": float(sum(r.bytes_read for r in reports)),
+            "sync/version": float(version),
+        }
+
+    def collect(self, step: int) -> Batch:
+        """Sample and score the step's prompts, make advantages, and give each rank its share."""
+        shares: list[Any] = [None] * self.mesh.world
+        everything: list[Trajectory] = []
+        metrics: dict[str, float] = {}
+        if self.mesh.rank == 0:
+            rollouts = self._sampler.rollout(step, self._version)
+            everything, metrics = rollouts.trajectories, rollouts.metrics
+            rewards = torch.tensor([t.reward for t in everything], dtype=torch.float64)
+            samples = self.settings.rollout.samples_per_prompt
+            for i, t in enumerate(everything):
+                t.group = i // samples
+            groups = torch.tensor([t.group for t in everything])
+            for t, a in zip(
+                everything, group_advantages(rewards, groups, kind=self.settings.advantage.type), strict=True
+            ):
+                t.advantage = float(a)
+            training = self.settings.training
+            plan = plan_batches(
+                [t.length for t in everything],
+                minibatches=training.minibatches,
+                data=self.mesh.data,
+                budget=training.tokens_per_microbatch,
+            )
+            shares = [
+                [[[everything[i] for i in micro] for micro in mini] for mini in plan[data_rank]]
+                for data_rank in _data_ranks(self.mesh)
+            ]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, shares if self.mesh.rank == 0 else None, src=0)
+        return Batch(minibatches=mine[0], all=everything, metrics=metrics)
+
+    def score(self, batch: Batch) -> None:
+        """Fill in ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
+        self._phase("logprobs")
+        packs = [self.policy.pack(micro) for mini in batch.minibatches for micro in mini]
+        scored: dict[tuple[int, int], np.ndarray] = {}
+        entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for pack, values in zip(packs, self.policy.logprobs(packs), strict=True):
+            for trajectory, logp in pack.split(values[0]):
+                # The anchor is the policy that the step began with (anchor.type old).
+                trajectory.old = trajectory.anchor = logp.cpu().numpy().copy()
+                scored[trajectory.group, trajectory.sample] = trajectory.old
+            if self.mesh.reports:
+                entropy += torch.stack([values[1][pack.mask].double().sum(), pack.mask.sum().double()])
+        dist.all_reduce(entropy)
+        batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
+        gathered: list[Any] = [None] * self.mesh.world
+        dist.gather_object(
+            scored if self.mesh.reports else {}, gathered if self.mesh.rank == 0 else None, dst=0
+        )
+        if self.mesh.rank == 0:
+            found = {key: value for part in gathered for key, value in part.items()}
+            for t in batch.all:
+                t.old = t.anchor = found[t.group, t.sample]
+
+    def compare(self, batch: Batch) -> dict[str, float]:
+        """Engine against trainer on tokens of the present weights; the guard may stop the run (rank 0)."""
+        if self.mesh.rank:
+            return {}
+        row = compare_logprobs(batch.all, self._version)
+        warning = guard_mismatch(
+            row, batch.all, self.settings.guards, self.settings.precision.dtype, self._version + 1
+        )
+        if warning:
+            self.events.send({"kind": "status", "text": f"warning: {warning}"})
+            print(f"warning: {warning}", flush=True)
+        return row
+
+    def update(self, step: int, minibatch: Sequence[Sequence[Trajectory]]) -> Update:
+        """One optimizer update."""
+        packs = [self.policy.pack(micro) for micro in minibatch]
+        self._phase("update")
+        done = self.policy.update(packs, self._loss, learning_rate(self.settings.optimizer, step))
+        if not math.isfinite(done.grad_norm):
+            raise UserError(
+                f"step {step}: the gradient norm is {done.grad_norm}; the weights are spoilt. Lower optimizer.lr or "
+                "objective.beta, or look at the step's rewards and log-probs"
+            )
+        return done
+
+    def summarise(self, step: int, batch: Batch, updates: Sequence[Update]) -> dict[str, float]:
+        """The step's row of metrics, but for evaluation, mismatch and sync; complete on rank 0."""
+        tokens = sum(u.tokens for u in updates)
+
+        def mean(key: str) -> float:
+            return sum(u.means[key] * u.tokens for u in updates) / max(tokens, 1)
+
+        peak = torch.tensor([peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        seconds = self._times["time/step"]
+        row = batch.metrics | {
+            "policy/loss": mean("loss"),
+            "policy/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+            "policy/grad_norm_first": updates[0].grad_norm,
+            "policy/clip_frac_high": mean("clip_high"),
+            "policy/clip_frac_low": mean("clip_low"),
+            "policy/clip_frac_c": mean("clip_c"),
+            "policy/log_ratio_clamped": mean("clamped"),
+            "kl/anchor": mean("kl"),
+            "ratio/mean": mean("ratio"),
+            "ratio/max": max(u.ratio_max for u in updates),
+            "lr": learning_rate(self.settings.optimizer, step),
+            "throughput/tokens_per_second": sum(t.length for t in batch.all) / max(seconds, 1e-9),
+            "memory/peak_bytes": peak.item(),
+            **self._times,
+        }
+        self._times.clear()
+        return row
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the held-out set is due after this step. Not collective."""
+        evaluation = self.settings.evaluation
+        return evaluation is not None and (step % evaluation.every == 0 or step == self.steps)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Score the held-out set with the weights the engines serve. Rank 0's work."""
+        evaluation = self.settings.evaluation
+        if self.mesh.rank or evaluation is None:
+            return {}
+        results = self._sampler.evaluate()
+        write_results(self._run_dir / "evaluation" / f"step_{step:06d}.jsonl", results)
+        row = score_results(evaluation.name, results)
+        accuracy = row[f"eval/{evaluation.name}/avg@{evaluation.samples}"]
+        self._summary.setdefault("accuracy_before", accuracy)
+        self._summary["accuracy_after"] = accuracy
+        return row
+
+    def record(self, step: int, row: dict[str, float]) -> None:
+        """Write the step's metrics and show them. Rank 0's work."""
+        if self.mesh.rank:
+            return
+        full = {"step": step, **row}
+        self._metrics.write(full)
+        self.events.send({"kind": "step", "row": full, "steps": self.steps})
+        if "throughput/tokens_per_second" in row:
+            self._summary.setdefault("rates", []).append(row["throughput/tokens_per_second"])
+
+    def journal(self, step: int, batch: Batch) -> None:
+        """Keep the step's rollouts. Rank 0's work."""
+        if self.mesh.rank == 0:
+            write_rollouts(self._run_dir / "rollouts" / f"step_{step:06d}.jsonl.zst", batch.all)
+
+    def export(self) -> None:
+        """Write the final Hugging Face checkpoint and the summary that the launcher prints."""
+        settings = self.settings.export
+        out = self._run_dir / "hf" / f"step_{self.steps:06d}"
+        if settings.enabled:
+            self._phase("export")
+            out.parent.mkdir(exist_ok=True)
+            export_hf(
+                out,
+                self.settings.model.path,
+                dict(self.policy.named_parameters()),
+                self._layout,
+                self._placement,
+                dtype=DTYPES[settings.dtype or self.settings.precision.dtype],
+                max_shard_bytes=int(settings.max_shard_gib * 1024**3),
+            )
+        if self.mesh.rank == 0:
+            rates = self._summary.pop("rates")
+            self._summary |= {
+                "steps": self.steps,
+                "tokens_per_second": sum(rates) / len(rates),
+                "export": str(out) if settings.enabled else None,
+                "metrics": str(self._run_dir / "metrics.jsonl"),
+                "seconds": time.monotonic() - self._started,
+            }
+            (self._run_dir / "summary.json").write_text(
+                json.dumps(self._summary, indent=2) + "\n", encoding="utf-8"
+            )
+
+    def close(self) -> None:
+        """Let go of shared memory and connections."""
+        self._publisher.close()
+        if self.mesh.rank == 0:
+            self._sampler.close()
+            self._metrics.close()
+        self.events.close()
+
+    def _phase(self, name: str) -> None:
+        if self.mesh.rank == 0:
+            self.events.phase(name, 0, 1)
+
+
+def _make_loss(settings: Settings) -> Any:
+    """The configured objective as a function of (logp, old, advantages, anchor)."""
+    o = settings.objective
+    clip = None if o.clip is None else Clip(kind=o.clip.kind, low=o.clip.low, high=o.clip.high, c=o.clip.c)
+    rpg = partial(
+        rpg_loss,
+        divergence=o.divergence,
+        estimator=o.estimator,
+        beta=o.beta,
+        clip=clip,
+        kl_placement=o.kl_placement,
+    )
+
+    def loss(
+        logp: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, anchor: torch.Tensor
+    ) -> LossOutput:
+        return rpg(logp, old, advantages, anchor_logp=None if settings.anchor.type == "old" else anchor)
+
+    return {"rpg": loss}[o.type]
+
+
+def _data_ranks(mesh: Mesh) -> list[int]:
+    """Data-parallel rank of every global rank. Megatron numbers ranks tensor first, then data, then pipeline."""
+    return [rank // mesh.tensor % mesh.data for rank in range(mesh.world)]

@@ -1,0 +1,74 @@
+"""The mismatch guard fires when it must and only then; a journal gives back the same bits.
+
+Not covered: the loop itself (tests/integration).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rpg_megatron.config import UserError
+from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.training.journal import read_rollouts, write_rollouts
+from rpg_megatron.training.metrics import compare_logprobs, guard_mismatch
+
+
+def trajectory(gap: list[float], versions: list[int]) -> Trajectory:
+    n = len(gap)
+    old = np.linspace(-3, -0.1, n).astype(np.float32)
+    return Trajectory(
+        prompt_id=4,
+        sample=1,
+        prompt=np.array([5, 6], np.int32),
+        response=np.arange(n, dtype=np.int32),
+        behaviour=old + np.array(gap, np.float32),
+        versions=np.array(versions, np.int32),
+        finish="stop",
+        text="1 + 1 = 2\nAnswer: 2 \u2713",
+        reward=1.0,
+        correct=True,
+        old=old,
+        anchor=old.copy(),
+        group=3,
+        advantage=0.1,
+    )
+
+
+def test_only_tokens_of_the_present_weights_count() -> None:
+    row = compare_logprobs([trajectory([0.5, 1e-5, 2e-5], [6, 7, 7])], version=7)
+    assert row["mismatch/tokens"] == 2
+    assert row["mismatch/stale_tokens"] == 1
+    assert row["mismatch/logp_max"] == pytest.approx(2e-5, rel=0.05)
+
+
+@pytest.mark.parametrize("gap", [[0.0, 2e-3, 0.0], [0.0, float("nan"), 0.0]])
+def test_guard_stops_and_names_the_token(gap: list[float]) -> None:
+    batch = [trajectory([0.0] * 3, [7] * 3), trajectory(gap, [7] * 3)]
+    row = compare_logprobs(batch, version=7)
+    with pytest.raises(UserError, match="worst at token 1 of 3 of prompt 4"):
+        guard_mismatch(row, batch, GuardSettings(), "float32", step=8)
+    assert guard_mismatch(row, batch, GuardSettings(mismatch="warn"), "float32", step=8)
+    assert guard_mismatch(row, batch, GuardSettings(mismatch="off"), "float32", step=8) is None
+
+
+def test_guard_is_quiet_within_bounds() -> None:
+    batch = [trajectory([1e-5, 2e-5, 0.0], [7] * 3)]
+    assert guard_mismatch(compare_logprobs(batch, 7), batch, GuardSettings(), "float32", step=8) is None
+
+
+def test_journal_round_trip(tmp_path: Path) -> None:
+    batch = [trajectory([0.1, 1e-7, 0.3], [7] * 3), trajectory([0.0], [6])]
+    file = tmp_path / "rollouts" / "step_000001.jsonl.zst"
+    write_rollouts(file, batch)
+    for got, wanted in zip(read_rollouts(file), batch, strict=True):
+        for name, value in vars(wanted).items():
+            if isinstance(value, np.ndarray):
+                assert getattr(got, name).dtype == value.dtype
+                np.testing.assert_array_equal(getattr(got, name), value)
+            else:
+                assert getattr(got, name) == value
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
