@@ -1,8 +1,36 @@
 """Losses and advantages: pure tensor mathematics, nothing of the rest of the package."""
 
-from rpg_megatron.objectives.advantages import group_advantages
+from rpg_megatron.objectives.advantages import AdvantageKind, group_advantages
+from rpg_megatron.objectives.aggregate import Aggregation, aggregate
+from rpg_megatron.objectives.baselines import (
+    cispo_loss,
+    dapo_loss,
+    grpo_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_pp_loss,
+)
 from rpg_megatron.objectives.clip import Clip
+from rpg_megatron.objectives.corrections import Correction, rollout_correction
 from rpg_megatron.objectives.divergences import DIVERGENCES, Divergence
 from rpg_megatron.objectives.rpg import LossOutput, rpg_loss
 
-__all__ = ["DIVERGENCES", "Clip", "Divergence", "LossOutput", "group_advantages", "rpg_loss"]
+__all__ = [
+    "DIVERGENCES",
+    "AdvantageKind",
+    "Aggregation",
+    "Clip",
+    "Correction",
+    "Divergence",
+    "LossOutput",
+    "aggregate",
+    "cispo_loss",
+    "dapo_loss",
+    "group_advantages",
+    "grpo_loss",
+    "gspo_loss",
+    "ppo_loss",
+    "reinforce_pp_loss",
+    "rollout_correction",
+    "rpg_loss",
+]

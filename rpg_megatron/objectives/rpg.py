@@ -16,9 +16,7 @@ from rpg_megatron.objectives.divergences import (
     kl_penalty,
     unnormalised_kl,
 )
-
-LOG_RATIO_LIMIT = 60.0
-"""Log-ratios are clamped here, far beyond any sane value, so that exp cannot overflow; clamps are counted."""
+from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike
 
 
 @dataclass(frozen=True)
@@ -66,24 +64,13 @@ def rpg_loss(
     if estimator not in ("reinforce", "differentiable"):
         raise ValueError(f"estimator {estimator!r} is not known; use reinforce or differentiable")
     anchor = old_logp if anchor_logp is None else anchor_logp
-    for name, x in (("old_logp", old_logp), ("advantages", advantages), ("anchor_logp", anchor)):
-        if x.shape != logp.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, logp has {tuple(logp.shape)}; they must be alike"
-            )
-    for name, x in (
-        ("logp", logp),
-        ("old_logp", old_logp),
-        ("advantages", advantages),
-        ("anchor_logp", anchor),
-    ):
-        _require_finite(name, x)
+    require_alike(logp, old_logp=old_logp, advantages=advantages, anchor_logp=anchor)
     placement = kl_placement or ("folded" if estimator == "reinforce" else "additive")
     old, anchor, advantage = old_logp.detach(), anchor.detach(), advantages.detach()
 
-    log_w, clamped_w = _clamp(logp - old)
-    log_u, clamped_u = _clamp(logp - anchor)
-    log_v, clamped_v = _clamp(anchor - old)
+    log_w, clamped_w = clamp_log_ratio(logp - old)
+    log_u, clamped_u = clamp_log_ratio(logp - anchor)
+    log_v, clamped_v = clamp_log_ratio(anchor - old)
     w, v = log_w.exp(), log_v.exp()
 
     # The weight of grad log p: w A + C when folded, w A alone when the KL stands outside the clip.
@@ -133,17 +120,3 @@ def rpg_loss(
             "clamped": (clamped_w | clamped_u | clamped_v).to(w.dtype),
         }
     return LossOutput(loss, {name: m.detach() for name, m in metrics.items()})
-
-
-def _clamp(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio.detach().abs() > LOG_RATIO_LIMIT
-
-
-def _require_finite(name: str, x: Tensor) -> None:
-    if bool(torch.isfinite(x).all()):
-        return
-    index = (~torch.isfinite(x)).nonzero()[0].tolist()
-    value = float(x.detach()[tuple(index)])
-    raise ValueError(
-        f"{name} is {value} at token {index[0] if len(index) == 1 else tuple(index)}; it must be finite"
-    )

@@ -7,9 +7,11 @@ on a problem the user can mend.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from rpg_megatron.policy.runtime import start_device, start_process_group
 def main() -> None:
     """Join the process group, build this rank's part of the run, train."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the launcher, which decides
+    # What Megatron says of optional packages and of its own deprecations helps nobody who reads a rank's log.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     run_dir, work, bridge = (Path(a) for a in sys.argv[1:4])
     try:
         settings = load_settings(run_dir / "config.yaml")

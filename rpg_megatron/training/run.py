@@ -133,7 +133,7 @@ class Run:
         dist.barrier()
         return {
             "sync/seconds": time.monotonic() - start,
-            "sync/bytes": float(sum(r.bytes_read for r in reports)),
+            "sync/bytes": float(sum(sum(r.bytes_per_worker) for r in reports)),
             "sync/version": float(version),
         }
 
@@ -146,9 +146,6 @@ class Run:
             rollouts = self._sampler.rollout(step, self._version)
             everything, metrics = rollouts.trajectories, rollouts.metrics
             rewards = torch.tensor([t.reward for t in everything], dtype=torch.float64)
-            samples = self.settings.rollout.samples_per_prompt
-            for i, t in enumerate(everything):
-                t.group = i // samples
             groups = torch.tensor([t.group for t in everything])
             for t, a in zip(
                 everything, group_advantages(rewards, groups, kind=self.settings.advantage.type), strict=True
@@ -213,8 +210,8 @@ class Run:
         done = self.policy.update(packs, self._loss, learning_rate(self.settings.optimizer, step))
         if not math.isfinite(done.grad_norm):
             raise UserError(
-                f"step {step}: the gradient norm is {done.grad_norm}; the weights are spoilt. Lower optimizer.lr or "
-                "objective.beta, or look at the step's rewards and log-probs"
+                f"step {step}: the gradient norm is {done.grad_norm}; the weights are spoilt. "
+                "Lower optimizer.lr or objective.beta, or look at the step's rewards and log-probs"
             )
         return done
 
@@ -344,5 +341,5 @@ def _make_loss(settings: Settings) -> Any:
 
 
 def _data_ranks(mesh: Mesh) -> list[int]:
-    """Data-parallel rank of every global rank. Megatron numbers ranks tensor first, then data, then pipeline."""
+    """Data-parallel rank of every rank. Megatron numbers ranks tensor first, then data, then pipeline."""
     return [rank // mesh.tensor % mesh.data for rank in range(mesh.world)]

@@ -3,8 +3,9 @@
 Proved: real Megatron-Core with our packing, attention, norm, log-prob head and token normalisation, in fp32
 over gloo, against transformers run in float64 one sequence at a time: log-probs and entropies of each token,
 the REINFORCE-URKL loss and the norm of its gradient; for TP, PP, DP, SP and their mixtures, uneven
-micro-batches, tied and untied embeddings, and a vocabulary that the layout pads. Not covered here: single
-gradients (the norm stands for them), GPUs, bfloat16, the engine's side.
+micro-batches, tied and untied embeddings, and a vocabulary that the layout pads; and that the Hugging Face
+export of each layout, after an update, gives transformers the log-probs that Megatron computes. Not covered
+here: single gradients (the norm stands for them), GPUs, bfloat16, the engine's side.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from spawn import run_ranks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rpg_megatron.data.trajectory import Trajectory
+from tests.distributed.spawn import run_ranks
 
 TEMPERATURE = 0.7
 LAYOUTS = {
@@ -92,41 +93,44 @@ def make_batch() -> list[Trajectory]:
     ]
 
 
-def reference(model: Qwen3ForCausalLM, batch: list[Trajectory], *, beta: float) -> dict[str, Any]:
-    """In float64: every token's log-prob and entropy; the first update's loss and gradient norm."""
-    rows, losses, tokens = {}, [], 0
+def reference_logprobs(
+    model: Qwen3ForCausalLM, batch: list[Trajectory]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-prob and entropy of each response token, one sequence at a time, in the model's precision."""
+    rows = []
     for t in batch:
         whole = torch.tensor(np.concatenate([t.prompt, t.response]), dtype=torch.long)
         logits = model(whole[None, :-1]).logits[0, len(t.prompt) - 1 :] / TEMPERATURE
         log_p = torch.log_softmax(logits, -1)
-        logp = log_p.gather(1, whole[len(t.prompt) :, None])[:, 0]
-        rows[t.prompt_id] = (logp.tolist(), (-(log_p.exp() * log_p).sum(-1)).tolist())
-        log_w = logp.detach() - torch.tensor(t.old).double() if len(t.old) else torch.zeros_like(logp)
+        rows.append((log_p.gather(1, whole[len(t.prompt) :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
+    return rows
+
+
+def reference_update(model: Qwen3ForCausalLM, batch: list[Trajectory], *, beta: float) -> dict[str, float]:
+    """RPG-REINFORCE-URKL with the dual clip: loss, mean |loss| of a token, gradient norm."""
+    losses = []
+    for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
+        log_w = logp.detach() - torch.tensor(t.old).double()
         w = log_w.exp()
         weight = w * t.advantage - beta * w * log_w
         keep = torch.where(weight >= 0, w < 1.28, (w > 0.8) & (w < 10))
         losses.append(-(keep * weight).detach() * logp)
-        tokens += len(logp)
-    (torch.cat(losses).sum() / tokens).backward()
+    flat = torch.cat(losses)
+    flat.mean().backward()
     norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
-    flat = torch.cat(losses).detach()
-    return {
-        "rows": rows,
-        "loss": flat.sum().item() / tokens,
-        "abs": flat.abs().mean().item(),
-        "norm": norm.item(),
-    }
+    return {"loss": flat.mean().item(), "abs": flat.abs().mean().item(), "norm": norm.item()}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool) -> None:
     model = make_model(tmp_path / "model", tied=tied)
     batch = make_batch()
-    for t, (logp, _) in zip(batch, reference(model, batch, beta=0.05)["rows"].values(), strict=True):
+    with torch.no_grad():
+        rows = [(logp.numpy(), entropy.numpy()) for logp, entropy in reference_logprobs(model, batch)]
+    for t, (logp, _) in zip(batch, rows, strict=True):
         drift = np.random.default_rng(t.prompt_id).normal(0, 0.15, len(logp))
-        t.old = t.anchor = (np.array(logp) + drift).astype(np.float32)
-    model.zero_grad()
-    wanted = reference(model, batch, beta=0.05)
+        t.old = t.anchor = (logp + drift).astype(np.float32)
+    wanted = reference_update(model, batch, beta=0.05)
     (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
 
     results: dict[str, Any] = {}
@@ -152,7 +156,7 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool) -> None:
         assert len(result["scored"]) == len(batch), name
         for key, parts in result["scored"].items():
             got = dict(parts)
-            logp, entropy = wanted["rows"][int(key)]
+            logp, entropy = rows[int(key)]
             np.testing.assert_allclose(got["logp"], logp, atol=2e-5, err_msg=f"{name}: log-probs of {key}")
             np.testing.assert_allclose(
                 got["entropy"], entropy, atol=2e-5, err_msg=f"{name}: entropy of {key}"
@@ -162,3 +166,9 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool) -> None:
         assert update["grad_norm"] == pytest.approx(wanted["norm"], rel=1e-5), name
         assert abs(update["loss"] - wanted["loss"]) <= 1e-5 * wanted["abs"], name
         assert update["abs_loss"] == pytest.approx(wanted["abs"], rel=1e-5), name
+
+        exported = Qwen3ForCausalLM.from_pretrained(tmp_path / f"hf-{name}", dtype=torch.float64).eval()
+        with torch.no_grad():
+            after = reference_logprobs(exported, batch)
+        for t, got, (logp, _) in zip(batch, result["after"], after, strict=True):
+            np.testing.assert_allclose(got, logp, atol=2e-5, err_msg=f"{name}: export, {t.prompt_id}")

@@ -1,0 +1,173 @@
+"""The losses that RPG is compared with, each as its own authors or the scripts of arXiv 2505.17508 run it.
+
+All take log-probs (nats) and advantages of one shape, one value a token, and give the loss of each token
+unreduced. What else belongs to a method (its advantage, its aggregation) is chosen beside the loss: see
+docs/objectives.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rpg_megatron.objectives.clip import Clip, dual_bounds, dual_clip_loss
+from rpg_megatron.objectives.divergences import unnormalised_kl
+from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
+from rpg_megatron.objectives.rpg import LossOutput
+
+KLEstimator = Literal["k1", "k3", "k3_weighted"]
+
+
+def ppo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    *,
+    clip: Clip | None = Clip(),  # noqa: B008 (frozen dataclass)
+    beta: float = 0.0,
+    kl: KLEstimator | None = None,
+    anchor_logp: Tensor | None = None,
+) -> LossOutput:
+    """PPO's dual-clip loss, with or without an additive KL term.
+
+    Shapes: all alike. ``kl``: ``k1`` and ``k3`` are added to samples of the old policy without a ratio, as
+    GRPO and the scripted REINFORCE++ do. Neither has the gradient of the reverse KL: k3's, on-policy, is that
+    of the forward KL, and k1's is minus that of KL(old || p). ``k3_weighted`` carries the ratio,
+    differentiably, and is exact.
+    Raises ValueError as ``rpg_loss`` does.
+    Source: PPO arXiv 1707.06347, dual clip arXiv 1912.09729; KL terms: arXiv 2505.17508, section 2.2.
+    """
+    anchor = old_logp if anchor_logp is None else anchor_logp
+    require_alike(logp, old_logp=old_logp, advantages=advantages, anchor_logp=anchor)
+    advantage = advantages.detach()
+    log_w, clamped_w = clamp_log_ratio(logp - old_logp.detach())
+    log_u, clamped_u = clamp_log_ratio(logp - anchor.detach())
+    w = log_w.exp()
+    if clip is None:
+        loss = -w * advantage
+    elif clip.kind == "dual":
+        loss = dual_clip_loss(w, advantage, clip)
+    else:
+        loss = -clip.clamp(w).detach() * (logp - logp.detach() + 1) * advantage
+    if kl == "k1":
+        loss = loss + beta * log_u
+    elif kl == "k3":
+        loss = loss + beta * (torch.exp(-log_u) - 1 + log_u)
+    elif kl == "k3_weighted":
+        loss = loss + beta * unnormalised_kl(w, log_u)
+    return LossOutput(loss, _metrics(w, log_u, advantage, clip, clamped_w | clamped_u))
+
+
+def grpo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    *,
+    clip: Clip = Clip(low=0.2, high=0.2),  # noqa: B008 (frozen dataclass)
+    beta: float = 1e-3,
+    corrected: bool = False,
+    anchor_logp: Tensor | None = None,
+) -> LossOutput:
+    """GRPO: the dual-clip loss plus ``beta`` times k3(anchor / policy), unweighted as published.
+
+    ``corrected``: with the importance ratio, which makes it the gradient of the reverse KL.
+    Shapes and errors: as ``ppo_loss``. Source: arXiv 2402.03300; correction: arXiv 2505.17508, section 2.2.
+    """
+    kl: KLEstimator = "k3_weighted" if corrected else "k3"
+    return ppo_loss(logp, old_logp, advantages, clip=clip, beta=beta, kl=kl, anchor_logp=anchor_logp)
+
+
+def dapo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    *,
+    clip: Clip = Clip(low=0.2, high=0.28),  # noqa: B008 (frozen dataclass)
+) -> LossOutput:
+    """DAPO: the dual-clip loss with a raised upper bound and no KL. Shapes and errors: as ``ppo_loss``.
+
+    Source: arXiv 2503.14476.
+    """
+    return ppo_loss(logp, old_logp, advantages, clip=clip)
+
+
+def reinforce_pp_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    *,
+    clip: Clip = Clip(low=0.2, high=0.28),  # noqa: B008 (frozen dataclass)
+    beta: float = 1e-4,
+    anchor_logp: Tensor | None = None,
+) -> LossOutput:
+    """REINFORCE++ as scripted: the dual-clip loss plus ``beta`` times k1, which pushes away from the anchor.
+
+    Shapes and errors: as ``ppo_loss``. Source: arXiv 2501.03262; the k1 term: scripts released with arXiv
+    2505.17508.
+    """
+    return ppo_loss(logp, old_logp, advantages, clip=clip, beta=beta, kl="k1", anchor_logp=anchor_logp)
+
+
+def cispo_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 0.28
+) -> LossOutput:
+    """CISPO: the ratio is clamped to [1 - low, 1 + high] and detached; every token keeps its gradient.
+
+    Shapes and errors: as ``ppo_loss``; low 1 means no lower bound. Source: arXiv 2506.13585.
+    """
+    require_alike(logp, old_logp=old_logp, advantages=advantages)
+    advantage = advantages.detach()
+    log_w, clamped = clamp_log_ratio(logp - old_logp.detach())
+    w = log_w.exp().detach()
+    loss = -w.clamp(1 - low, 1 + high) * advantage * logp
+    metrics = _metrics(w, log_w, advantage, None, clamped)
+    metrics |= {"clip_high": (w > 1 + high).to(w.dtype), "clip_low": (w < 1 - low).to(w.dtype)}
+    return LossOutput(loss, metrics)
+
+
+def gspo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    sequences: Tensor,
+    *,
+    low: float = 3e-4,
+    high: float = 4e-4,
+) -> LossOutput:
+    """GSPO: one ratio a sequence, the geometric mean of its tokens', clipped as PPO does.
+
+    Shapes: all [tokens]; ``sequences`` integer labels, each sequence's tokens all present. Every token
+    carries its sequence's loss, so aggregate by sequence mean. Errors: as ``ppo_loss``. Source: arXiv
+    2507.18071.
+    """
+    require_alike(logp, old_logp=old_logp, advantages=advantages)
+    advantage = advantages.detach()
+    total, count = sequence_sum(logp - old_logp.detach(), sequences)
+    log_s, clamped = clamp_log_ratio(total / count)
+    s = log_s.exp()
+    clip = Clip(low=low, high=high, c=float("inf"))
+    loss = torch.maximum(-s * advantage, -clip.clamp(s) * advantage)
+    return LossOutput(loss, _metrics(s, log_s, advantage, clip, clamped))
+
+
+def _metrics(
+    w: Tensor, log_u: Tensor, advantage: Tensor, clip: Clip | None, clamped: Tensor
+) -> dict[str, Tensor]:
+    with torch.no_grad():
+        none = torch.zeros_like(w, dtype=torch.bool)
+        if clip is None:
+            high = low = cut = none
+        elif clip.kind == "dual":
+            high, low, cut = dual_bounds(advantage, w, clip)
+        else:
+            high, low, cut = w > 1 + clip.high, w < 1 - clip.low, none
+        return {
+            "ratio": w.detach(),
+            "kl": unnormalised_kl(w, log_u).detach(),
+            "clip_high": high.to(w.dtype),
+            "clip_low": low.to(w.dtype),
+            "clip_c": cut.to(w.dtype),
+            "clamped": clamped.to(w.dtype),
+        }

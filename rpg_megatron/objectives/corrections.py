@@ -1,0 +1,55 @@
+"""Factors for tokens that other weights, or the same weights in another engine, sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
+
+
+@dataclass(frozen=True)
+class Correction:
+    """``factor``: what each token's loss is multiplied by, detached. ``metrics``: detached, of the same shape."""
+
+    factor: Tensor
+    metrics: dict[str, Tensor]
+
+
+def rollout_correction(
+    old_logp: Tensor,
+    behaviour_logp: Tensor,
+    sequences: Tensor,
+    *,
+    kind: Literal["truncate", "icepop"],
+    level: Literal["token", "sequence"] = "token",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Correction:
+    """Importance factor exp(old - behaviour) of each token, or of its whole sequence, kept within bounds.
+
+    Shapes: all [tokens]; log-probs in nats, ``sequences`` integer labels. ``truncate`` (truncated importance sampling):
+    the ratio, at most ``high``. ``icepop``: the ratio where it lies in [low, high], 0 elsewhere. A token with factor 0
+    stays in the loss's denominator. At sequence level the ratio is the product over the sequence's tokens.
+    Metrics: ``correction_ratio`` (before bounds) and ``correction_hit`` (1 where a bound acted).
+    Raises ValueError as ``rpg_loss`` does, or if the bounds are not 0 <= low < 1 < high.
+    Source: truncated importance sampling as in arXiv 1802.01561; IcePop as its authors describe it (token masking).
+    """
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"correction bounds need 0 <= low < 1 < high; got low {low}, high {high}")
+    require_alike(old_logp, behaviour_logp=behaviour_logp)
+    with torch.no_grad():
+        gap = old_logp - behaviour_logp
+        if level == "sequence":
+            gap, _ = sequence_sum(gap, sequences)
+        ratio = clamp_log_ratio(gap)[0].exp()
+        if kind == "truncate":
+            hit = ratio > high
+            factor = ratio.clamp(max=high)
+        else:
+            hit = (ratio < low) | (ratio > high)
+            factor = torch.where(hit, 0.0, ratio)
+    return Correction(factor, {"correction_ratio": ratio, "correction_hit": hit.to(ratio.dtype)})
