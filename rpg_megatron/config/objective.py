@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from rpg_megatron.config.base import Section
 
@@ -37,13 +37,120 @@ class RPGSettings(Section):
     """The clip; null for none."""
     kl_placement: Literal["folded", "additive"] | None = None
     """folded: inside the clip; additive: outside. null: reinforce folds, differentiable adds."""
+    ratio: Literal["token", "sequence"] = "token"
+    """sequence: one ratio a response, exact off-policy for every divergence, at a far higher variance."""
+
+
+class GRPOSettings(Section):
+    """GRPO (arXiv 2402.03300)."""
+
+    type: Literal["grpo"]
+    """Which loss."""
+    clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
+    """The clip."""
+    beta: float = Field(1e-3, ge=0)
+    """Strength of the additive k3 term."""
+    corrected: bool = False
+    """Weight k3 by the importance ratio, which makes its gradient that of the reverse KL."""
+
+
+class DAPOSettings(Section):
+    """DAPO (arXiv 2503.14476): raised upper bound, no KL."""
+
+    type: Literal["dapo"]
+    """Which loss."""
+    clip: ClipSettings = ClipSettings()
+    """The clip."""
+
+
+class PPOSettings(Section):
+    """PPO's dual-clip loss, without critic or KL; with other advantages and aggregation, Dr.GRPO."""
+
+    type: Literal["ppo"]
+    """Which loss."""
+    clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
+    """The clip."""
+
+
+class ReinforcePlusPlusSettings(Section):
+    """REINFORCE++ as scripted for arXiv 2505.17508: additive k1, which pushes away from the anchor."""
+
+    type: Literal["reinforce_plus_plus"]
+    """Which loss."""
+    clip: ClipSettings = ClipSettings()
+    """The clip."""
+    beta: float = Field(1e-4, ge=0)
+    """Strength of the additive k1 term."""
+
+
+class CISPOSettings(Section):
+    """CISPO (arXiv 2506.13585): clamped, detached ratio; every token keeps its gradient."""
+
+    type: Literal["cispo"]
+    """Which loss."""
+    low: float = Field(1.0, ge=0, le=1)
+    """The ratio is at least 1 - low."""
+    high: float = Field(0.28, ge=0)
+    """The ratio is at most 1 + high."""
+
+
+class GSPOSettings(Section):
+    """GSPO (arXiv 2507.18071): one length-normalised ratio a sequence; use aggregation sequence_mean."""
+
+    type: Literal["gspo"]
+    """Which loss."""
+    low: float = Field(3e-4, ge=0, lt=1)
+    """Lower bound of the sequence's ratio is 1 - low."""
+    high: float = Field(4e-4, ge=0)
+    """Upper bound of the sequence's ratio is 1 + high."""
+
+
+def _objective_type(value: Any) -> str:
+    return str(value.get("type", "rpg") if isinstance(value, dict) else value.type)
+
+
+ObjectiveSettings = Annotated[
+    Annotated[RPGSettings, Tag("rpg")]
+    | Annotated[GRPOSettings, Tag("grpo")]
+    | Annotated[DAPOSettings, Tag("dapo")]
+    | Annotated[PPOSettings, Tag("ppo")]
+    | Annotated[ReinforcePlusPlusSettings, Tag("reinforce_plus_plus")]
+    | Annotated[CISPOSettings, Tag("cispo")]
+    | Annotated[GSPOSettings, Tag("gspo")],
+    Discriminator(_objective_type),
+]
+"""One of the losses, chosen by ``type``; without it, rpg."""
 
 
 class AdvantageSettings(Section):
     """From rewards to advantages."""
 
-    type: Literal["rpg"] = "rpg"
-    """rpg: reward minus the mean of its prompt's group, not divided by the standard deviation."""
+    type: Literal[
+        "rpg", "grpo", "leave_one_out", "batch_mean", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "rpg"
+    """rpg: reward minus its group's mean, not over the standard deviation; the others: docs/objectives.md."""
+
+
+class CorrectionSettings(Section):
+    """Factor exp(old - behaviour) on each token's loss, for stale weights and engine/trainer differences."""
+
+    type: Literal["truncate", "icepop"]
+    """truncate: at most ``high``; icepop: 0 outside [low, high]."""
+    level: Literal["token", "sequence"] = "token"
+    """One ratio for each token, or the product over its sequence."""
+    low: float = Field(0.5, ge=0, lt=1)
+    """Lower bound (icepop)."""
+    high: float = Field(2.0, gt=1)
+    """Upper bound."""
+
+
+class AggregationSettings(Section):
+    """From losses of tokens to the loss of a mini-batch."""
+
+    type: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Every token alike; every sequence alike; or each sequence's sum over a constant (Dr.GRPO)."""
+    constant: int | None = Field(None, ge=1)
+    """Divisor of ``constant``; null: rollout.max_response_tokens."""
 
 
 class AnchorSettings(Section):

@@ -14,8 +14,11 @@ from rpg_megatron.config.base import Section, _RelativeToFile
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.objective import (
     AdvantageSettings,
+    AggregationSettings,
     AnchorSettings,
+    CorrectionSettings,
     GuardSettings,
+    ObjectiveSettings,
     RPGSettings,
     TrainingSettings,
 )
@@ -51,10 +54,14 @@ class Settings(Section):
     """Number formats."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW."""
-    objective: RPGSettings = RPGSettings()
+    objective: ObjectiveSettings = RPGSettings()
     """The loss."""
     advantage: AdvantageSettings = AdvantageSettings()
     """From rewards to advantages."""
+    aggregation: AggregationSettings = AggregationSettings()
+    """From tokens to a loss."""
+    correction: CorrectionSettings | None = None
+    """Importance factor for tokens that other weights sampled; null for none."""
     anchor: AnchorSettings = AnchorSettings()
     """What the KL term pulls towards."""
     training: TrainingSettings = TrainingSettings()
@@ -174,18 +181,42 @@ def _valid_keys() -> list[str]:
 
 def _explain(file: Path, error: Any, raw: dict[str, Any]) -> str:
     """One line for one validation error."""
-    key = ".".join(str(p) for p in error["loc"])
+    parts, siblings = _locate(error["loc"])
+    key = ".".join(parts)
     if error["type"] == "extra_forbidden":
         keys = _valid_keys()
-        parent, _, last = key.rpartition(".")
-        siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
-        near = [siblings[s] for s in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
+        parent, last = parts[:-1], parts[-1]
+        near = [".".join([*parent, s]) for s in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
         near = near or [k for k in keys if k.rpartition(".")[2] == last]
         near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
         return f"{file}: unknown key {key!r}; did you mean {near[0]!r}?"
     if error["type"] == "missing":
         return f"{file}: the key {key!r} is missing; add it, or give {key}=... on the command line"
+    if error["type"] == "union_tag_invalid":
+        known = ", ".join(t.strip("' ") for t in error["ctx"]["expected_tags"].split(","))
+        return f"{file}: {key}.type: {error['ctx']['tag']!r} is not known; use one of {known}"
     message = error["msg"].removeprefix("Value error, ")
     if not key:
         return f"{file}: {message}"
     return f"{file}: {key}: {message} (got {error['input']!r})"
+
+
+def _locate(location: tuple[Any, ...]) -> tuple[list[str], list[str]]:
+    """The key of an error, without the tags that pydantic puts in for unions, and that key's siblings."""
+    sections: list[type[BaseModel]] = [Settings]
+    parts: list[str] = []
+    siblings: list[str] = []
+    for part in map(str, location):
+        tagged = [s for s in sections if "type" in s.model_fields and part in _tags(s)]
+        if tagged and len(sections) > 1:
+            sections = tagged
+            continue
+        siblings = [name for s in sections for name in s.model_fields]
+        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
+        sections = [inner for f in fields for inner in _sections(f.annotation)]
+        parts.append(part)
+    return parts, siblings
+
+
+def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+    return typing.get_args(section.model_fields["type"].annotation)

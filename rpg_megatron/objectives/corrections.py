@@ -13,7 +13,7 @@ from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, seque
 
 @dataclass(frozen=True)
 class Correction:
-    """``factor``: what each token's loss is multiplied by, detached. ``metrics``: detached, of the same shape."""
+    """``factor``: what each token's loss is multiplied by. ``metrics``: of the same shape. All detached."""
 
     factor: Tensor
     metrics: dict[str, Tensor]
@@ -31,12 +31,14 @@ def rollout_correction(
 ) -> Correction:
     """Importance factor exp(old - behaviour) of each token, or of its whole sequence, kept within bounds.
 
-    Shapes: all [tokens]; log-probs in nats, ``sequences`` integer labels. ``truncate`` (truncated importance sampling):
-    the ratio, at most ``high``. ``icepop``: the ratio where it lies in [low, high], 0 elsewhere. A token with factor 0
-    stays in the loss's denominator. At sequence level the ratio is the product over the sequence's tokens.
+    Shapes: all [tokens]; log-probs in nats, ``sequences`` integer labels. ``truncate`` (truncated importance
+    sampling): the ratio, at most ``high``. ``icepop``: the ratio where it lies in [low, high], 0 elsewhere. A
+    token with factor 0 stays in the loss's denominator. At sequence level the ratio is the product over the
+    sequence's tokens.
     Metrics: ``correction_ratio`` (before bounds) and ``correction_hit`` (1 where a bound acted).
     Raises ValueError as ``rpg_loss`` does, or if the bounds are not 0 <= low < 1 < high.
-    Source: truncated importance sampling as in arXiv 1802.01561; IcePop as its authors describe it (token masking).
+    Source: truncated importance sampling as in arXiv 1802.01561; IcePop as its authors describe it (token
+    masking).
     """
     if not 0 <= low < 1 < high:
         raise ValueError(f"correction bounds need 0 <= low < 1 < high; got low {low}, high {high}")

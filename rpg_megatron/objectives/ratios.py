@@ -27,14 +27,15 @@ def require_alike(logp: Tensor, **others: Tensor) -> None:
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-ratio limited to +-LOG_RATIO_LIMIT, and a boolean mask of where the limit acted; same shapes."""
+    """The log-ratio within +-LOG_RATIO_LIMIT, and a boolean mask of where the limit acted; same shapes."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio.detach().abs() > LOG_RATIO_LIMIT
 
 
 def sequence_sum(values: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of ``values`` over each sequence, given back to each of its tokens; and the sequence's token count.
 
-    Shapes: values [tokens], sequences [tokens] integer labels -> two of [tokens]; differentiable in ``values``.
+    Shapes: values [tokens], sequences [tokens] integer labels -> two of [tokens]; differentiable in
+    ``values``.
     """
     _, member = torch.unique(sequences, return_inverse=True)
     count = torch.bincount(member)

@@ -16,7 +16,7 @@ from rpg_megatron.objectives.divergences import (
     kl_penalty,
     unnormalised_kl,
 )
-from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike
+from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def rpg_loss(
     clip: Clip | None = Clip(),  # noqa: B008 (frozen dataclass)
     kl_placement: Literal["folded", "additive"] | None = None,
     anchor_logp: Tensor | None = None,
+    sequences: Tensor | None = None,
 ) -> LossOutput:
     """Loss of each token, to be minimised; its mean over valid tokens is the surrogate objective.
 
@@ -52,6 +53,12 @@ def rpg_loss(
     ``folded`` puts the KL component into the weight that the clip judges and drops (section 3.3, algorithm
     2); ``additive`` clips the reward part alone. None: reinforce folds, differentiable adds, as the paper's
     algorithm 2 and the released code do. ``anchor_logp`` None: the anchor is the old policy.
+
+    ``sequences`` (integer labels, 1-d as then all else is): one ratio for each sequence, the product of its
+    tokens', instead of one a token. Exact off-policy for all divergences, where the token-level loss is exact
+    only at the old policy (reverse) or up to a frozen prefix distribution; its variance grows with the
+    length. A sequence's losses then add up to the sequence's, so the mean over tokens is the sum over
+    sequences, over the token count.
 
     A folded differentiable loss has its regularised advantage detached: with the gradient flowing through it,
     as algorithm 1 reads literally, the KL gradient of the forward divergences would be lost.
@@ -68,9 +75,12 @@ def rpg_loss(
     placement = kl_placement or ("folded" if estimator == "reinforce" else "additive")
     old, anchor, advantage = old_logp.detach(), anchor.detach(), advantages.detach()
 
-    log_w, clamped_w = clamp_log_ratio(logp - old)
-    log_u, clamped_u = clamp_log_ratio(logp - anchor)
-    log_v, clamped_v = clamp_log_ratio(anchor - old)
+    ratios = [logp - old, logp - anchor, anchor - old]
+    share: Tensor | float = 1.0  # of its sequence's loss that a token carries
+    if sequences is not None:
+        sums = [sequence_sum(x, sequences) for x in ratios]
+        ratios, share = [total for total, _ in sums], 1.0 / sums[0][1]
+    (log_w, clamped_w), (log_u, clamped_u), (log_v, clamped_v) = (clamp_log_ratio(x) for x in ratios)
     w, v = log_w.exp(), log_v.exp()
 
     # The weight of grad log p: w A + C when folded, w A alone when the KL stands outside the clip.
@@ -106,9 +116,11 @@ def rpg_loss(
         else:
             # The value of the clamped ratio with the gradient of log p, so that a truncated token still
             # learns.
-            loss = -w_used * (logp - logp.detach() + 1) * regularised
+            score = logp if sequences is None else sequence_sum(logp, sequences)[0]
+            loss = -w_used * (score - score.detach() + 1) * regularised
         if placement == "additive":
             loss = loss + kl_penalty(divergence, w, log_u, v, beta)
+        loss = loss * share
 
     with torch.no_grad():
         metrics = {

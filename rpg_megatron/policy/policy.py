@@ -18,12 +18,25 @@ from rpg_megatron.objectives import LossOutput
 from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, transformer_config
 from rpg_megatron.policy.optimizer import build_optimizer, wrap_data_parallel
-from rpg_megatron.policy.packed import Pack, make_pack
+from rpg_megatron.policy.packed import Pack, ResponseTokens, make_pack
 
-TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], LossOutput]
-"""(logp, old, advantages, anchor), each [response tokens] -> loss of each token."""
+TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
+"""(logp [n], the rest of what is known of these n response tokens) -> loss of each."""
+Aggregator = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(loss of each token [n], sequences [n]) -> (sum, count) that add up over micro-batches and ranks."""
 
-_SUMS = ("loss", "abs_loss", "ratio", "kl", "clip_high", "clip_low", "clip_c", "clamped")
+_MEANS = (
+    "abs_loss",
+    "ratio",
+    "kl",
+    "clip_high",
+    "clip_low",
+    "clip_c",
+    "clamped",
+    "correction_ratio",
+    "correction_hit",
+)
+"""What is reported of each update as a mean over its response tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +53,10 @@ class Update:
     """One optimizer update, over all ranks: means over its response tokens, and the norm before clipping."""
 
     tokens: int
+    loss: float
+    """As aggregated."""
     means: dict[str, float]
-    """loss, abs_loss (of each token), ratio, kl, clip_high, clip_low, clip_c, clamped."""
+    """See _MEANS; those of a correction are 0 if there is none."""
     ratio_max: float
     grad_norm: float
 
@@ -104,11 +119,10 @@ class Policy:
             dist.broadcast(flat, src=last, group=mpu.get_pipeline_model_parallel_group())
         return list(flat.split([p.size for p in packs], dim=1))
 
-    def update(self, packs: Sequence[Pack], loss: TokenLoss, lr: float) -> Update:
+    def update(self, packs: Sequence[Pack], loss: TokenLoss, aggregator: Aggregator, lr: float) -> Update:
         """One optimizer update on a mini-batch: this rank's packs, as many as every other data rank has.
 
-        The loss is the mean over the response tokens of the whole mini-batch, wherever they lie: packs, data
-        ranks.
+        The loss is the mean, as ``aggregator`` counts, over the whole mini-batch, wherever it lies.
         A norm that is not finite means that the weights are spoilt: the caller must look at it.
         """
         self._model.train()
@@ -117,7 +131,7 @@ class Policy:
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
             pack = next(iterator)  # type: ignore[call-overload]
-            return self._forward(pack, model), lambda output: _sum_loss(output, pack, loss)
+            return self._forward(pack, model), lambda output: _sum_loss(output, pack, loss, aggregator)
 
         reports = get_forward_backward_func()(
             forward_step_func=step,
@@ -150,7 +164,7 @@ class Policy:
 
     def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float) -> Update:
         """Sum the micro-batches' reports over all ranks; one rank of each replica contributes."""
-        sums = torch.zeros(len(_SUMS) + 1, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(_MEANS) + 3, dtype=torch.float64, device=self.device)
         largest = torch.zeros(1, dtype=torch.float64, device=self.device)
         if self.mesh.reports:
             for report in reports:
@@ -158,19 +172,23 @@ class Policy:
                 largest = torch.maximum(largest, report["largest"])
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        *values, tokens = sums.tolist()
-        means = {name: value / max(tokens, 1) for name, value in zip(_SUMS, values, strict=True)}
-        return Update(int(tokens), means, float(largest), grad_norm)
+        loss, count, tokens, *values = sums.tolist()
+        means = {name: value / max(tokens, 1) for name, value in zip(_MEANS, values, strict=True)}
+        return Update(int(tokens), loss / max(count, 1), means, float(largest), grad_norm)
 
 
-def _sum_loss(output: Tensor, pack: Pack, loss: TokenLoss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's loss contract with per-token normalisation: (sum, token count, report)."""
-    mask = pack.mask
-    out = loss(output[0][mask], pack.old[mask], pack.advantage[mask], pack.anchor[mask])
-    detached = out.per_token.detach()
-    columns = {"loss": detached, "abs_loss": detached.abs(), **out.metrics}
-    count = mask.sum()
-    sums = torch.stack([columns[name].double().sum() for name in _SUMS] + [count.double()])
+def _sum_loss(
+    output: Tensor, pack: Pack, loss: TokenLoss, aggregator: Aggregator
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's contract where it divides by a global count: (sum, count, report)."""
+    tokens = pack.response_tokens()
+    out = loss(output[0][pack.mask], tokens)
+    total, count = aggregator(out.per_token, tokens.sequences)
+    columns = {"abs_loss": out.per_token.detach().abs(), **out.metrics}
+    absent = total.new_zeros((), dtype=torch.float64)
+    means = [columns[name].double().sum() if name in columns else absent for name in _MEANS]
+    sums = torch.stack([total.detach().double(), count.double(), pack.mask.sum().double(), *means])
     ratio = columns["ratio"].double()
     largest = ratio.max().view(1) if ratio.numel() else ratio.new_zeros(1)
-    return out.per_token.sum(), count.int(), {"sums": sums, "largest": largest}
+    # int: Megatron adds the counts up in an integer tensor.
+    return total, count.int(), {"sums": sums, "largest": largest}

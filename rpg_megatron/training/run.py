@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.score import score_results, write_results
-from rpg_megatron.objectives import Clip, LossOutput, group_advantages, rpg_loss
+from rpg_megatron.objectives import group_advantages
 from rpg_megatron.policy.model import DTYPES, Mesh
 from rpg_megatron.policy.optimizer import learning_rate
 from rpg_megatron.policy.policy import Policy, Update
@@ -39,6 +38,7 @@ from rpg_megatron.rollout.channel import EVENTS, SOCKET, SamplerClient
 from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.training.journal import write_rollouts
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
+from rpg_megatron.training.objective import build_aggregator, build_loss
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Run:
             self._layout,
             DTYPES[settings.precision.dtype],
         )
-        self._loss = _make_loss(settings)
+        self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
         if mesh.rank == 0:
             self._metrics = MetricsWriter(run_dir)
             self._sampler = SamplerClient(work / SOCKET, token, timeout=settings.engine.start_timeout)
@@ -147,10 +147,10 @@ class Run:
             everything, metrics = rollouts.trajectories, rollouts.metrics
             rewards = torch.tensor([t.reward for t in everything], dtype=torch.float64)
             groups = torch.tensor([t.group for t in everything])
-            for t, a in zip(
-                everything, group_advantages(rewards, groups, kind=self.settings.advantage.type), strict=True
-            ):
-                t.advantage = float(a)
+            lengths = torch.tensor([len(t.response) for t in everything])
+            advantages = group_advantages(rewards, groups, kind=self.settings.advantage.type, lengths=lengths)
+            for t, a in zip(everything, advantages.tolist(), strict=True):
+                t.advantage = a
             training = self.settings.training
             plan = plan_batches(
                 [t.length for t in everything],
@@ -207,7 +207,9 @@ class Run:
         """One optimizer update."""
         packs = [self.policy.pack(micro) for micro in minibatch]
         self._phase("update")
-        done = self.policy.update(packs, self._loss, learning_rate(self.settings.optimizer, step))
+        done = self.policy.update(
+            packs, self._loss, self._aggregator, learning_rate(self.settings.optimizer, step)
+        )
         if not math.isfinite(done.grad_norm):
             raise UserError(
                 f"step {step}: the gradient norm is {done.grad_norm}; the weights are spoilt. "
@@ -226,7 +228,8 @@ class Run:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         seconds = self._times["time/step"]
         row = batch.metrics | {
-            "policy/loss": mean("loss"),
+            "policy/loss": sum(u.loss for u in updates) / len(updates),
+            "policy/loss_abs": mean("abs_loss"),
             "policy/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
             "policy/grad_norm_first": updates[0].grad_norm,
             "policy/clip_frac_high": mean("clip_high"),
@@ -236,6 +239,14 @@ class Run:
             "kl/anchor": mean("kl"),
             "ratio/mean": mean("ratio"),
             "ratio/max": max(u.ratio_max for u in updates),
+            **(
+                {}
+                if self.settings.correction is None
+                else {
+                    "correction/ratio_mean": mean("correction_ratio"),
+                    "correction/hit_frac": mean("correction_hit"),
+                }
+            ),
             "lr": learning_rate(self.settings.optimizer, step),
             "throughput/tokens_per_second": sum(t.length for t in batch.all) / max(seconds, 1e-9),
             "memory/peak_bytes": peak.item(),
@@ -317,27 +328,6 @@ class Run:
     def _phase(self, name: str) -> None:
         if self.mesh.rank == 0:
             self.events.phase(name, 0, 1)
-
-
-def _make_loss(settings: Settings) -> Any:
-    """The configured objective as a function of (logp, old, advantages, anchor)."""
-    o = settings.objective
-    clip = None if o.clip is None else Clip(kind=o.clip.kind, low=o.clip.low, high=o.clip.high, c=o.clip.c)
-    rpg = partial(
-        rpg_loss,
-        divergence=o.divergence,
-        estimator=o.estimator,
-        beta=o.beta,
-        clip=clip,
-        kl_placement=o.kl_placement,
-    )
-
-    def loss(
-        logp: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, anchor: torch.Tensor
-    ) -> LossOutput:
-        return rpg(logp, old, advantages, anchor_logp=None if settings.anchor.type == "old" else anchor)
-
-    return {"rpg": loss}[o.type]
 
 
 def _data_ranks(mesh: Mesh) -> list[int]:

@@ -20,7 +20,7 @@ from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.plan import Placement
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
-from rpg_megatron.objectives import Clip, rpg_loss
+from rpg_megatron.objectives import Clip, aggregate, rpg_loss
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 
@@ -59,7 +59,12 @@ def measure(name: str, settings: Settings, folder: Path, device: torch.device) -
     for mini in plan:
         packs = [policy.pack([trajectories[i] for i in micro]) for micro in mini]
         updates.append(
-            policy.update(packs, lambda lp, old, adv, anc: loss(lp, old, adv, anchor_logp=anc), lr=1e-3)
+            policy.update(
+                packs,
+                lambda logp, t: loss(logp, t.old, t.advantages, anchor_logp=t.anchor),
+                aggregate,
+                lr=1e-3,
+            )
         )
     # Every trajectory is scored by every rank here, so that one rank can be read alone.
     packs = [policy.pack([t]) for t in trajectories]
@@ -88,7 +93,9 @@ def measure(name: str, settings: Settings, folder: Path, device: torch.device) -
     return {
         "scored": {k: v for part in everyone for k, v in part.items()},
         "after": after,
-        "updates": [{"grad_norm": u.grad_norm, "tokens": u.tokens, **u.means} for u in updates],
+        "updates": [
+            {"grad_norm": u.grad_norm, "tokens": u.tokens, "loss": u.loss, **u.means} for u in updates
+        ],
     }
 
 
