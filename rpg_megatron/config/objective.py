@@ -154,10 +154,17 @@ class AggregationSettings(Section):
 
 
 class AnchorSettings(Section):
-    """The policy that the KL term pulls towards."""
+    """The policy that the KL term pulls towards. Any but ``old`` is held in host memory and swapped in."""
 
-    type: Literal["old"] = "old"
-    """old: the policy that the step began with, as in the paper; no second model is held."""
+    type: Literal["old", "fixed", "every", "kl_trigger"] = "old"
+    """old: the policy that the step began with, as in the paper; fixed: the initial checkpoint; every: moved to
+    the policy after so many updates; kl_trigger: moved when the KL to it has grown too large."""
+    updates: int = Field(16, ge=1)
+    """every: optimizer updates after which the anchor is moved, looked at after each step."""
+    kappa: float = Field(0.01, gt=0)
+    """kl_trigger: moving average of the token KL (nats) above which the anchor is moved."""
+    decay: float = Field(0.9, ge=0, lt=1)
+    """kl_trigger: weight of the past in the moving average, per step."""
 
 
 class TrainingSettings(Section):

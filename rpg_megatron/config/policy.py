@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rpg_megatron.config.base import InputPath, Section
 
@@ -44,8 +44,10 @@ class PrecisionSettings(Section):
 
 
 class OptimizerSettings(Section):
-    """AdamW as Megatron runs it."""
+    """AdamW as Megatron runs it, or Schedule-Free AdamW."""
 
+    type: Literal["adamw", "schedule_free_adamw"] = "adamw"
+    """schedule_free_adamw (arXiv 2405.15682): everything but the gradient uses the averaged weights."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate after warm-up; constant."""
     warmup_steps: int = Field(10, ge=0)
@@ -62,3 +64,12 @@ class OptimizerSettings(Section):
     """Largest global gradient norm; 0 switches clipping off."""
     distributed: bool = True
     """Cut optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
+
+    @model_validator(mode="after")
+    def _schedule_free_is_not_cut(self) -> OptimizerSettings:
+        if self.type == "schedule_free_adamw" and self.distributed:
+            raise ValueError(
+                "schedule_free_adamw cannot be distributed, since Megatron cannot cut its averaged weights over "
+                "ranks; set distributed to false"
+            )
+        return self

@@ -53,7 +53,7 @@ class Settings(Section):
     precision: PrecisionSettings = PrecisionSettings()
     """Number formats."""
     optimizer: OptimizerSettings = OptimizerSettings()
-    """AdamW."""
+    """AdamW or Schedule-Free AdamW."""
     objective: ObjectiveSettings = RPGSettings()
     """The loss."""
     advantage: AdvantageSettings = AdvantageSettings()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
+import schedulefree
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -65,15 +68,38 @@ class CpuAdam(torch.optim.Optimizer):
                 )
 
 
-def _use_cpu_adam() -> None:
-    """Make Megatron build its optimizers around CpuAdam, unless it has found Transformer Engine or apex."""
-    if distributed_optimizer.HAVE_APEX_OR_TE:
-        return
-    megatron_optimizer.Adam = distributed_optimizer.Adam = CpuAdam
-    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed_optimizer.HAVE_APEX_OR_TE = True
-    # Aligns the step over ranks that own an empty group; without it a resumed run is silently wrong.
-    distributed_optimizer.USING_APEX_OPTIMIZER = True
+class ScheduleFreeAdamW(schedulefree.AdamWScheduleFree):
+    """Schedule-Free AdamW as Megatron constructs an optimizer."""
+
+    def __init__(
+        self, params: Any, adam_w_mode: bool = True, capturable: bool = False, **settings: Any
+    ) -> None:
+        if not adam_w_mode or capturable:
+            raise ValueError("ScheduleFreeAdamW decouples weight decay and knows no CUDA graphs")
+        super().__init__(params, **settings)
+
+
+@contextmanager
+def _building_with(kind: str) -> Iterator[None]:
+    """Make Megatron build its optimizers around the right class while the block runs.
+
+    For AdamW that is what Megatron found (Transformer Engine's or apex's), or CpuAdam where it found neither.
+    """
+    found = megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    if kind == "schedule_free_adamw":
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = ScheduleFreeAdamW, False
+    elif not distributed_optimizer.HAVE_APEX_OR_TE:
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = CpuAdam, False
+        # These stay: they tell the distributed optimizer, for good, where CpuAdam keeps its step.
+        distributed_optimizer.Adam, distributed_optimizer.HAVE_APEX_OR_TE = CpuAdam, True
+        # Aligns the step over ranks that own an empty group; without it a resumed run is silently wrong.
+        distributed_optimizer.USING_APEX_OPTIMIZER = True
+    elif distributed_optimizer.Adam is CpuAdam:  # set up by an earlier policy of this process
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = CpuAdam, False
+    try:
+        yield
+    finally:
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = found
 
 
 def wrap_data_parallel(model: GPTModel, settings: OptimizerSettings) -> DistributedDataParallel:
@@ -88,7 +114,6 @@ def build_optimizer(
     model: DistributedDataParallel, settings: OptimizerSettings, precision: PrecisionSettings
 ) -> MegatronOptimizer:
     """AdamW over float32 master weights, with gradient-norm clipping."""
-    _use_cpu_adam()
     dtype = DTYPES[precision.dtype]
     config = OptimizerConfig(
         optimizer="adam",
@@ -102,7 +127,21 @@ def build_optimizer(
         bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=settings.distributed,
     )
-    return get_megatron_optimizer(config, [model])
+    with _building_with(settings.type):
+        return get_megatron_optimizer(config, [model])
+
+
+def use_training_point(optimizer: MegatronOptimizer, training: bool) -> None:
+    """Schedule-Free: put the weights at the point that gradients are taken at, or back at the average.
+
+    Nothing happens for other optimizers. Everything but an update wants the average.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if isinstance(inner, ScheduleFreeAdamW):
+            inner.train() if training else inner.eval()
+            if hasattr(part, "_copy_main_params_to_model_params"):  # 16-bit models have float32 main weights
+                part._copy_main_params_to_model_params()
 
 
 def learning_rate(settings: OptimizerSettings, step: int) -> float:

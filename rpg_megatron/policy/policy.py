@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.objectives import LossOutput
 from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, transformer_config
-from rpg_megatron.policy.optimizer import build_optimizer, wrap_data_parallel
+from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
 from rpg_megatron.policy.packed import Pack, ResponseTokens, make_pack
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
@@ -84,6 +85,7 @@ class Policy:
         self._model = wrap_data_parallel(self._module, settings.optimizer)
         self._optimizer = build_optimizer(self._model, settings.optimizer, settings.precision)
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
+        use_training_point(self._optimizer, False)
         self._align = mesh.tensor if settings.parallel.sequence else 1
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
@@ -146,6 +148,18 @@ class Policy:
             group["lr"] = lr
         _, grad_norm, _ = self._optimizer.step()
         return self._reduce(reports, float(grad_norm))
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Put the weights where ``update`` wants them; needed around updates, and around nothing else.
+
+        Schedule-Free optimizers take gradients at one point and evaluate at another; others have just one.
+        """
+        use_training_point(self._optimizer, True)
+        try:
+            yield
+        finally:
+            use_training_point(self._optimizer, False)
 
     def _forward(self, pack: Pack, model: torch.nn.Module) -> Tensor:
         return model(

@@ -22,7 +22,7 @@ def train(run: Run) -> None:
             mismatch = run.compare(batch)  # engine against trainer, on the tokens of the present weights
 
             with run.time("update"):
-                updates = [run.update(step, minibatch) for minibatch in batch.minibatches]
+                updates = run.update(step, batch)  # one optimizer update a mini-batch
             with run.time("sync"):
                 sync = run.sync_engines(version=step)
 

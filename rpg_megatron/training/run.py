@@ -30,6 +30,7 @@ from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.score import score_results, write_results
 from rpg_megatron.objectives import group_advantages
+from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import DTYPES, Mesh
 from rpg_megatron.policy.optimizer import learning_rate
 from rpg_megatron.policy.policy import Policy, Update
@@ -92,6 +93,10 @@ class Run:
             dict(self.policy.named_parameters()),
             self._layout,
             DTYPES[settings.precision.dtype],
+        )
+        held = settings.anchor.type != "old"
+        self._anchor = (
+            HeldAnchor([p for _, p in self.policy.named_parameters()], settings.anchor) if held else None
         )
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
         if mesh.rank == 0:
@@ -170,13 +175,17 @@ class Run:
         """Fill in ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
         self._phase("logprobs")
         packs = [self.policy.pack(micro) for mini in batch.minibatches for micro in mini]
-        scored: dict[tuple[int, int], np.ndarray] = {}
+        old = self.policy.logprobs(packs)
+        anchor = old
+        if self._anchor:
+            with self._anchor.swapped_in():
+                anchor = self.policy.logprobs(packs)
+        scored: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for pack, values in zip(packs, self.policy.logprobs(packs), strict=True):
-            for trajectory, logp in pack.split(values[0]):
-                # The anchor is the policy that the step began with (anchor.type old).
-                trajectory.old = trajectory.anchor = logp.cpu().numpy().copy()
-                scored[trajectory.group, trajectory.sample] = trajectory.old
+        for pack, values, other in zip(packs, old, anchor, strict=True):
+            for (t, logp), (_, anchor_logp) in zip(pack.split(values[0]), pack.split(other[0]), strict=True):
+                t.old, t.anchor = logp.cpu().numpy().copy(), anchor_logp.cpu().numpy().copy()
+                scored[t.group, t.sample] = t.old, t.anchor
             if self.mesh.reports:
                 entropy += torch.stack([values[1][pack.mask].double().sum(), pack.mask.sum().double()])
         dist.all_reduce(entropy)
@@ -188,7 +197,7 @@ class Run:
         if self.mesh.rank == 0:
             found = {key: value for part in gathered for key, value in part.items()}
             for t in batch.all:
-                t.old = t.anchor = found[t.group, t.sample]
+                t.old, t.anchor = found[t.group, t.sample]
 
     def compare(self, batch: Batch) -> dict[str, float]:
         """Engine against trainer on tokens of the present weights; the guard may stop the run (rank 0)."""
@@ -203,18 +212,24 @@ class Run:
             print(f"warning: {warning}", flush=True)
         return row
 
-    def update(self, step: int, minibatch: Sequence[Sequence[Trajectory]]) -> Update:
-        """One optimizer update."""
-        packs = [self.policy.pack(micro) for micro in minibatch]
-        self._phase("update")
-        done = self.policy.update(
-            packs, self._loss, self._aggregator, learning_rate(self.settings.optimizer, step)
-        )
-        if not math.isfinite(done.grad_norm):
-            raise UserError(
-                f"step {step}: the gradient norm is {done.grad_norm}; the weights are spoilt. "
-                "Lower optimizer.lr or objective.beta, or look at the step's rewards and log-probs"
-            )
+    def update(self, step: int, batch: Batch) -> list[Update]:
+        """One optimizer update for each mini-batch; then the anchor is moved if it is due."""
+        lr = learning_rate(self.settings.optimizer, step)
+        done: list[Update] = []
+        with self.policy.updating():
+            for i, minibatch in enumerate(batch.minibatches):
+                if self.mesh.rank == 0:
+                    self.events.phase("update", i, len(batch.minibatches))
+                packs = [self.policy.pack(micro) for micro in minibatch]
+                done.append(self.policy.update(packs, self._loss, self._aggregator, lr))
+                if not math.isfinite(done[-1].grad_norm):
+                    raise UserError(
+                        f"step {step}: the gradient norm is {done[-1].grad_norm}; the weights are spoilt. "
+                        "Lower optimizer.lr or objective.beta, or look at the step's rewards and log-probs"
+                    )
+        if self._anchor:
+            tokens = sum(u.tokens for u in done)
+            self._anchor.after_step(len(done), sum(u.means["kl"] * u.tokens for u in done) / max(tokens, 1))
         return done
 
     def summarise(self, step: int, batch: Batch, updates: Sequence[Update]) -> dict[str, float]:
@@ -237,6 +252,7 @@ class Run:
             "policy/clip_frac_c": mean("clip_c"),
             "policy/log_ratio_clamped": mean("clamped"),
             "kl/anchor": mean("kl"),
+            **({} if self._anchor is None else {"kl/anchor_refreshes": float(self._anchor.refreshes)}),
             "ratio/mean": mean("ratio"),
             "ratio/max": max(u.ratio_max for u in updates),
             **(

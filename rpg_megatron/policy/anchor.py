@@ -1,0 +1,65 @@
+"""A KL anchor that is not the old policy: its weights wait off the device and take turns in the one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rpg_megatron.config.objective import AnchorSettings
+
+
+class HeldAnchor:
+    """This rank's part of the anchor's weights, in host memory; at first a copy of the present weights.
+
+    All ranks construct it and call its methods alike; nothing is communicated.
+    """
+
+    def __init__(self, params: Iterable[torch.nn.Parameter], settings: AnchorSettings) -> None:
+        self._settings = settings
+        self._params = list(params)
+        self._held = [torch.empty_like(p, device="cpu", requires_grad=False) for p in self._params]
+        self.refreshes = -1
+        self._take()
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within the block the model has the anchor's weights; afterwards, bit for bit, its own again."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def after_step(self, updates: int, kl: float) -> bool:
+        """Move the anchor to the present weights if it is due; says whether it was.
+
+        ``updates``: optimizer updates of the step; ``kl``: its mean token KL to the anchor (nats), the same
+        number on every rank. ``every`` counts updates, ``kl_trigger`` averages the KL of the steps
+        exponentially.
+        """
+        s = self._settings
+        self._updates += updates
+        self._kl = kl if self._kl is None else s.decay * self._kl + (1 - s.decay) * kl
+        due = (s.type == "every" and self._updates >= s.updates) or (
+            s.type == "kl_trigger" and self._kl > s.kappa
+        )
+        if due:
+            self._take()
+        return due
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        for held, p in zip(self._held, self._params, strict=True):
+            held.copy_(p)
+        self.refreshes += 1
+        self._updates = 0
+        self._kl: float | None = None
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for held, p in zip(self._held, self._params, strict=True):
+            present = p.detach().to("cpu", copy=True)
+            p.copy_(held)
+            held.copy_(present)
