@@ -157,7 +157,7 @@ class AnchorSettings(Section):
     """The policy that the KL term pulls towards. Any but ``old`` is held in host memory and swapped in."""
 
     type: Literal["old", "fixed", "every", "kl_trigger"] = "old"
-    """old: the policy that the step began with, as in the paper; fixed: the initial checkpoint; every: moved to
+    """old: the policy that the step began with, as in the paper; fixed: the initial one; every: moved to
     the policy after so many updates; kl_trigger: moved when the KL to it has grown too large."""
     updates: int = Field(16, ge=1)
     """every: optimizer updates after which the anchor is moved, looked at after each step."""

@@ -69,7 +69,7 @@ class OptimizerSettings(Section):
     def _schedule_free_is_not_cut(self) -> OptimizerSettings:
         if self.type == "schedule_free_adamw" and self.distributed:
             raise ValueError(
-                "schedule_free_adamw cannot be distributed, since Megatron cannot cut its averaged weights over "
-                "ranks; set distributed to false"
+                "schedule_free_adamw cannot be distributed, since Megatron cannot cut its averaged weights; "
+                "set distributed to false"
             )
         return self

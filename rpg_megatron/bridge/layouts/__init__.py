@@ -1,0 +1,90 @@
+"""How each model family's Megatron parameters map onto its Hugging Face tensors: one small file per family.
+
+Nothing here imports torch: the preflight asks these questions on a login node.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from rpg_megatron.bridge.layouts.qwen3 import Qwen3Layout
+from rpg_megatron.bridge.plan import Piece
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.model_shape import ModelShape
+
+__all__ = ["Layout", "check_layout", "layout_for"]
+
+Shape = tuple[int, ...]
+
+
+class Layout(Protocol):
+    """The table of one model: which HF tensors it has, and how one rank's parameters are cut from them.
+
+    Parameter names are those of ``GPTModel.named_parameters()``, local layer indices included.
+    """
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that this table was made for."""
+        ...
+
+    def hf_tensors(self) -> dict[str, Shape]:
+        """Name and full shape of every tensor of the HF checkpoint, in checkpoint order."""
+        ...
+
+    def stage_params(
+        self, *, layers: int, first: bool, last: bool, tensor: int, vocab_multiple: int
+    ) -> dict[str, Shape]:
+        """Names and local shapes of a pipeline stage's parameters (Megatron's local layer spec)."""
+        ...
+
+    def local_shape(self, param_name: str, *, tensor: int, vocab_multiple: int) -> Shape:
+        """Shape of one parameter on one rank. LayoutError if the name is unknown."""
+        ...
+
+    def pieces(
+        self, param_name: str, *, tensor: int, tensor_rank: int, layer_offset: int, vocab_multiple: int
+    ) -> list[Piece]:
+        """The parts of one local parameter and where they lie in HF tensors; padding rows have none.
+
+        LayoutError if the name is unknown.
+        """
+        ...
+
+
+def layout_for(shape: ModelShape) -> Layout:
+    """The table for a model. Raises UserError if its family has none, or a variant of it is not covered."""
+    if shape.family != "qwen3":
+        raise UserError(f"model family {shape.family!r} has no layout; known: qwen3")
+    return Qwen3Layout(shape)
+
+
+def check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
+    """Raise one UserError that lists every size which the parallel sizes do not divide."""
+    problems: list[str] = []
+    if tensor < 1 or pipeline < 1:
+        raise UserError(f"parallel sizes start at 1, got tensor={tensor}, pipeline={pipeline}")
+    if shape.num_kv_heads < tensor:
+        problems.append(
+            f"the model has {shape.num_kv_heads} key/value heads, fewer than tensor={tensor}: "
+            "splitting one head over ranks is not supported"
+        )
+    for count, what in (
+        (shape.num_heads, "attention heads"),
+        (shape.num_kv_heads, "key/value heads"),
+        (shape.ffn_hidden_size, "feed-forward columns"),
+    ):
+        if count % tensor and count >= tensor:
+            problems.append(f"tensor={tensor} does not divide the model's {count} {what}")
+    if shape.num_heads % shape.num_kv_heads:
+        problems.append(f"{shape.num_heads} attention heads do not form {shape.num_kv_heads} equal groups")
+    if shape.num_layers % pipeline:
+        fits = ", ".join(str(n) for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0)
+        problems.append(
+            f"pipeline={pipeline} does not divide the {shape.num_layers} layers; sizes that do: {fits}"
+        )
+    if problems:
+        usable = math.gcd(shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size)
+        sizes = ", ".join(str(n) for n in range(1, usable + 1) if usable % n == 0)
+        raise UserError("; ".join(problems) + f" (tensor parallel sizes that fit this model: {sizes})")

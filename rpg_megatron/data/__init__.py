@@ -1,0 +1,1 @@
+"""Prompts, trajectories and results."""

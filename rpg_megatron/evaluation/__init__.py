@@ -1,0 +1,1 @@
+"""From graded responses to the numbers of an evaluation."""

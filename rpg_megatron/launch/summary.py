@@ -1,0 +1,80 @@
+"""The closing words of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.data.prompts import read_problems
+from rpg_megatron.launch.progress import clock
+from rpg_megatron.launch.run_directory import CONFIG, LOGS, METRICS, SUMMARY
+
+
+def summarise(run: Path) -> str:
+    """What came of a finished run, from the ``summary.json`` that its trainer wrote, and what to try next."""
+    try:
+        facts: dict[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        facts = {}
+    rows: list[tuple[str, str]] = []
+    before, after = facts.get("accuracy_before"), facts.get("accuracy_after")
+    if before is not None and after is not None:
+        change = 100 * (after - before)
+        rows.append(("held-out accuracy", f"{before:.1%} before, {after:.1%} after ({change:+.1f} points)"))
+    if facts.get("steps") is not None:
+        seconds = facts.get("seconds")
+        rows.append(("steps", f"{facts['steps']}" + (f" in {clock(seconds)}" if seconds is not None else "")))
+    if facts.get("tokens_per_second") is not None:
+        rows.append(("tokens/s", f"{facts['tokens_per_second']:,.0f}"))
+    rows.append(("run", shown(run)))
+    rows.append(("metrics", shown(Path(facts.get("metrics") or run / METRICS))))
+    rows.append(("settings, logs", f"{shown(run / CONFIG)}, {shown(run / LOGS)}"))
+    export = facts.get("export")
+    if export:
+        rows.append(("checkpoint", shown(Path(export))))
+    width = max(len(name) for name, _ in rows)
+    lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
+    return "\n".join(lines + _next_command(run, Path(export)) if export else lines)
+
+
+def shown(path: Path) -> str:
+    """A path as short as it is unambiguous from here: relative if it lies below the working directory."""
+    path = Path(os.path.abspath(path))
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _next_command(run: Path, export: Path) -> list[str]:
+    # sys.executable is not resolved: in a virtual environment it is a link that must stay one.
+    python, model = shlex.quote(shown(Path(sys.executable))), shown(export)
+    code = (
+        "from transformers import pipeline; "
+        f"print(pipeline('text-generation', {model!r})({_sample_prompt(run)!r})[0]['generated_text'])"
+    )
+    # Double quotes are easier to read and edit, where the shell leaves what is between them alone.
+    quoted = shlex.quote(code) if re.search(r'["$`!\\]', code.replace("\\n", "")) else f'"{code}"'
+    return [
+        "",
+        "next: it is an ordinary Hugging Face checkpoint; ask it something",
+        f"  {python} -c {quoted}",
+    ]
+
+
+def _sample_prompt(run: Path) -> str:
+    """A problem that the run was evaluated on, or trained on, as the model saw it."""
+    try:
+        settings = load_settings(run / CONFIG)
+        data = settings.evaluation.data if settings.evaluation else settings.data
+        return data.template.replace(
+            "{prompt}", read_problems(data.model_copy(update={"limit": 1}))[0].prompt
+        )
+    except UserError:
+        return "1 + 1 ="

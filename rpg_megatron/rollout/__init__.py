@@ -1,0 +1,1 @@
+"""Engines, their client, and the sampler that feeds them."""

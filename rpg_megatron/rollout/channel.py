@@ -1,0 +1,106 @@
+"""Rank 0's line to the sampler: what is asked, what comes back, and the client.
+
+Requests and answers are pickled by ``multiprocessing.connection`` over a unix socket in a private folder;
+both sides prove that they know the run's token. Every request is ``(method, keyword arguments)``, every
+answer ``(kind, value)`` with kind "ok", "user_error" or "error".
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.sync import SyncReport
+from rpg_megatron.config import UserError
+from rpg_megatron.data.results import EvalResult
+from rpg_megatron.data.trajectory import Trajectory
+
+SOCKET = "sampler.sock"
+"""File name of the sampler's socket in the work folder."""
+EVENTS = "events.sock"
+"""File name of the progress display's socket in the work folder."""
+
+
+@dataclass
+class RolloutBatch:
+    """A step's rollouts, scored."""
+
+    trajectories: list[Trajectory]
+    """In the order in which the stream gave the prompts, then by sample; each prompt's responses stand
+    together.
+    """
+    metrics: dict[str, float] = field(default_factory=dict)
+    """``reward/*``, ``response/*``, ``time/*``."""
+    seconds: float = 0.0
+    """From the request to the last scored response."""
+
+
+class SamplerClient:
+    """Blocking client of the sampler process. One request at a time.
+
+    Every method raises UserError for what the user can mend and RuntimeError for everything else, with the
+    sampler's message.
+    """
+
+    def __init__(self, socket: Path, token: str, *, timeout: float = 120.0):
+        """Connect; waits up to ``timeout`` seconds for the sampler to listen."""
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                self._connection = Client(str(socket), family="AF_UNIX", authkey=token.encode())
+                return
+            except AuthenticationError:
+                raise RuntimeError(f"the sampler at {socket} refuses our token") from None
+            except (OSError, EOFError) as e:
+                if time.monotonic() > end:
+                    raise RuntimeError(f"no sampler answers at {socket} ({e}); see its log") from None
+                time.sleep(0.05)
+
+    def rollout(self, step: int, version: int) -> RolloutBatch:
+        """Sample and score the next prompts; ``version`` is that of the weights the engines serve."""
+        return self._ask("rollout", step=step, version=version)
+
+    def sync(self, manifest: Manifest, generation: int) -> list[SyncReport]:
+        """Bring the published weights into all engines; one SyncReport for each."""
+        return self._ask("sync", manifest=manifest, generation=generation)
+
+    def evaluate(self) -> list[EvalResult]:
+        """Sample and grade the whole held-out set, in its own order."""
+        return self._ask("evaluate")
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the prompts to go on where they are."""
+        return self._ask("state")
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up a ``state()``."""
+        self._ask("restore", state=state)
+
+    def close(self) -> None:
+        """Hang up. The sampler goes on and waits for the next client; the launcher ends it."""
+        self._connection.close()
+
+    def __enter__(self) -> SamplerClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        try:
+            self._connection.send((method, arguments))
+            kind, value = self._connection.recv()
+        except (EOFError, ConnectionError, OSError) as e:
+            raise RuntimeError(
+                f"the sampler is gone ({type(e).__name__} while waiting for {method}); see its log"
+            ) from None
+        if kind == "user_error":
+            raise UserError(value)
+        if kind == "error":
+            raise RuntimeError(value)
+        return value

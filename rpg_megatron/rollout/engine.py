@@ -1,0 +1,382 @@
+"""One vLLM server as a child process: its command line, its environment, its life.
+
+vLLM is used as it comes, through its command line alone; nothing of it is imported here. What we add to it
+(the weight transfer and the guard in front of every route) lives in ``bridge/vllm_plugin.py`` and is named by
+flags.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import socket as sockets
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from rpg_megatron.config import Settings, UserError, read_model_shape
+
+SERVED_NAME = "policy"
+"""Name under which an engine serves the model."""
+TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
+"""Environment variable that carries the bearer token; never on a command line, where other users could read
+it.
+"""
+BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
+"""Environment variable that names the folder the trainers publish weights in."""
+
+_PLUGIN = "rpg_megatron.bridge.vllm_plugin"
+_TRANSFER = '{"backend": "rpg_pull"}'
+_SOCKET_LIMIT = 107  # bytes of a unix socket's path, the closing zero not counted
+_GIB = 1024**3
+# (Worker pid=12) ERROR 01-02 03:04:05 [file.py:6] module.SomeError: what happened
+_ERROR_LINE = re.compile(
+    r"^(?:\([^()]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
+)
+
+# Becomes the engine. The kernel ends it when the thread that started it is gone, however that went. In an
+# interpreter of its own, since the launcher has threads, in which code between fork and exec may deadlock.
+_TIED_TO_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def engine_socket(work: Path, index: int) -> Path:
+    """Where engine ``index`` listens, in the run's private work folder."""
+    return work / f"engine-{index}.sock"
+
+
+def context_length(settings: Settings) -> int:
+    """Tokens of prompt and response that an engine holds: what the data and the sampling ask for, at most
+    what the model has positions for.
+
+    Raises UserError if the longest allowed prompt would leave no room for a response.
+    """
+    wanted = [("data", settings.data.max_prompt_tokens)]
+    if settings.evaluation is not None:
+        wanted.append(("evaluation.data", settings.evaluation.data.max_prompt_tokens))
+    where, prompt = max(wanted, key=lambda item: item[1])
+    limit = read_model_shape(settings.model.path).max_positions
+    if prompt >= limit:
+        raise UserError(
+            f"{where}.max_prompt_tokens: prompts of up to {prompt} tokens leave no room for a response: "
+            f"the model has {limit} positions (max_position_embeddings); set it below {limit}"
+        )
+    return min(prompt + settings.rollout.max_response_tokens, limit)
+
+
+def engine_command(
+    settings: Settings, index: int, socket: Path, *, weights: Literal["dummy", "checkpoint"] = "dummy"
+) -> list[str]:
+    """Command line of engine ``index``, listening on the unix socket ``socket``.
+
+    weights: "dummy" starts with random weights, which the first sync replaces, so that the checkpoint is read
+    once, by the trainers; "checkpoint" lets vLLM read it, for an evaluation without trainers.
+    """
+    engine = settings.engine
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(settings.model.path), "--served-model-name", SERVED_NAME]
+    command += ["--uds", str(socket)]
+    command += ["--dtype", settings.precision.dtype]
+    command += ["--load-format", "dummy" if weights == "dummy" else "auto"]
+    command += ["--tensor-parallel-size", str(engine.tensor)]
+    command += ["--max-model-len", str(context_length(settings))]
+    command += ["--max-num-seqs", str(engine.max_sequences)]
+    # numpy takes no larger seed; requests bring their own anyway.
+    command += ["--seed", str((settings.seed + index) % 2**32)]
+    # Sampling is what the request says, not what generation_config.json of some checkpoint adds to it (top-k,
+    # ...).
+    command += ["--generation-config", "vllm"]
+    # With the temperature in: what the trainer recomputes is log softmax(logits / temperature).
+    command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--middleware", f"{_PLUGIN}.BearerAuth"]
+    command += ["--worker-extension-cls", f"{_PLUGIN}.WorkerExtension"]
+    command += ["--weight-transfer-config", _TRANSFER]
+    command += ["--disable-uvicorn-access-log"]
+    if settings.device == "cpu":
+        command += ["--enforce-eager"]
+        # A prompt that is cut over two batches makes vLLM take back a random number, which a CPU generator
+        # cannot do: any seeded request would kill the engine. So prompts go in whole.
+        command += ["--no-enable-chunked-prefill"]
+        command += [
+            "--max-num-batched-tokens",
+            str(max(context_length(settings), engine.max_sequences, 8192)),
+        ]
+        command += ["--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * _GIB))]
+    return command + list(engine.arguments)
+
+
+def engine_environment(settings: Settings, bridge_dir: Path, token: str) -> dict[str, str]:
+    """Whole environment of an engine: this process's, with what vLLM needs set and what would disturb it
+    removed.
+    """
+    environment = dict(os.environ)
+    # VLLM_API_KEY would ask for a second token; VLLM_CPU_KVCACHE_SPACE (whole GiB) would override the flag.
+    for name in ("VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS"):
+        environment.pop(name, None)
+    environment |= {
+        TOKEN_VARIABLE: token,
+        BRIDGE_VARIABLE: str(bridge_dir),
+        "VLLM_SERVER_DEV_MODE": "1",  # mounts the routes that pause an engine and change its weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if settings.device == "cpu":
+        environment |= {
+            "OMP_NUM_THREADS": str(engine_threads(settings)),
+            # Threads that wait for work give their core away; trainer and engine take turns on the same
+            # cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # vLLM's own binding pins every engine to the same cores and refuses two workers on one NUMA node.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return environment
+
+
+def engine_threads(settings: Settings) -> int:
+    """Compute threads of one engine worker on a CPU."""
+    workers = settings.engine.replicas * settings.engine.tensor
+    return settings.engine.cpu_threads or max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+def tail_of(log: Path, lines: int = 25) -> str:
+    """Last lines of a log file; a note if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 64 * 1024))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError as e:
+        return f"(no log: {e})"
+    return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
+
+
+def first_error(log: Path, start: int = 0) -> str | None:
+    """First line of a vLLM log, from byte ``start`` on, that ends a traceback; None if there is none.
+
+    A failure travels from worker to core to server, each of which adds its own traceback: the first is the
+    cause.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            text = file.read(4 * 1024**2).decode("utf-8", errors="replace")
+    except OSError:
+        return None
+    match = _ERROR_LINE.search(text)
+    return match[1].strip() if match else None
+
+
+class EngineProcess:
+    """Starts, watches and ends one engine. Owned by the launcher.
+
+    ``start`` must be called from a thread that lives as long as the engine shall: the kernel ends the engine
+    when the thread that started it ends, so that a killed launcher leaves none behind.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        index: int,
+        *,
+        socket: Path,
+        log: Path,
+        bridge_dir: Path,
+        token: str,
+        weights: Literal["dummy", "checkpoint"] = "dummy",
+    ):
+        self.index = index
+        self.socket = socket
+        self.log = log
+        self._timeout = settings.engine.start_timeout
+        self._token = token
+        self._command = engine_command(settings, index, socket, weights=weights)
+        self._environment = engine_environment(settings, bridge_dir, token)
+        if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's inner sockets: a folder and a UUID
+            self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._log_start = 0
+        self._segments: set[Path] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, which is its process group's too; None before ``start``."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the engine; does not wait for it. Raises UserError if the socket's path cannot be used."""
+        if self.alive():
+            raise RuntimeError(f"engine {self.index} runs already (pid {self.pid})")
+        _check_socket_path(self.index, self.socket)
+        self._segments.clear()
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid()), *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+                umask=0o077,  # vLLM makes the socket with what the umask leaves
+            )
+        finally:
+            os.close(descriptor)
+        self._started = time.monotonic()
+
+    def alive(self) -> bool:
+        """Whether the engine's main process runs. Its exit code says nothing: a dead engine exits with 0."""
+        return self._process is not None and not self._exited()
+
+    def healthy(self, timeout: float = 5.0) -> bool:
+        """Whether the engine answers now."""
+        transport = httpx.HTTPTransport(uds=str(self.socket))
+        headers = {"Authorization": f"Bearer {self._token}"}
+        try:
+            with httpx.Client(transport=transport, headers=headers, timeout=timeout) as client:
+                answer = client.get("http://engine/health")
+        except httpx.HTTPError:
+            return False
+        if answer.status_code == 401:
+            raise RuntimeError(f"engine {self.index} refuses our token at {self.socket}")
+        if answer.status_code == 200 and not self._segments:
+            self._segments = _shared_segments(self._process.pid) if self._process else set()
+        return answer.status_code == 200
+
+    def wait_healthy(self, timeout: float | None = None) -> float:
+        """Wait until the engine answers; returns the seconds since its start.
+
+        timeout: seconds since the start; None: engine.start_timeout.
+        Raises UserError with the end of the log if the engine exits or takes longer; it is ended then.
+        """
+        limit = self._timeout if timeout is None else timeout
+        while True:
+            if not self.alive():
+                problem = "ended while starting"
+                break
+            if self.healthy():
+                return time.monotonic() - self._started
+            if time.monotonic() - self._started > limit:
+                problem = f"did not answer within {limit:.0f} s (engine.start_timeout)"
+                break
+            time.sleep(0.2)
+        self.stop(grace=2.0)
+        cause = first_error(self.log, self._log_start)
+        cause = f": {cause}" if cause else ""
+        raise UserError(f"engine {self.index} {problem}{cause}; the end of {self.log}:\n{tail_of(self.log)}")
+
+    def stop(self, grace: float = 20.0) -> None:
+        """End the engine and all its processes, remove what it leaves behind. Safe to call at any time."""
+        if self._process is None:
+            return
+        if not self._exited():
+            self._segments |= _shared_segments(self._process.pid)
+            self._process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + grace
+            while not self._exited() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        # The leader is not reaped yet, so the group's number cannot have passed to anyone else.
+        if self._process.returncode is None:
+            _kill_group(self._process.pid, patience=5.0)
+        self._process.wait()
+        self._process = None
+        self.socket.unlink(missing_ok=True)
+        for segment in self._segments:
+            segment.unlink(missing_ok=True)
+        self._segments.clear()
+
+    def _exited(self) -> bool:
+        """Whether the main process has ended, without reaping it."""
+        assert self._process is not None
+        if self._process.returncode is not None:
+            return True
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        except ChildProcessError:
+            return True
+
+
+def _check_socket_path(index: int, path: Path) -> None:
+    """Raise UserError unless a server can make its socket at this path."""
+    if len(os.fsencode(path)) > _SOCKET_LIMIT:
+        raise UserError(
+            f"engine {index}: the socket path {path} is longer than {_SOCKET_LIMIT} bytes; "
+            "set TMPDIR to a shorter one"
+        )
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UserError(f"engine {index}: {path} is in the way and is no socket; move it")
+    probe = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    try:
+        probe.settimeout(5.0)
+        probe.connect(str(path))
+    except OSError as e:
+        if e.errno in (errno.ECONNREFUSED, errno.ENOENT):
+            raise UserError(f"engine {index}: {path} was left by a dead process; delete it") from None
+        raise UserError(
+            f"engine {index}: {path} cannot be used ({e}); delete it or choose another TMPDIR"
+        ) from None
+    finally:
+        probe.close()
+    raise UserError(f"engine {index}: another process listens on {path}; end it or choose another TMPDIR")
+
+
+def _members(group: int) -> list[int]:
+    """Living processes of a process group; zombies do not count."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat_line = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            state, _, its_group = stat_line.rpartition(")")[2].split()[:3]  # the name before may hold blanks
+            if int(its_group) == group and state not in "ZX":
+                found.append(int(entry))
+    return found
+
+
+def _kill_group(group: int, patience: float) -> None:
+    """SIGKILL every process of a group and wait until they are gone."""
+    end = time.monotonic() + patience
+    while _members(group) and time.monotonic() < end:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
+
+
+def _shared_segments(group: int) -> set[Path]:
+    """Shared-memory files of vLLM's CPU all-reduce that the processes of a group have mapped.
+
+    vLLM 0.26 leaves them in /dev/shm when it ends; their names hold a port number, so that only the maps tell
+    whose they are.
+    """
+    found: set[Path] = set()
+    for pid in _members(group):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        names = (line.rpartition(" ")[2] for line in maps.splitlines() if "-cpushm_" in line)
+        found |= {Path(name) for name in names if name.startswith("/dev/shm/")}
+    return found

@@ -1,0 +1,36 @@
+"""Progress messages to whoever displays them, if anyone does."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+
+class EventSender:
+    """Sends small JSON objects as datagrams to a unix socket. Never blocks and never raises.
+
+    Nobody need listen; what the display cannot take at once is lost. So nothing but the display may depend on
+    it.
+    """
+
+    def __init__(self, path: Path):
+        self._path = str(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket.setblocking(False)
+
+    def send(self, event: dict[str, Any]) -> None:
+        """Send one object, for example ``{"kind": "phase", "name": "rollout", "done": 3, "total": 64}``."""
+        try:
+            self._socket.sendto(json.dumps(event, default=str).encode(), self._path)
+        except (OSError, ValueError, TypeError):  # nobody listens, a full queue, too long, not JSON
+            return
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Progress of a phase of the step."""
+        self.send({"kind": "phase", "name": name, "done": done, "total": total})
+
+    def close(self) -> None:
+        """Close the socket; sending does nothing from then on."""
+        self._socket.close()

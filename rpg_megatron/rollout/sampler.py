@@ -1,0 +1,401 @@
+"""The sampler process: feeds prompts to the engines, scores the responses, hands finished batches to rank 0.
+
+``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR``: settings from RUN_DIR/config.yaml,
+sockets in WORK_DIR, the run's token in the environment. One asyncio loop does the work; a thread serves rank
+0, one request at a time. It lives until SIGTERM, or until the launcher is gone; Ctrl-C is the launcher's to
+act on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.sync import SyncError, SyncReport, sync_engine
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.data.prompts import Prompt, PromptStream, load_prompts
+from rpg_megatron.data.results import EvalResult
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.rewards.score import score
+from rpg_megatron.rollout.channel import EVENTS, SOCKET, RolloutBatch, SamplerClient
+from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
+from rpg_megatron.rollout.engine import TOKEN_VARIABLE, context_length, engine_socket
+from rpg_megatron.rollout.events import EventSender
+
+__all__ = ["RolloutBatch", "Sampler", "SamplerClient"]
+
+logger = logging.getLogger("rpg_megatron.sampler")
+
+_AHEAD = 1.25
+"""Sequences sent to an engine, over those it decodes at once: enough that it never waits for the next prompt.
+"""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A group of responses to be sampled."""
+
+    prompt: Prompt
+    samples: int
+    seed: int
+    """Response i is drawn with seed + i."""
+
+
+class Sampler:
+    """What the process does, apart from how it is asked. Its coroutines belong to one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tokenizer: Any,
+        engines: list[EngineClient],
+        events: EventSender,
+    ):
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._engines = engines
+        self._events = events
+        self._context = context_length(settings)
+        self._stops = stop_tokens(settings.model.path, tokenizer)
+        self._stream = PromptStream(load_prompts(settings.data, tokenizer), settings.seed)
+        evaluation = settings.evaluation
+        self._heldout = load_prompts(evaluation.data, tokenizer) if evaluation else []
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    async def rollout(self, step: int, version: int) -> RolloutBatch:
+        """Sample and score the next ``prompts_per_step`` prompts.
+
+        What is sampled depends on seed, step, place in the batch and weights, not on timing or on which
+        engine did it. A prompt that the stream gives twice in a step makes two groups.
+        """
+        started = time.monotonic()
+        rollout = self._settings.rollout
+        prompts = self._stream.take(rollout.prompts_per_step)
+        draws = [
+            Draw(
+                prompt,
+                rollout.samples_per_prompt,
+                seed_of(self._settings.seed, "rollout", step, place, prompt.id),
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        groups: list[list[Trajectory]] = [[] for _ in prompts]
+        grading = 0.0
+
+        def finish(place: int, samples: list[Sample]) -> None:
+            nonlocal grading
+            start = time.monotonic()
+            groups[place] = [
+                self._trajectory(prompts[place], sample, group=place, number=number, version=version)
+                for number, sample in enumerate(samples)
+            ]
+            grading += time.monotonic() - start
+
+        await self._sample(draws, rollout.temperature, finish, phase="rollout", logprobs=True)
+        trajectories = [trajectory for group in groups for trajectory in group]
+        seconds = time.monotonic() - started
+        metrics = batch_metrics(trajectories) | {"time/rollout": seconds - grading, "time/reward": grading}
+        return RolloutBatch(trajectories, metrics, seconds)
+
+    async def sync(self, manifest: Manifest, generation: int) -> list[SyncReport]:
+        """Bring the published weights into all engines at the same time; waits for engines that still start.
+
+        Returns one SyncReport for each engine. Raises EngineError that names the engine; see ``sync_engine``.
+        """
+
+        async def one(engine: EngineClient) -> SyncReport:
+            await engine.wait_ready(self._settings.engine.start_timeout)
+            try:
+                return await sync_engine(
+                    engine.post,
+                    manifest,
+                    generation=generation,
+                    engine_tensor=self._settings.engine.tensor,
+                    timeout=self._settings.engine.request_timeout,
+                )
+            except SyncError as e:
+                raise EngineError(f"engine {engine.index}: {e}") from e
+
+        return await _all([one(engine) for engine in self._engines])
+
+    async def evaluate(self) -> list[EvalResult]:
+        """Sample and grade the whole held-out set; results in its order.
+
+        The seeds are the same at each evaluation, so that two of them differ by the weights alone.
+        """
+        evaluation = self._settings.evaluation
+        if evaluation is None:
+            raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
+        draws = [
+            Draw(prompt, evaluation.samples, seed_of(self._settings.seed, "evaluation", 0, place, prompt.id))
+            for place, prompt in enumerate(self._heldout)
+        ]
+        results: dict[int, EvalResult] = {}
+
+        def finish(place: int, samples: list[Sample]) -> None:
+            prompt = self._heldout[place]
+            texts = [self._decode(s) for s in samples]
+            results[place] = EvalResult(
+                prompt_id=prompt.id,
+                answer=prompt.answer,
+                prompt=prompt.text,
+                responses=texts,
+                correct=[score(self._settings.reward, text, prompt.answer).correct for text in texts],
+                lengths=[len(s.tokens) for s in samples],
+                finishes=[s.finish for s in samples],
+            )
+
+        await self._sample(draws, evaluation.temperature, finish, phase="evaluation", logprobs=False)
+        return [results[place] for place in range(len(draws))]
+
+    async def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the prompts to go on where they are; JSON can hold it."""
+        return {"stream": self._stream.state()}
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        """Take up a ``state()``."""
+        self._stream.restore(state["stream"])
+
+    # -- sampling --------------------------------------------------------------------------------------------
+
+    async def _sample(
+        self,
+        draws: list[Draw],
+        temperature: float,
+        finish: Callable[[int, list[Sample]], None],
+        *,
+        phase: str,
+        logprobs: bool,
+    ) -> None:
+        """Sample all draws on all engines; ``finish(place, samples)`` is called for each as it is done."""
+        if not draws:
+            return
+        waiting = iter(enumerate(draws))
+        done = 0
+        self._events.phase(phase, 0, len(draws))
+
+        async def work(engine: EngineClient) -> None:
+            nonlocal done
+            for place, draw in waiting:
+                finish(place, await self._draw(engine, draw, temperature, logprobs))
+                done += 1
+                self._events.phase(phase, done, len(draws))
+
+        sequences = min(max(draw.samples for draw in draws), self._settings.engine.max_sequences)
+        slots = max(1, -(-int(_AHEAD * self._settings.engine.max_sequences) // sequences))
+        # Slots of the engines alternate, so that a step of few prompts is spread over all of them.
+        await _all([work(engine) for _ in range(slots) for engine in self._engines])
+
+    async def _draw(
+        self, engine: EngineClient, draw: Draw, temperature: float, logprobs: bool
+    ) -> list[Sample]:
+        """One group; in several requests if it is larger than what the engine takes in one."""
+        room = self._context - len(draw.prompt.tokens)
+        most = self._settings.engine.max_sequences
+        samples: list[Sample] = []
+        while len(samples) < draw.samples:
+            samples += await engine.generate(
+                draw.prompt.tokens,
+                n=min(most, draw.samples - len(samples)),
+                max_tokens=min(self._settings.rollout.max_response_tokens, room),
+                temperature=temperature,
+                seed=draw.seed + len(samples),
+                stop_token_ids=self._stops,
+                logprobs=logprobs,
+            )
+        return samples
+
+    def _decode(self, sample: Sample) -> str:
+        return self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
+
+    def _trajectory(
+        self, prompt: Prompt, sample: Sample, *, group: int, number: int, version: int
+    ) -> Trajectory:
+        text = self._decode(sample)
+        reward, correct = score(self._settings.reward, text, prompt.answer)
+        return Trajectory(
+            prompt_id=prompt.id,
+            sample=number,
+            group=group,
+            prompt=prompt.tokens,
+            response=sample.tokens,
+            behaviour=sample.logprobs,
+            versions=np.full(len(sample.tokens), version, np.int32),
+            finish=sample.finish,
+            text=text,
+            reward=reward,
+            correct=correct,
+        )
+
+
+def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Rewards and lengths of a batch, by the names that ``metrics.jsonl`` uses."""
+    rewards = np.array([t.reward for t in trajectories], np.float64)
+    lengths = np.array([len(t.response) for t in trajectories], np.float64)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/accuracy": float(np.mean([t.correct for t in trajectories])),
+        "reward/std": float(rewards.std()),
+        "response/length_mean": float(lengths.mean()),
+        "response/truncated_frac": float(np.mean([t.finish == "length" for t in trajectories])),
+    }
+
+
+def seed_of(seed: int, purpose: str, step: int, place: int, prompt_id: int) -> int:
+    """Seed of a group's first response: 62 bits, far apart for any two groups."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}/{place}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
+    """Token ids that end a response.
+
+    They are the tokenizer's and those of the checkpoint's generation_config.json, or of config.json without
+    one.
+    """
+    found = {tokenizer.eos_token_id}
+    listed = None
+    for name in ("generation_config.json", "config.json"):
+        try:
+            listed = json.loads((model / name).read_text(encoding="utf-8")).get("eos_token_id")
+            break
+        except (OSError, ValueError, AttributeError):
+            continue
+    found |= set(listed) if isinstance(listed, list) else {listed}
+    stops = sorted(t for t in found if isinstance(t, int))
+    if not stops:
+        raise UserError(
+            f"model.path: neither the tokenizer nor generation_config.json in {model} names an "
+            "end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
+    return stops
+
+
+async def _all(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Results in order; the first failure cancels the rest and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(w) for w in work]
+    except BaseExceptionGroup as e:
+        raise _first(e) from None
+    return [task.result() for task in tasks]
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+# -- the process ---------------------------------------------------------------------------------------------
+
+_METHODS = ("rollout", "sync", "evaluate", "state", "restore")
+
+
+def serve(listener: Listener, sampler: Sampler, loop: asyncio.AbstractEventLoop) -> None:
+    """Answer clients, one after another, for ever. Runs in a thread; the work is done in ``loop``."""
+    while True:
+        try:
+            connection = listener.accept()
+        except (AuthenticationError, EOFError, ConnectionError) as e:
+            logger.warning("turned a client away: %s", e)
+            continue
+        except OSError:  # the listener is closed
+            return
+        with connection:
+            _serve_client(connection, sampler, loop)
+
+
+def _serve_client(connection: Connection, sampler: Sampler, loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if method not in _METHODS:
+                raise RuntimeError(f"the sampler knows no {method!r}; it knows {', '.join(_METHODS)}")
+            answer = (
+                "ok",
+                asyncio.run_coroutine_threadsafe(getattr(sampler, method)(**arguments), loop).result(),
+            )
+        except UserError as e:
+            answer = "user_error", str(e)
+        except EngineError as e:
+            answer = "error", f"{method}: {e}"
+        except Exception as e:
+            logger.exception("%s failed", method)
+            answer = "error", f"{method} failed in the sampler: {e!r}\n{traceback.format_exc()}"
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+async def _run(settings: Settings, work: Path, token: str) -> None:
+    from transformers import AutoTokenizer  # slow to import, and the only user of it here
+
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"model.path: no usable tokenizer in {settings.model.path} ({e})") from None
+    engines = [
+        EngineClient(i, engine_socket(work, i), token, timeout=settings.engine.request_timeout)
+        for i in range(settings.engine.replicas)
+    ]
+    events = EventSender(work / EVENTS)
+    sampler = Sampler(settings, tokenizer, engines, events)
+    with Listener(str(work / SOCKET), family="AF_UNIX", authkey=token.encode()) as listener:
+        threading.Thread(target=serve, args=(listener, sampler, loop), daemon=True, name="serve").start()
+        await stop.wait()
+    for engine in engines:
+        await engine.close()
+    events.close()
+
+
+def main() -> int:
+    """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    os.umask(0o077)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        if len(sys.argv) != 4:
+            raise UserError("usage: python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR")
+        run, work = Path(sys.argv[1]), Path(sys.argv[2])
+        token = os.environ.get(TOKEN_VARIABLE)
+        if not token:
+            raise UserError(f"the sampler needs the run's token in {TOKEN_VARIABLE}; the launcher sets it")
+        asyncio.run(_run(load_settings(run / "config.yaml"), work, token))
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Bad input ends in one clear message and a non-zero exit; no process is left and nothing half-written.
+
+Why: this is what a user meets first, and what a cluster meets when a job is cancelled. Through the real
+command line, with the real engine where one is started. A process is known by a variable in its environment
+or, because vLLM's workers write their titles over it, by its session. Not covered: deaths in the middle of
+training (test_launch).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.launch.processes import members
+
+MARK = "RPG_TEST_MARK"
+
+
+class Command:
+    """``rpg-megatron`` in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str):
+        self.mark = uuid.uuid4().hex
+        self.sessions: set[int] = set()
+        self.out = folder / f"{self.mark}.out"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rpg_megatron.cli", *arguments],
+            stdout=self.out.open("w"),
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {MARK: self.mark},
+            start_new_session=True,
+        )
+
+    def finish(self, timeout: float = 60) -> tuple[int, str]:
+        """Exit code and what was written to stderr."""
+        _, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, err
+
+    def processes(self) -> list[int]:
+        """Everything that descends from the command and lives."""
+        alive = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        for pid in alive:
+            try:
+                if self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                    self.sessions.add(os.getsid(pid))
+            except OSError:
+                continue
+        return sorted({pid for leader in self.sessions for pid in members(leader)})
+
+    def folders(self) -> list[Path]:
+        """Its private folders."""
+        found = []
+        for parent in (Path("/dev/shm"), Path("/tmp")):
+            for owner in parent.glob("rpg-*/owner.json"):
+                try:
+                    mine = json.loads(owner.read_text())["pid"] == self.process.pid
+                except (OSError, ValueError):
+                    continue
+                found += [owner.parent] if mine else []
+        return found
+
+    def shared_memory(self) -> set[Path]:
+        """Files in /dev/shm that its processes have mapped."""
+        found = set()
+        for pid in self.processes():
+            try:
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            except OSError:
+                continue
+            found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
+        return {file for file in found if file.exists()}
+
+    def wait_for_output(self, text: str, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.out.read_text():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < end, self.out.read_text()
+            time.sleep(0.1)
+
+    def assert_nothing_left(self, seconds: float = 0) -> None:
+        end = time.monotonic() + seconds
+        while (self.processes() or self.folders()) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert self.processes() == []
+        assert self.folders() == []
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator:
+    started: list[Command] = []
+
+    def start(*arguments: str) -> Command:
+        started.append(Command(tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        for pid in one.processes():
+            os.kill(pid, signal.SIGKILL)
+        one.process.wait()
+        assert one.process.stderr is not None
+        one.process.stderr.close()
+
+
+def cuda_is_here() -> bool:
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+
+@pytest.fixture
+def broken(tmp_path: Path, checkpoint: Path) -> Path:
+    """A copy of the checkpoint to break."""
+    return shutil.copytree(checkpoint, tmp_path / "broken")
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.stepz=3"], ["unknown key 'training.stepz'", "'training.steps'"]),
+        (["model.path=/nowhere/model"], ["/nowhere/model", "not a directory"]),
+        (["parallel.tensor=4"], ["parallel", "key/value heads", "tensor=4"]),
+        (["parallel.tensor=3"], ["parallel", "tensor=3"]),
+        (["parallel.pipeline=3"], ["pipeline=3", "2 layers"]),
+        (["engine.tensor=4"], ["engine", "tensor=4"]),
+        (["parallel.data=16"], ["mini-batch holds 8", "parallel.data (16)"]),
+        (["rollout.max_response_tokens=500"], ["512 positions"]),
+        (["data.path=/nowhere/data.jsonl"], ["/nowhere/data.jsonl", "does not exist"]),
+        (["evaluation.data={path: /nowhere/held.jsonl, max_prompt_tokens: 64}"], ["/nowhere/held.jsonl"]),
+        pytest.param(
+            ["device=cuda"],
+            ["device"],
+            marks=pytest.mark.skipif(cuda_is_here(), reason="this machine has a GPU"),
+        ),
+    ],
+)
+def test_what_is_found_before_anything_starts(
+    command, config_file: Path, overrides: list[str], said: list[str]
+):
+    one = command("train", str(config_file), *overrides)
+    code, err = one.finish()
+    check_refused(one, config_file, code, err, said)
+
+
+def check_refused(one: Command, config_file: Path, code: int, err: str, said: list[str]) -> None:
+    assert code == 2, err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert [text for text in said if text not in err] == [], err
+    one.assert_nothing_left()
+    assert not (config_file.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda m: _truncate(m / "model.safetensors"), ["model.safetensors", "truncated or corrupt"]),
+        (lambda m: (m / "model.safetensors").unlink(), ["model.safetensors"]),
+        (lambda m: (m / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+        (lambda m: (m / "tokenizer.json").unlink(), ["tokenizer"]),
+    ],
+    ids=["truncated weights", "no weights", "broken config.json", "no tokenizer"],
+)
+def test_a_damaged_model(command, config_file: Path, broken: Path, damage, said: list[str]):
+    damage(broken)
+    one = command("train", str(config_file), f"model.path={broken}")
+    code, err = one.finish()
+    check_refused(one, config_file, code, err, said)
+
+
+def test_weights_of_another_size_than_config_json_says(
+    command, config_file: Path, tmp_path: Path, make_checkpoint
+):
+    model = make_checkpoint(tmp_path / "model", num_hidden_layers=1)
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 2}))
+    one = command("train", str(config_file), f"model.path={model}")
+    code, err = one.finish()
+    check_refused(one, config_file, code, err, ["layers.1."])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+2", "answer"\n', "bad.jsonl:2"),
+        ('{"prompt": "1+1", "answer": "2"}\n\n{"prompt": "2+2"}\n', "bad.jsonl:3"),
+        ("", "bad.jsonl"),
+        ("\n\n", "bad.jsonl"),
+    ],
+    ids=["not JSON", "a key missing", "empty", "empty lines"],
+)
+def test_a_bad_data_set(command, config_file: Path, tmp_path: Path, content: str, said: str):
+    (tmp_path / "bad.jsonl").write_text(content)
+    one = command("train", str(config_file), f"data.path={tmp_path}/bad.jsonl")
+    code, err = one.finish()
+    check_refused(one, config_file, code, err, [said])
+
+
+def test_a_port_that_is_taken(command, config_file: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        one = command("train", str(config_file), f"rendezvous_port={port}")
+        code, err = one.finish()
+    check_refused(one, config_file, code, err, ["rendezvous_port", str(port)])
+
+
+def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Path):
+    one = command("train", str(config_file), "engine.arguments=[--no-such-argument]")
+    code, err = one.finish(180)
+    assert code == 2, err
+    assert err.startswith("error: engine 0 ")
+    assert "--no-such-argument" in err
+    assert "Traceback" not in err
+    log = config_file.parent / "runs" / "tiny-001" / "logs" / "engine_0.log"
+    assert str(log) in err
+    assert log.is_file()
+    one.assert_nothing_left()
+
+
+def test_an_engine_that_is_too_slow_is_ended(command, config_file: Path):
+    one = command("train", str(config_file), "engine.start_timeout=3")
+    code, err = one.finish(120)
+    assert code == 2, err
+    assert "engine.start_timeout" in err
+    one.assert_nothing_left()
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 6.0, 20.0])
+def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
+    one = command("train", str(config_file))
+    time.sleep(seconds)
+    one.processes()
+    one.process.send_signal(signal.SIGINT)
+    code, err = one.finish()
+    assert code in (130, -signal.SIGINT), err  # the latter while Python itself is still starting
+    assert code != 130 or err.startswith("stopped: Ctrl-C")
+    one.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_signal_when_the_engine_is_up(command, config_file: Path, number: signal.Signals, code: int):
+    """With two engine workers: they outlive their server by default and leave files in shared memory."""
+    one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
+    one.wait_for_output("engine 0 is up", 300)
+    files = one.shared_memory()
+    assert [f for f in files if "cpushm" in f.name]
+    one.process.send_signal(number)
+    returned, _ = one.finish(60)
+    assert returned == code
+    one.assert_nothing_left(seconds=10)
+    assert [file for file in files if file.exists()] == []

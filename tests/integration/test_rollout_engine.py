@@ -1,0 +1,339 @@
+"""One real vLLM engine (CPU, tiny random Qwen3) behind our process, client and sampler.
+
+Why: training is right only if the log-probs that come back are those of the sampled tokens, of every one of
+them, at the sampling temperature, and if a seed gives the same responses again; and a broken engine must be
+told from a slow one, and leave nothing behind. The sampler's sync is run once; its failures are the bridge
+tests' matter. Not covered: tensor parallelism, GPUs.
+"""
+
+import asyncio
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.plan import Placement
+from rpg_megatron.bridge.publish import SharedMemoryPublisher
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.rollout.channel import SOCKET, SamplerClient
+from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
+from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+
+TOKEN = secrets.token_urlsafe(16)
+EOS = 256
+PROMPTS = [[1 + i, 50, 60 + i, 70, 10] for i in range(4)]
+
+
+def settings_in(folder: Path, model: Path) -> Settings:
+    prompts = "".join(f'{{"prompt": "What is {i}+{i}?", "answer": {2 * i}}}\n' for i in range(6))
+    (folder / "train.jsonl").write_text(prompts)
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "device": "cpu",
+                "model": {"path": str(model)},
+                "precision": {"dtype": "float32"},
+                "data": {"path": "train.jsonl", "max_prompt_tokens": 64},
+                "training": {"minibatches": 2},
+                "rollout": {"prompts_per_step": 4, "samples_per_prompt": 6, "max_response_tokens": 48},
+                "engine": {
+                    "max_sequences": 4,  # fewer than a group: a prompt takes two requests
+                    "kv_cache_gib": 0.25,
+                    "cpu_threads": 1,
+                    "start_timeout": 400,
+                    "request_timeout": 120,
+                },
+                "evaluation": {"data": {"path": "train.jsonl", "max_prompt_tokens": 64}, "samples": 2},
+            }
+        )
+    )
+    return load_settings(folder / "config.yaml")
+
+
+def engine_in(folder: Path, settings: Settings) -> EngineProcess:
+    bridge = folder / "bridge"
+    bridge.mkdir(mode=0o700, exist_ok=True)
+    return EngineProcess(
+        settings,
+        0,
+        socket=engine_socket(folder, 0),
+        log=folder / "engine_0.log",
+        bridge_dir=bridge,
+        token=TOKEN,
+        weights="checkpoint",
+    )
+
+
+def group_members(leader: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == leader and fields[0] not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path, checkpoint: Path) -> Settings:
+    return settings_in(folder, checkpoint)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, settings: Settings) -> Iterator[EngineProcess]:
+    process = engine_in(folder, settings)
+    process.start()
+    try:
+        process.wait_healthy()
+        yield process
+    finally:
+        leader = process.pid
+        process.stop()
+        assert leader is None or not group_members(leader)
+
+
+def ask(engine: EngineProcess, *requests: dict, token: str = TOKEN) -> list[list[Sample]]:
+    """Send requests at the same time; one connection pool, as the sampler has it."""
+
+    async def run() -> list[list[Sample]]:
+        client = EngineClient(0, engine.socket, token, timeout=120)
+        try:
+            return await asyncio.gather(*[client.generate(**request) for request in requests])
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def request(prompt: list[int], **changes: object) -> dict:
+    base = {"n": 4, "max_tokens": 120, "temperature": 1.0, "seed": 11, "stop_token_ids": [EOS]}
+    return {"prompt_tokens": prompt} | base | changes
+
+
+def reference(
+    model: torch.nn.Module, prompt: list[int], tokens: np.ndarray, temperature: float
+) -> np.ndarray:
+    ids = torch.tensor([prompt + tokens.tolist()])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    logp = torch.log_softmax(logits / temperature, dim=-1)
+    return logp.gather(1, torch.as_tensor(tokens, dtype=torch.long)[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_sampled_tokens(
+    engine: EngineProcess, checkpoint: Path, temperature: float
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    found = ask(
+        engine, *[request(p, temperature=temperature, n=4, seed=1000 * i) for i, p in enumerate(PROMPTS)]
+    )
+    ends = []
+    for prompt, samples in zip(PROMPTS, found, strict=True):
+        assert len(samples) == 4
+        for sample in samples:
+            assert len(sample.logprobs) == len(sample.tokens) >= 1
+            assert (sample.finish == "stop") == (sample.tokens[-1] == EOS)
+            assert EOS not in sample.tokens[:-1]
+            expected = reference(model, prompt, sample.tokens, temperature)
+            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4, rtol=0)
+            ends.append(sample.finish)
+    assert "stop" in ends, "no response ended: the log-prob of the end-of-sequence token went untested"
+
+
+def test_a_seed_gives_the_same_responses_again(engine: EngineProcess) -> None:
+    prompt = PROMPTS[0]
+    alone = ask(engine, request(prompt))[0]
+    crowd = ask(engine, *[request(p, seed=77) for p in PROMPTS], request(prompt))[-1]
+    first = ask(engine, request(prompt, n=1))[0]
+    rest = ask(engine, request(prompt, n=3, seed=12))[0]  # sample i is drawn with seed + i
+    other = ask(engine, request(prompt, seed=999))[0]
+    tokens = [s.tokens.tolist() for s in alone]
+    assert [s.tokens.tolist() for s in crowd] == tokens
+    assert [s.tokens.tolist() for s in first + rest] == tokens
+    assert [s.tokens.tolist() for s in other] != tokens
+    assert len({tuple(t) for t in tokens}) == 4
+    for a, b in zip(alone, crowd, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+
+
+def test_greedy_and_without_logprobs(engine: EngineProcess) -> None:
+    a, b = ask(engine, *[request(PROMPTS[0], temperature=0.0, n=1, seed=s, logprobs=False) for s in (1, 2)])
+    assert a[0].tokens.tolist() == b[0].tokens.tolist()
+    assert len(a[0].logprobs) == 0
+
+
+def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: EngineProcess) -> None:
+    with pytest.raises(EngineError, match=r"engine 0 answered /inference/v1/generate with status 401"):
+        ask(engine, request(PROMPTS[0]), token="wrong")
+    with pytest.raises(EngineError, match=r"engine 0 answered .* status 400"):
+        ask(engine, request(PROMPTS[0], n=5))  # more than max_sequences
+    with pytest.raises(EngineError, match=r"engine 0 answered .* status 4"):
+        ask(engine, request([1] * 500))  # longer than the context
+    assert oct(engine.socket.stat().st_mode & 0o777) == "0o700"
+
+
+@contextmanager
+def published(bridge: Path, model: Path) -> Iterator[Manifest]:
+    """A checkpoint's weights as one trainer rank would publish them."""
+    layout = layout_for(read_model_shape(model))
+    cut = {"tensor": 1, "vocab_multiple": 1}
+    shapes = layout.stage_params(layers=layout.shape.num_layers, first=True, last=True, **cut)
+    params = {name: torch.empty(shape) for name, shape in shapes.items()}
+    load_hf_weights(model, params.items(), layout, tensor_rank=0, layer_offset=0, **cut)
+    ranks = dict.fromkeys(
+        ("rank", "tensor_rank", "pipeline_rank", "layer_offset", "data_rank", "context_rank"), 0
+    )
+    placement = Placement(**ranks, **cut)
+    publisher = SharedMemoryPublisher(bridge, placement, params, layout, torch.float32)
+    try:
+        manifest = publisher.publish(7)
+        assert manifest is not None
+        yield manifest
+    finally:
+        publisher.close()
+
+
+def test_sampler_process(
+    engine: EngineProcess, folder: Path, settings: Settings, checkpoint: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file(
+        {n: (1.1 * w.flip(0)).contiguous() for n, w in weights.items()},
+        other / "model.safetensors",
+        {"format": "pt"},
+    )
+    log = (folder / "sampler.log").open("wb")
+    command = [
+        sys.executable,
+        "-m",
+        "rpg_megatron.rollout.sampler",
+        str(folder),
+        str(folder),
+        str(folder / "bridge"),
+    ]
+    process = subprocess.Popen(command, env=os.environ | {TOKEN_VARIABLE: TOKEN}, stdout=log, stderr=log)
+    try:
+        with SamplerClient(folder / SOCKET, TOKEN) as sampler:
+            before = sampler.state()
+            batch = sampler.rollout(step=1, version=3)
+            sampler.restore(before)
+            again = sampler.rollout(step=1, version=3)
+            results = sampler.evaluate()
+            with pytest.raises(UserError, match="prompts have changed"):
+                sampler.restore({"stream": before["stream"] | {"prompts": "other"}})
+            process.send_signal(signal.SIGINT)
+            assert sampler.state() != before
+            with published(folder / "bridge", other) as manifest:
+                reports = sampler.sync(manifest, generation=7)
+            moved = sampler.rollout(step=2, version=7)
+        with pytest.raises(RuntimeError, match="refuses our token"):
+            SamplerClient(folder / SOCKET, "wrong")
+        second = SamplerClient(folder / SOCKET, TOKEN)
+        with second, pytest.raises(RuntimeError, match="knows no 'nonsense'"):
+            second._ask("nonsense")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        log.close()
+
+    assert [(t.group, t.sample) for t in batch.trajectories] == [(g, s) for g in range(4) for s in range(6)]
+
+    def check(trajectories: list[Trajectory], path: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for t in trajectories:
+            expected = reference(model, t.prompt.tolist(), t.response, 1.0)
+            np.testing.assert_allclose(t.behaviour, expected, atol=1e-4, rtol=0)
+
+    check(batch.trajectories, checkpoint)
+    check(moved.trajectories, other)
+    assert [r.generation for r in reports] == [7]
+    assert set(moved.trajectories[0].versions.tolist()) == {7}
+    for t, u in zip(batch.trajectories, again.trajectories, strict=True):
+        assert t.response.tolist() == u.response.tolist()
+        assert t.versions.tolist() == [3] * len(t.response)
+        assert (t.prompt.dtype, t.response.dtype, t.behaviour.dtype) == (np.int32, np.int32, np.float32)
+        assert t.reward == -1.0
+        assert not t.correct
+    for group in range(4):
+        members = [t for t in batch.trajectories if t.group == group]
+        assert len({t.prompt_id for t in members}) == 1
+        assert len({tuple(t.response.tolist()) for t in members}) == 6  # two requests, no seed twice
+    assert batch.metrics["reward/mean"] == -1.0
+    assert [r.prompt_id for r in results] == list(range(6))
+    assert all(len(r.responses) == len(r.lengths) == len(r.finishes) == 2 for r in results)
+
+
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in checkpoint.iterdir():
+        content = file.read_bytes()
+        if file.name == "model.safetensors":
+            content = content[: len(content) // 2]
+        (model / file.name).write_bytes(content)
+    process = engine_in(tmp_path, settings_in(tmp_path, model))
+    process.start()
+    leader = process.pid
+    assert leader is not None
+    start = time.monotonic()
+    with pytest.raises(UserError) as error:
+        process.wait_healthy()
+    print(f"gave up after {time.monotonic() - start:.0f} s: {error.value}")
+    # The worker's own error, not what core and server make of it.
+    assert re.match(r"engine 0 ended while starting: \S*SafetensorError: .*; the end of ", str(error.value))
+    assert not group_members(leader)
+    assert not process.alive()
+    assert process.pid is None
+    assert not process.socket.exists()
+
+
+def test_killed_engine_is_noticed_and_cleaned_up(engine: EngineProcess) -> None:
+    """The last test on this engine: it does not survive."""
+    assert engine.alive()
+    assert engine.healthy()
+    leader = engine.pid
+    assert leader is not None
+    assert len(group_members(leader)) >= 3  # server, core, worker
+    os.kill(leader, signal.SIGKILL)
+    end = time.monotonic() + 5
+    while engine.alive() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not engine.alive()
+    assert not engine.healthy()
+    with pytest.raises(EngineError, match="engine 0 does not listen"):
+        ask(engine, request(PROMPTS[0]))
+    engine.stop()
+    assert not group_members(leader)
+    assert not engine.socket.exists()

@@ -1,0 +1,158 @@
+"""Tiny random models for the bridge's tests, and Megatron shards of them made without the layouts under test.
+
+``megatron_value`` re-derives each shard by concatenating and chunking whole tensors, the way Megatron's own
+converters do. It shares no arithmetic with ``rpg_megatron.bridge``, so agreement means something.
+"""
+
+import json
+from dataclasses import replace
+
+import torch
+from safetensors.torch import save_file
+
+from rpg_megatron.bridge.layouts import Layout
+from rpg_megatron.bridge.plan import Placement
+from rpg_megatron.config.model_shape import ModelShape
+
+TINY = ModelShape(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=24,
+    ffn_hidden_size=40,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=6,
+    vocab_size=53,
+    tied_embeddings=False,
+    qk_norm=True,
+    qkv_bias=False,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    max_positions=512,
+    dtype="float32",
+)
+
+
+def tiny_shape(**changes) -> ModelShape:
+    return replace(TINY, **changes)
+
+
+def random_state_dict(layout: Layout, dtype=torch.float32, seed=0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=g).to(dtype) for n, s in layout.hf_tensors().items()}
+
+
+def megatron_value(name, sd, shape, *, tensor, tensor_rank, layer_offset, vocab_multiple):
+    """The value of one local Megatron parameter, from a full HF state dict."""
+
+    def rows(w):
+        return w.chunk(tensor, 0)[tensor_rank]
+
+    def columns(w):
+        return w.chunk(tensor, 1)[tensor_rank]
+
+    def vocabulary(w):
+        padded = shape.padded_vocab(tensor, vocab_multiple)
+        return rows(torch.cat([w, w.new_zeros(padded - w.shape[0], w.shape[1])]))
+
+    if name == "embedding.word_embeddings.weight":
+        return vocabulary(sd["model.embed_tokens.weight"])
+    if name == "output_layer.weight":
+        return vocabulary(sd["model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"])
+    if name == "decoder.final_layernorm.weight":
+        return sd["model.norm.weight"]
+    _, _, index, rest = name.split(".", 3)
+    p = f"model.layers.{int(index) + layer_offset}."
+    if rest == "self_attention.linear_qkv.weight":
+        q, k, v = (
+            sd[f"{p}self_attn.{x}_proj.weight"].view(shape.num_kv_heads, -1, shape.hidden_size) for x in "qkv"
+        )
+        return rows(torch.cat([q, k, v], 1)).reshape(-1, shape.hidden_size)
+    if rest == "mlp.linear_fc1.weight":
+        return torch.cat([rows(sd[p + "mlp.gate_proj.weight"]), rows(sd[p + "mlp.up_proj.weight"])])
+    return {
+        "input_layernorm.weight": lambda: sd[p + "input_layernorm.weight"],
+        "self_attention.q_layernorm.weight": lambda: sd[p + "self_attn.q_norm.weight"],
+        "self_attention.k_layernorm.weight": lambda: sd[p + "self_attn.k_norm.weight"],
+        "self_attention.linear_proj.weight": lambda: columns(sd[p + "self_attn.o_proj.weight"]),
+        "pre_mlp_layernorm.weight": lambda: sd[p + "post_attention_layernorm.weight"],
+        "mlp.linear_fc2.weight": lambda: columns(sd[p + "mlp.down_proj.weight"]),
+    }[rest]()
+
+
+def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1) -> list[Placement]:
+    layers = shape.num_layers // pipeline
+    return [
+        Placement(
+            rank=p * tensor + t,
+            tensor=tensor,
+            tensor_rank=t,
+            pipeline_rank=p,
+            layer_offset=p * layers,
+            data_rank=0,
+            context_rank=0,
+            vocab_multiple=vocab_multiple,
+        )
+        for p in range(pipeline)
+        for t in range(tensor)
+    ]
+
+
+def stage_shapes(layout: Layout, place: Placement, pipeline: int) -> dict[str, tuple[int, ...]]:
+    return layout.stage_params(
+        layers=layout.shape.num_layers // pipeline,
+        first=place.pipeline_rank == 0,
+        last=place.pipeline_rank == pipeline - 1,
+        tensor=place.tensor,
+        vocab_multiple=place.vocab_multiple,
+    )
+
+
+def stage_values(layout: Layout, place: Placement, pipeline: int, sd) -> dict[str, torch.Tensor]:
+    return {
+        name: megatron_value(
+            name,
+            sd,
+            layout.shape,
+            tensor=place.tensor,
+            tensor_rank=place.tensor_rank,
+            layer_offset=place.layer_offset,
+            vocab_multiple=place.vocab_multiple,
+        ).clone()
+        for name in stage_shapes(layout, place, pipeline)
+    }
+
+
+def write_checkpoint(folder, shape: ModelShape, sd, files: int = 1) -> None:
+    """A HF checkpoint folder: weights in one or several files, config.json, a stand-in for the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = list(sd)
+    if files == 1:
+        save_file(sd, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        weight_map = {}
+        for i in range(files):
+            file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+            part = {n: sd[n] for n in names[i::files]}
+            save_file(part, folder / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(part, file))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "max_position_embeddings": shape.max_positions,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "merges.txt").write_text("a b\n")

@@ -1,0 +1,222 @@
+"""A Hugging Face checkpoint survives the way into Megatron shards and out again, and a broken one is refused.
+
+Export runs with real gloo processes, because its point is who sends what to whom. Not covered: NCCL, files
+larger than memory, and that transformers loads the result (tests/integration does that with a real model).
+"""
+
+import json
+import struct
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bridge_models import (
+    TINY,
+    grid,
+    random_state_dict,
+    stage_shapes,
+    stage_values,
+    tiny_shape,
+    write_checkpoint,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rpg_megatron.bridge.hf_export import export_hf
+from rpg_megatron.bridge.hf_import import load_hf_weights, verify_hf_checkpoint
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.plan import LayoutError
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.model_shape import read_model_shape
+
+
+def load(folder, layout, place, pipeline, dtype=torch.float32):
+    params = {
+        n: torch.full(s, float("nan"), dtype=dtype) for n, s in stage_shapes(layout, place, pipeline).items()
+    }
+    read = load_hf_weights(
+        folder,
+        params.items(),
+        layout,
+        tensor=place.tensor,
+        tensor_rank=place.tensor_rank,
+        layer_offset=place.layer_offset,
+        vocab_multiple=place.vocab_multiple,
+    )
+    return params, read
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied):
+    shape = tiny_shape(tied_embeddings=tied)
+    layout = layout_for(shape)
+    sd = random_state_dict(layout)
+    # Tied checkpoints in the wild often carry lm_head.weight too; it must be ignored, not refused.
+    write_checkpoint(tmp_path, shape, {**sd, "lm_head.weight": torch.zeros(53, 24)} if tied else sd, files)
+    assert read_model_shape(tmp_path).num_kv_heads == shape.num_kv_heads
+    total = 0
+    for place in grid(shape, 2, 2, vocab_multiple=16):
+        params, read = load(tmp_path, layout, place, 2)
+        for name, value in stage_values(layout, place, 2, sd).items():
+            assert torch.equal(params[name], value), (place, name)
+        total += read
+    weights = sum(t.nbytes for t in sd.values())
+    norms = sum(t.nbytes for n, t in sd.items() if "norm" in n)  # every tensor rank reads these
+    tied_copy = sd["model.embed_tokens.weight"].nbytes if tied else 0
+    assert total == weights + norms + tied_copy
+
+
+def test_values_are_cast_to_the_parameters_dtype(tmp_path):
+    layout = layout_for(TINY)
+    sd = random_state_dict(layout, dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, TINY, sd)
+    params, _ = load(tmp_path, layout, grid(TINY, 1, 1)[0], 1)
+    assert torch.equal(params["output_layer.weight"][:53], sd["lm_head.weight"].float())
+
+
+def test_wrong_tensors_are_all_listed_in_one_error(tmp_path):
+    layout = layout_for(TINY)
+    sd = random_state_dict(layout)
+    del sd["model.norm.weight"], sd["model.layers.2.mlp.up_proj.weight"]
+    sd["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(3)
+    sd["model.layers.1.self_attn.q_norm.weight"] = torch.zeros(7)
+    sd["model.layers.3.self_attn.k_norm.weight"] = torch.zeros(6, dtype=torch.int32)
+    write_checkpoint(tmp_path, TINY, sd)
+    with pytest.raises(UserError) as e:
+        verify_hf_checkpoint(tmp_path, layout)
+    for part in (
+        "missing: model.layers.2.mlp.up_proj.weight, model.norm.weight",
+        "unexpected: model.layers.0.self_attn.q_proj.bias",
+        "wrong shape: model.layers.1.self_attn.q_norm.weight is [7], not [6]",
+        "model.layers.3.self_attn.k_norm.weight is I32",
+    ):
+        assert part in str(e.value)
+
+
+def corrupt(kind, file):
+    data = file.read_bytes()
+    file.write_bytes(
+        {
+            "truncated": data[:-5],
+            "longer": data + b"x",
+            "empty": b"",
+            "cut in the header": data[:100],
+            "pointer of a large-file store": b"version https://example.invalid/spec/v1\noid 0\nsize 5\n",
+            "header is not JSON": struct.pack("<Q", 8) + b"notjson!" + data[16:],
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "truncated",
+        "longer",
+        "empty",
+        "cut in the header",
+        "pointer of a large-file store",
+        "header is not JSON",
+    ],
+)
+def test_a_corrupt_file_is_one_clear_error(tmp_path, kind):
+    layout = layout_for(TINY)
+    write_checkpoint(tmp_path, TINY, random_state_dict(layout), files=2)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    corrupt(kind, file)
+    with pytest.raises(UserError, match=rf"{file.name}: truncated or corrupt.*copy the file again"):
+        verify_hf_checkpoint(tmp_path, layout)
+
+
+def test_missing_files_are_named(tmp_path):
+    layout = layout_for(TINY)
+    with pytest.raises(UserError, match="holds neither"):
+        verify_hf_checkpoint(tmp_path, layout)
+    write_checkpoint(tmp_path, TINY, random_state_dict(layout), files=2)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: cannot be read"):
+        verify_hf_checkpoint(tmp_path, layout)
+
+
+def test_a_model_built_with_other_sizes_is_refused(tmp_path):
+    layout = layout_for(TINY)
+    write_checkpoint(tmp_path, TINY, random_state_dict(layout))
+    kw = {"tensor": 1, "tensor_rank": 0, "layer_offset": 0, "vocab_multiple": 1}
+    with pytest.raises(LayoutError, match=r"decoder\.final_layernorm\.weight has shape \(25,\)"):
+        load_hf_weights(tmp_path, [("decoder.final_layernorm.weight", torch.zeros(25))], layout, **kw)
+    with pytest.raises(LayoutError, match="layer offset 9"):
+        load_hf_weights(
+            tmp_path,
+            [("decoder.layers.0.input_layernorm.weight", torch.zeros(24))],
+            layout,
+            **{**kw, "layer_offset": 9},
+        )
+
+
+def _export_rank(rank, world, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    for tied in (False, True):
+        layout = layout_for(tiny_shape(tied_embeddings=tied))
+        place = grid(layout.shape, 2, 2, vocab_multiple=16)[rank]
+        params = stage_values(layout, place, 2, random_state_dict(layout))
+        args = (folder / f"out_{tied}", folder / "source", params, layout, place)
+        export_hf(*args, dtype=torch.bfloat16, max_shard_bytes=8000)
+    # Only rank 0 looks at the folder, but every rank has to hear of it, or the others wait for ever.
+    with pytest.raises(UserError, match="exists already"):
+        export_hf(*args, dtype=torch.bfloat16)
+    dist.destroy_process_group()
+
+
+def test_export_from_tp2_pp2_is_the_checkpoint_again(tmp_path):
+    write_checkpoint(tmp_path / "source", TINY, random_state_dict(layout_for(TINY)))
+    mp.spawn(_export_rank, (4, tmp_path), nprocs=4)
+    for tied in (False, True):
+        check_export(tmp_path / f"out_{tied}", layout_for(tiny_shape(tied_embeddings=tied)))
+
+
+def check_export(out, layout):
+    sd = random_state_dict(layout)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 4, "more files than ranks, so that a rank assembles more than one"
+    assert {f.name for f in files} == set(index["weight_map"].values())
+    assert all(f.stat().st_size < 8000 + 3000 for f in files)
+    back = {}
+    for file in files:
+        back.update(load_file(file))
+        with safe_open(file, "pt") as f:
+            assert f.metadata() == {"format": "pt"}
+    assert list(index["weight_map"]) == list(sd)
+    assert back.keys() == sd.keys()
+    assert all(torch.equal(back[n], sd[n].bfloat16()) for n in sd)
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (out / "tokenizer.json").exists()
+    assert (out / "merges.txt").exists()
+    assert not (out.parent / f".{out.name}.incomplete").exists()
+    verify_hf_checkpoint(out, layout)
+
+
+def test_export_in_one_process_and_replacing(tmp_path):
+    layout = layout_for(TINY)
+    sd = random_state_dict(layout)
+    write_checkpoint(tmp_path / "source", TINY, sd, files=2)
+    (place,) = grid(TINY, 1, 1)
+    args = (tmp_path / "out", tmp_path / "source", stage_values(layout, place, 1, sd), layout, place)
+    (tmp_path / ".out.incomplete").mkdir()
+    (tmp_path / ".out.incomplete" / "model-00007-of-00009.safetensors").write_text("left by a killed export")
+    export_hf(*args, dtype=torch.float32)
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(back[n], sd[n]) for n in sd)
+    with pytest.raises(UserError, match="exists already"):
+        export_hf(*args, dtype=torch.float32)
+    export_hf(*args, dtype=torch.float16, replace=True)
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(back[n], sd[n].half()) for n in sd)
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "source"}

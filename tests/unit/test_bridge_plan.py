@@ -1,0 +1,160 @@
+"""Every element of every HF tensor has exactly one place in the Megatron shards, and comes back bit for bit.
+
+The maps are checked against shards made by other means (``bridge_models.megatron_value``). Not covered here:
+that real GPTModels have these parameter names and shapes (tests/distributed), and that vLLM reads them right
+(tests/integration).
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from bridge_models import TINY, grid, random_state_dict, stage_shapes, stage_values, tiny_shape
+
+from rpg_megatron.bridge.layouts import check_layout, layout_for
+from rpg_megatron.bridge.plan import (
+    Box,
+    Holding,
+    LayoutError,
+    Piece,
+    assign_sources,
+    check_cover,
+    group_shards,
+)
+from rpg_megatron.config.errors import UserError
+
+LAYOUTS = [(t, p) for t in (1, 2, 4) for p in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
+@pytest.mark.parametrize("vocab_multiple", [1, 16])
+def test_hf_to_shards_and_back_is_bit_exact(tensor, pipeline, tied, vocab_multiple):
+    layout = layout_for(tiny_shape(tied_embeddings=tied))
+    sd = random_state_dict(layout)
+    places = grid(layout.shape, tensor, pipeline, vocab_multiple)
+    shards = {p.rank: stage_values(layout, p, pipeline, sd) for p in places}
+    for place in places:
+        for name, value in shards[place.rank].items():
+            built = torch.zeros_like(value)
+            assert tuple(value.shape) == layout.local_shape(
+                name, tensor=tensor, vocab_multiple=vocab_multiple
+            )
+            for piece in layout.pieces(
+                name,
+                tensor=tensor,
+                tensor_rank=place.tensor_rank,
+                layer_offset=place.layer_offset,
+                vocab_multiple=vocab_multiple,
+            ):
+                built[piece.local.slices()] = sd[piece.hf_name][piece.hf.slices()]
+            assert torch.equal(built, value), (place, name)
+    holdings = [Holding(p, tuple(stage_shapes(layout, p, pipeline).items())) for p in places]
+    sources = assign_sources(layout, holdings)
+    for name, want in sd.items():
+        back = torch.full_like(want, float("nan"))
+        for s in sources[name]:
+            back[s.piece.hf.slices()] = shards[s.rank][s.param][s.piece.local.slices()]
+        assert torch.equal(back, want), name
+
+
+def test_tied_copy_on_the_last_stage_loads_the_embedding_but_is_not_a_source():
+    layout = layout_for(tiny_shape(tied_embeddings=True))
+    places = grid(layout.shape, 2, 2)
+    assert "output_layer.weight" in stage_shapes(layout, places[3], 2)
+    holdings = [Holding(p, tuple(stage_shapes(layout, p, 2).items())) for p in places]
+    owners = {s.param for s in assign_sources(layout, holdings)["model.embed_tokens.weight"]}
+    assert owners == {"embedding.word_embeddings.weight"}
+
+
+def test_fused_norm_names_of_transformer_engine_map_to_the_same_tensors():
+    layout = layout_for(TINY)
+    kw = {"tensor": 2, "tensor_rank": 1, "layer_offset": 2, "vocab_multiple": 1}
+    for fused, plain in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ):
+        assert layout.pieces(f"decoder.layers.1.{fused}", **kw) == layout.pieces(
+            f"decoder.layers.1.{plain}", **kw
+        )
+
+
+def test_replicas_are_not_sources_and_a_lost_stage_is_named():
+    layout = layout_for(TINY)
+    places = grid(TINY, 2, 2)
+    holdings = [Holding(p, tuple(stage_shapes(layout, p, 2).items())) for p in places]
+    copies = [
+        Holding(replace(h.placement, rank=h.placement.rank + 4, data_rank=1), h.params) for h in holdings
+    ]
+    sources = assign_sources(layout, [*copies, *holdings])
+    assert {s.rank for found in sources.values() for s in found} == {0, 1, 2, 3}
+    with pytest.raises(LayoutError, match=r"model\.layers\.2\.\S+: \d+ of \d+ elements are held by no rank"):
+        assign_sources(layout, holdings[:2])
+
+
+def test_wrong_shape_wrong_name_and_wrong_offset_name_rank_and_parameter():
+    layout = layout_for(TINY)
+    (place,) = grid(TINY, 1, 1)
+    shapes = stage_shapes(layout, place, 1)
+    wrong = {**shapes, "decoder.layers.1.mlp.linear_fc2.weight": (24, 20)}
+    with pytest.raises(
+        LayoutError, match=r"rank 0: decoder\.layers\.1\.mlp\.linear_fc2\.weight .*\(24, 20\)"
+    ):
+        assign_sources(layout, [Holding(place, tuple(wrong.items()))])
+    with pytest.raises(LayoutError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
+        assign_sources(layout, [Holding(place, (("decoder.layers.0.mlp.router.weight", (1,)),))])
+    with pytest.raises(LayoutError, match="layer offset 2"):
+        assign_sources(layout, [Holding(replace(place, layer_offset=2), tuple(shapes.items()))])
+
+
+def test_cover_check_finds_gaps_overlaps_and_overhang():
+    halves = [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
+    check_cover("t", (4, 6), halves)
+    check_cover("scalar", (), [Box((), ())])
+    with pytest.raises(LayoutError, match="t: 12 of 24 elements are held by no rank"):
+        check_cover("t", (4, 6), halves[:1])
+    with pytest.raises(LayoutError, match=r"t: .* overlap"):
+        check_cover("t", (4, 6), [*halves, Box((3, 5), (1, 1))])
+    with pytest.raises(LayoutError, match=r"t: .* outside"):
+        check_cover("t", (4, 6), [Box((0, 0), (5, 6))])
+
+
+def test_box_arithmetic():
+    a, b = Box((2, 0), (4, 8)), Box((4, 6), (8, 8))
+    assert a.intersect(b) == Box((4, 6), (2, 2))
+    assert Box((4, 6), (2, 2)).offset_in(a) == (2, 6)
+    assert a.intersect(Box((6, 0), (1, 8))) is None
+    with pytest.raises(ValueError, match="inside"):
+        b.offset_in(a)
+    piece = Piece("t", Box((10, 0), (4, 8)), Box((0, 0), (4, 8)))
+    assert piece.cut(Box((12, 2), (9, 3))) == Piece("t", Box((12, 2), (2, 3)), Box((2, 2), (2, 3)))
+    assert piece.cut(Box((0, 0), (10, 8))) is None
+
+
+def test_shard_grouping_keeps_order_and_bounds_size():
+    assert group_shards({"a": 4, "b": 4, "c": 9, "d": 1, "e": 7}, 8) == [["a", "b"], ["c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "pipeline", "says"),
+    [
+        ({}, 8, 1, "4 key/value heads, fewer than tensor=8"),
+        ({"num_kv_heads": 8, "num_heads": 8}, 3, 1, "does not divide the model's 8 attention heads"),
+        ({"ffn_hidden_size": 41}, 2, 1, "41 feed-forward columns"),
+        ({}, 1, 3, "pipeline=3 does not divide the 4 layers; sizes that do: 1, 2, 4"),
+        ({}, 3, 3, r"(?s)attention heads.*key/value heads.*layers.*that fit this model: 1, 2, 4"),
+    ],
+)
+def test_parallel_sizes_that_do_not_fit_are_all_listed(changes, tensor, pipeline, says):
+    with pytest.raises(UserError, match=says):
+        check_layout(tiny_shape(**changes), tensor, pipeline)
+
+
+def test_layouts_do_not_import_torch():
+    code = (
+        "import sys, rpg_megatron.bridge.hf_files, rpg_megatron.bridge.layouts; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'safetensors', 'vllm')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

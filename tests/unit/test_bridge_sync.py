@@ -1,0 +1,178 @@
+"""The controller's half of a sync: order of calls, what each failure leads to, and the checksum rule.
+
+The engine is a stand-in that answers like vLLM's routes and reads real published files, so that every failure
+can be made at will. Not covered: vLLM itself (tests/integration).
+"""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from bridge_models import TINY, grid, random_state_dict, stage_values
+
+from rpg_megatron.bridge.checksum import MODULUS, checksum
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.plan import Box
+from rpg_megatron.bridge.publish import SharedMemoryPublisher
+from rpg_megatron.bridge.reader import ShardError, ShardReader
+from rpg_megatron.bridge.sync import ApplyFailed, CheckFailed, EngineLost, compare_checksums, sync_engine
+
+
+class StandInEngine:
+    """Two workers: matrices are read half and half by rows, vectors by both."""
+
+    def __init__(self, folder, fail=None, status=None, skip=()):
+        self.folder, self.fail, self.status, self.skip = folder, fail, status or {}, skip
+        self.calls = []
+
+    async def post(self, path, body, timeout):
+        self.calls.append(path if body is None or "method" not in body else body["method"])
+        if path in self.status:
+            return self.status[path], "no"
+        if path == "/update_weights":
+            for rank in range(2):
+                self.work(rank, body["update_info"])
+        return 200, '{"success": true}'
+
+    def work(self, rank, info):
+        ack = {"rank": rank, "ok": True, "mode": "slices", "bytes": 0, "sums": {}}
+        if self.fail == (info["phase"], rank):
+            ack.update(ok=False, error="out of memory")
+        elif info["phase"] == "check":
+            reader = ShardReader(self.folder)
+            try:
+                manifest = reader.open(self.folder / "manifest.json", info["generation"])
+                ack["sums"] = {n: self.read(reader, n, t, rank) for n, t in manifest.tensors.items()}
+            except ShardError as e:
+                ack.update(ok=False, error=str(e))
+        if self.fail != ("silent", rank):
+            name = f"ack-{info['session']}-{info['phase']}-{rank}.json"
+            (self.folder / name).write_text(json.dumps(ack))
+
+    def read(self, reader, name, tensor, rank):
+        box = Box.whole(tensor.shape)
+        if len(tensor.shape) == 2:
+            half = tensor.shape[0] // 2
+            box = Box((rank * half, 0), (half + rank * (tensor.shape[0] % 2), tensor.shape[1]))
+        if name in self.skip:
+            return 0, 0
+        parts = list(reader.cut(name, box))
+        return (
+            sum(checksum(p, b.start) for p, b in parts) % MODULUS,
+            sum(p.nbytes for p, _ in parts),
+        )
+
+
+@pytest.fixture
+def published(tmp_path):
+    folder = tmp_path / "bridge"
+    folder.mkdir(mode=0o700)
+    layout = layout_for(TINY)
+    (place,) = grid(TINY, 1, 1)
+    params = stage_values(layout, place, 1, random_state_dict(layout))
+    pub = SharedMemoryPublisher(folder, place, params, layout, torch.bfloat16)
+    return pub, pub.publish(4)
+
+
+def sync(engine, manifest, generation=4):
+    return asyncio.run(sync_engine(engine.post, manifest, generation=generation, engine_tensor=2, timeout=5))
+
+
+def test_a_sync_makes_these_calls_in_this_order(published):
+    _, manifest = published
+    engine = StandInEngine(manifest.path.parent)
+    report = sync(engine, manifest)
+    assert engine.calls == [
+        "/pause?mode=keep",
+        "rpg_abort",
+        "/start_weight_update",
+        "/update_weights",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache?reset_running_requests=true",
+        "/resume",
+    ]
+    assert report.generation == 4
+    assert report.mode == "slices"
+    assert list(report.seconds) == ["pause", "start", "check", "apply", "finish", "resume"]
+    assert [f.name for f in manifest.path.parent.glob("ack-*")] == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ({"fail": ("check", 1)}, "worker rank 1: out of memory"),
+        ({"fail": ("silent", 0)}, "worker rank 0: no acknowledgement"),
+        ({"status": {"/update_weights": 500}}, "/update_weights answered 500"),
+        ({"skip": ["lm_head.weight"]}, r"lm_head\.weight: workers read 0 bytes"),
+    ],
+)
+def test_failed_checks_leave_the_engine_running(published, engine, says):
+    _, manifest = published
+    engine = StandInEngine(manifest.path.parent, **engine)
+    with pytest.raises(CheckFailed, match=says):
+        sync(engine, manifest)
+    assert engine.calls[-2:] == ["rpg_abort", "/resume"]
+
+
+def test_a_flipped_bit_names_tensor_worker_and_file(published):
+    pub, manifest = published
+    pub._shards["decoder.layers.3.self_attention.linear_proj.weight"].view(torch.int16)[20, 5] ^= 64
+    engine = StandInEngine(manifest.path.parent)
+    with pytest.raises(
+        CheckFailed,
+        match=r"model\.layers\.3\.self_attn\.o_proj\.weight: checksum differs .* worker rank 0, 1 "
+        r"\(damaged: shard-00000\.bin of trainer rank 0\)",
+    ):
+        sync(engine, manifest)
+
+
+def test_a_stale_or_half_written_publication_is_refused(published):
+    pub, manifest = published
+    engine = StandInEngine(manifest.path.parent)
+    with pytest.raises(CheckFailed, match="holds generation 4, asked for 5"):
+        sync(engine, manifest, generation=5)
+    pub._word.fill_(-1)
+    with pytest.raises(CheckFailed, match="is being written"):
+        sync(engine, manifest)
+
+
+@pytest.mark.parametrize(
+    ("engine", "error"),
+    [
+        ({"fail": ("apply", 0)}, ApplyFailed),
+        ({"status": {"/finish_weight_update": 500}}, ApplyFailed),
+        ({"status": {"/pause?mode=keep": 503}}, EngineLost),
+        ({"status": {"/start_weight_update": 500}}, EngineLost),
+        ({"fail": ("check", 0), "status": {"/resume": 500}}, EngineLost),
+    ],
+)
+def test_an_engine_that_cannot_be_trusted_is_not_resumed(published, engine, error):
+    _, manifest = published
+    resumes = engine.get("status", {}).get("/resume")
+    engine = StandInEngine(manifest.path.parent, **engine)
+    with pytest.raises(error) as e:
+        sync(engine, manifest)
+    assert e.type is error
+    assert ("/resume" in engine.calls) == bool(resumes)
+
+
+def test_an_engine_that_does_not_answer_is_lost(published):
+    _, manifest = published
+
+    async def post(path, body, timeout):
+        raise ConnectionRefusedError("no such socket")
+
+    with pytest.raises(EngineLost, match="ConnectionRefusedError no such socket"):
+        asyncio.run(sync_engine(post, manifest, generation=4, engine_tensor=1, timeout=1))
+
+
+def test_tensors_read_k_times_must_sum_to_k_times_the_checksum(published):
+    _, manifest = published
+    sums = {n: (t.checksum, 2 * torch.Size(t.shape).numel()) for n, t in manifest.tensors.items()}
+    for workers in (1, 2, 3):
+        assert compare_checksums(manifest, [{"rank": r, "sums": sums} for r in range(workers)]) == {}
+    one_off = {**sums, "model.norm.weight": ((sums["model.norm.weight"][0] + 1) % MODULUS, 48)}
+    wrong = compare_checksums(manifest, [{"rank": 0, "sums": sums}, {"rank": 1, "sums": one_off}])
+    assert list(wrong) == ["model.norm.weight"]

@@ -1,0 +1,65 @@
+"""The command line: what the user can mend is one line and exit code 2, a bug of ours keeps its traceback.
+
+Why: both at once is what makes an error message useful at night. Not covered: what the commands do
+(test_launch, tests/integration).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rpg_megatron
+from rpg_megatron import cli
+from rpg_megatron.launch import launcher
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rpg_megatron.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_help_and_version():
+    done = run("--help")
+    assert done.returncode == 0
+    assert "train" in done.stdout
+    assert run("--version").stdout == f"rpg-megatron {rpg_megatron.__version__}\n"
+
+
+def test_config_prints_settings_that_can_be_used_again(config_file: Path):
+    done = run("config", str(config_file), "optimizer.lr=2e-5", "objective.clip.high=0.3")
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = yaml.safe_load(done.stdout)
+    assert printed["optimizer"]["lr"] == 2e-5
+    assert printed["objective"]["clip"]["high"] == 0.3
+    assert printed["data"]["path"] == str(config_file.parent / "train.jsonl")
+
+
+@pytest.mark.parametrize("command", ["config", "train"])
+def test_a_user_error_is_one_line(config_file: Path, command: str):
+    done = run(command, str(config_file), "training.stepz=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "'training.steps'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("train",), ("tran", "x"), ("train", "--nope", "x")])
+def test_wrong_usage_is_explained(arguments: tuple[str, ...]):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "Usage" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(launcher, "train", broken)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        cli.main(["train", str(config_file)])

@@ -1,0 +1,146 @@
+"""Settings: a typo is caught and explained, paths mean the same everywhere, nothing heavy is imported.
+
+Why: permissive settings turn a typo into a silent no-op, the most expensive kind of bug in a week-long job;
+and a login node must be able to check a job without torch. Not covered: what the settings do; each owner
+tests that.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rpg_megatron
+from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.config.settings import _valid_keys
+from rpg_megatron.launch.run_directory import create_run
+
+PACKAGE = Path(rpg_megatron.__file__).parent
+
+
+def test_defaults_and_values_of_the_file(config_file: Path):
+    settings = load_settings(config_file)
+    assert settings.training.steps == 2
+    assert settings.rollout.temperature == 1.0
+    assert settings.data.path == config_file.parent / "train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("optimiser.lr=1", "optimizer"),
+        ("training.step=1", "training.steps"),
+        ("temperature=1", "rollout.temperature"),
+        ("objective.clip.hihg=1", "objective.clip.high"),
+        ("evaluation.data.pth=x", "evaluation.data.path"),
+    ],
+)
+def test_unknown_key_names_the_nearest_valid_one(config_file: Path, override: str, nearest: str):
+    overrides = ["evaluation.data.path=x", override] if override.startswith("evaluation") else [override]
+    with pytest.raises(UserError) as error:
+        load_settings(config_file, overrides)
+    assert f"did you mean {nearest!r}?" in str(error.value)
+
+
+def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
+    overrides = [
+        "optimizer.lr=3e-5",
+        "objective.clip=null",
+        "engine.arguments=[--a, b]",
+        "guards.mismatch='off'",
+    ]
+    settings = load_settings(config_file, overrides)
+    assert settings.optimizer.lr == 3e-5
+    assert settings.objective.clip is None
+    assert settings.engine.arguments == ("--a", "b")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.steps=0", "training.steps"),
+        ("optimizer.lr", "key=value"),
+        ("optimizer.lr.x=1", "optimizer.lr"),
+        ("training.minibatches=3", "must be a multiple of training.minibatches"),
+        ("parallel.sequence=true", "parallel.tensor of 2 or more"),
+        ("name=../up", "name"),
+        ("training.steps=[", "not valid YAML"),
+    ],
+)
+def test_bad_values_are_explained(config_file: Path, override: str, message: str):
+    if override == "optimizer.lr.x=1":
+        config_file.write_text(config_file.read_text() + "optimizer: {lr: 1.0e-5}\n")
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_settings(config_file, [override])
+
+
+def test_paths_are_relative_to_the_file_in_yaml_and_to_the_working_directory_in_overrides(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load_settings(config_file).data.path == tmp_path / "train.jsonl"
+    assert (
+        load_settings(config_file, ["data.path=train.jsonl"]).data.path.absolute()
+        == elsewhere / "train.jsonl"
+    )
+
+
+def test_a_run_writes_settings_that_load_to_the_same(config_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(config_file.parent)
+    settings = load_settings(config_file, ["data.path=train.jsonl", "engine.arguments=[--x]"])
+    first, second = create_run(settings), create_run(settings)
+    assert (first.name, second.name) == ("tiny-001", "tiny-002")
+    assert (first / "logs").is_dir()
+    monkeypatch.chdir("/")
+    again = load_settings(first / "config.yaml")
+    assert again.data.path == config_file.parent / "train.jsonl"
+    assert again.model_dump(exclude={"data"}) == settings.model_dump(exclude={"data"})
+    assert all(Path(yaml.safe_load((first / "config.yaml").read_text())[k]).is_absolute() for k in ["runs"])
+
+
+def test_a_folder_that_cannot_be_written_is_one_message(config_file: Path):
+    blocked = config_file.parent / "file"
+    blocked.write_text("")
+    with pytest.raises(UserError, match="runs"):
+        create_run(load_settings(config_file, [f"runs={blocked}/runs"]))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import rpg_megatron.config",
+        "import rpg_megatron.launch.preflight",
+        "import rpg_megatron.launch.launcher",
+        "import rpg_megatron.cli; rpg_megatron.cli.main(['--help'])",
+    ],
+)
+def test_nothing_heavy_is_imported(statement: str):
+    check = (
+        "import sys, atexit\n"
+        "heavy = ('torch', 'vllm', 'transformers', 'megatron', 'datasets')\n"
+        "atexit.register(lambda: print('HEAVY', [m for m in heavy if m in sys.modules]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check + statement], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout
+
+
+def test_every_key_is_read_somewhere():
+    """A setting that nobody reads is a promise not kept. By attribute name, so a namesake may hide one."""
+    files = [f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] != "config"]
+    files += [PACKAGE / "config" / "policy.py", PACKAGE / "config" / "objective.py"]  # world, thresholds
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    # ``type`` selects a section; while each union has one member, nobody needs to look at it.
+    unread = [k for k in _valid_keys() if (last := k.rpartition(".")[2]) not in read and last != "type"]
+    assert unread == []

@@ -1,0 +1,86 @@
+"""The numbers of an evaluation.
+
+Why: they are what a run is judged by. pass@k is checked against enumeration of all draws. Not covered:
+sampling.
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.data.results import EvalResult
+from rpg_megatron.evaluation.score import majority_correct, pass_at, score_results, write_results
+
+
+def result(answers: list[str | None], gold: str = "1", finishes: list[str] | None = None) -> EvalResult:
+    texts = ["no answer" if a is None else f"Answer: {a}" for a in answers]
+    return EvalResult(
+        prompt_id=0,
+        answer=gold,
+        responses=texts,
+        correct=[a is not None and a in (gold, gold + ".0") for a in answers],
+        lengths=[10 * (i + 1) for i in range(len(answers))],
+        finishes=finishes or ["stop"] * len(answers),
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 6])
+def test_pass_at_k_is_the_mean_over_all_draws(n: int) -> None:
+    for right in range(n + 1):
+        flags = [i < right for i in range(n)]
+        for k in range(1, n + 1):
+            draws = [any(d) for d in itertools.combinations(flags, k)]
+            assert pass_at(n, right, k) == pytest.approx(sum(draws) / len(draws), abs=1e-12)
+    with pytest.raises(ValueError, match="not defined"):
+        pass_at(n, 0, n + 1)
+
+
+def test_pass_at_k_of_many_responses_is_exact() -> None:
+    assert pass_at(1024, 1, 512) == pytest.approx(0.5, abs=1e-12)
+
+
+def test_majority() -> None:
+    assert majority_correct(result(["1", "2", "1.0"]))  # 1 and 1.0 vote together
+    assert not majority_correct(result(["2", "2.0", "1"]))
+    assert not majority_correct(result(["2", "1"]))  # a tie: the first
+    assert majority_correct(result([None, None, "1"]))  # no vote without an answer
+    assert not majority_correct(result([None]))
+
+
+def test_all_numbers_of_a_small_evaluation() -> None:
+    results = [
+        result(["1", "2", "1", "1"], finishes=["stop", "length", "stop", "stop"]),
+        result(["2", "2", "3", "1"]),
+    ]
+    assert score_results("amc", results) == pytest.approx(
+        {
+            "eval/amc/avg@4": 4 / 8,
+            "eval/amc/pass@1": 4 / 8,
+            "eval/amc/pass@2": (1.0 + 0.5) / 2,
+            "eval/amc/pass@4": 1.0,
+            "eval/amc/maj@4": 0.5,
+            "eval/amc/truncated_frac": 1 / 8,
+            "eval/amc/length_mean": 25.0,
+        }
+    )
+    assert set(score_results("amc", [result(["1"])])) >= {
+        "eval/amc/avg@1",
+        "eval/amc/pass@1",
+        "eval/amc/maj@1",
+    }
+
+
+def test_unequal_or_no_results_are_refused() -> None:
+    for results in ([], [result([])], [result(["1"]), result(["1", "1"])]):
+        with pytest.raises(ValueError, match="same number of responses"):
+            score_results("x", results)
+
+
+def test_results_are_written_as_lines(tmp_path: Path) -> None:
+    path = tmp_path / "eval" / "step_000000.jsonl"
+    write_results(path, [result(["1", None]), result(["é"])])
+    rows = [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()]
+    assert [EvalResult(**row) for row in rows] == [result(["1", None]), result(["é"])]
+    assert [p.name for p in path.parent.iterdir()] == [path.name]

@@ -1,0 +1,348 @@
+"""Supervision: whatever happens to a launcher, nothing of its run stays behind, and the cause is named.
+
+Why: a leaked vLLM worker holds memory until somebody notices, and "connection reset" on rank 3 hides that
+rank 1 ran out of memory. The whole launcher runs here, with stand-ins for engine, sampler and ranks that
+start grandchildren as vLLM does. Not covered: the real engine, sampler and ranks (tests/integration).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rpg_megatron.config import UserError
+from rpg_megatron.launch import processes
+from rpg_megatron.launch.progress import Progress, clock
+from rpg_megatron.launch.summary import summarise
+from rpg_megatron.launch.workspace import create_workspace, remove_abandoned
+from rpg_megatron.rollout.channel import EVENTS
+from rpg_megatron.rollout.events import EventSender
+
+# Each stand-in has a grandchild that ignores SIGTERM, as a vLLM worker in the middle of a step does.
+STAND_IN = """
+import json, os, pathlib, signal, subprocess, sys, time
+here = pathlib.Path(__file__).parent
+def grandchild():
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    return subprocess.Popen([sys.executable, "-c", code]).pid
+pids = [os.getpid(), grandchild()]
+with open(here / "pids", "a") as f:
+    f.write(" ".join(map(str, pids)) + "\\n")
+def act(name):
+    plan = json.loads((here / "plan.json").read_text()).get(name, "sleep")
+    if plan != "sleep":
+        time.sleep(1.0)
+        exec(plan)
+    time.sleep(600)
+"""
+
+DRIVER = """
+import os, subprocess, sys
+from rpg_megatron import cli
+from rpg_megatron.launch import launcher
+
+class Engine:
+    def __init__(self, settings, index, *, socket, log, bridge_dir, token):
+        self.index, self.log, self.pid = index, log, None
+        (bridge_dir / "weights").write_text("x")
+    def start(self):
+        here = os.path.dirname(__file__)
+        self.process = subprocess.Popen(
+            [sys.executable, os.path.join(here, "stand_in_engine.py")],
+            stdout=self.log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
+        self.pid = self.process.pid
+    def alive(self):
+        return self.process.poll() is None
+    def healthy(self, timeout=5.0):
+        return self.alive()
+    def wait_healthy(self, timeout=None):
+        from rpg_megatron.config import UserError
+        raise UserError("engine 0 ended while starting")
+    def stop(self, grace=20.0):
+        launcher_processes.end_groups([self.pid], 0.5)
+        self.process.wait()
+
+from rpg_megatron.launch import processes as launcher_processes
+launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
+launcher.GRACE = 1.0
+cli.main()
+"""
+
+
+class Launch:
+    """A launcher in a process of its own, with stand-ins that follow a plan."""
+
+    def __init__(self, folder: Path, config: Path, **plan: str):
+        self.folder = folder
+        (folder / "stand_in.py").write_text(STAND_IN)
+        for name in ("engine", "sampler"):
+            (folder / f"stand_in_{name}.py").write_text(f"import stand_in; stand_in.act({name!r})")
+        (folder / "stand_in_rank.py").write_text(
+            "import os, stand_in; stand_in.act('rank_' + os.environ['RANK'])"
+        )
+        (folder / "driver.py").write_text(DRIVER)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        temporary = folder / "t"
+        temporary.mkdir()
+        environment = os.environ | {"PYTHONPATH": str(folder), "TMPDIR": "/tmp"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(folder / "driver.py"), "train", str(config), "parallel.tensor=2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+
+    def stand_ins(self) -> list[int]:
+        """Process numbers of all stand-ins and their grandchildren so far."""
+        file = self.folder / "pids"
+        return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+    def wait_until_up(self) -> None:
+        wait_for(lambda: len(self.stand_ins()) == 8, 60)
+
+    def folders(self) -> list[Path]:
+        """Work and bridge folder of this launcher."""
+        found = []
+        for owner in [*Path("/tmp").glob("rpg-*/owner.json"), *Path("/dev/shm").glob("rpg-*/owner.json")]:
+            try:
+                if json.loads(owner.read_text())["pid"] == self.process.pid:
+                    found.append(owner.parent)
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+def wait_for(condition, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if processes.start_time(pid) is not None]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, config_file: Path) -> Iterator:
+    started: list[Launch] = []
+
+    def start(**plan: str) -> Launch:
+        started.append(Launch(tmp_path, config_file, **plan))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+        wait_for(lambda one=one: not living(one.stand_ins()), 20)
+
+
+def assert_nothing_left(one: Launch) -> None:
+    assert len(one.stand_ins()) == 8
+    assert living(one.stand_ins()) == []
+    assert one.folders() == []
+
+
+def test_a_rank_with_a_user_error_is_one_message_and_leaves_nothing(launch, tmp_path: Path):
+    # rank 0 falls over first, as it does when its partner hangs up; rank 1 knows why.
+    one = launch(
+        rank_0="sys.exit('Traceback: connection closed by peer')",
+        rank_1="time.sleep(0.4); print('error: the tokenizer is broken; mend it', flush=True); os._exit(2)",
+    )
+    code, _, err = one.finish()
+    assert (code, err) == (2, "error: the tokenizer is broken; mend it\n")
+    assert_nothing_left(one)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("who", "how", "said"),
+    [
+        ("rank_1", "print('last words', flush=True); os._exit(7)", "rank_1 ended with exit code 7"),
+        ("rank_0", "print('last words', flush=True); os.kill(os.getpid(), 9)", "rank_0 was killed (SIGKILL"),
+        ("sampler", "print('last words', flush=True); os._exit(0)", "sampler ended before the run did"),
+        ("engine", "print('last words', flush=True); os._exit(0)", "engine 0"),
+    ],
+)
+def test_the_death_of_any_child_ends_the_run_and_is_explained(
+    launch, tmp_path: Path, who: str, how: str, said: str
+):
+    one = launch(**{who: how})
+    code, _, err = one.finish()
+    assert code == (2 if "ended while starting" in err else 1)
+    assert said in err
+    assert "Traceback" not in err
+    if "ended while starting" not in err:
+        assert "last words" in err
+    assert (tmp_path / "runs" / "tiny-001" / "logs" / "sampler.log").exists()
+    assert "tiny-001" in err
+    assert living(one.stand_ins()) == []
+    assert one.folders() == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_everything(launch, number: signal.Signals, code: int):
+    one = launch()
+    one.wait_until_up()
+    assert len(one.folders()) == 2
+    one.process.send_signal(number)
+    returned, _, err = one.finish()
+    assert returned == code
+    assert err.startswith("stopped: ")
+    assert err.count("\n") == 1
+    assert_nothing_left(one)
+
+
+@pytest.mark.parametrize("delay", [0.15, 0.4, 0.6, 0.8, 1.0])
+def test_ctrl_c_at_any_moment_of_the_start(launch, tmp_path: Path, delay: float):
+    one = launch()
+    time.sleep(delay)
+    one.process.send_signal(signal.SIGINT)
+    code, _, err = one.finish()
+    assert code in (130, -signal.SIGINT), err  # the second while Python itself is still starting
+    assert living(one.stand_ins()) == []
+    assert one.folders() == []
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(launch):
+    one = launch()
+    one.wait_until_up()
+    folders = one.folders()
+    assert len(folders) == 2
+    one.process.kill()
+    one.process.wait()
+    wait_for(lambda: not living(one.stand_ins()), 10)
+    wait_for(lambda: not any(folder.exists() for folder in folders), 10)
+
+
+def test_a_closed_pipe_does_not_end_a_run_and_a_closed_terminal_does(launch):
+    one = launch()
+    one.wait_until_up()
+    one.process.stdout.close()
+    one.process.send_signal(signal.SIGHUP)
+    assert one.process.wait(30) == 129
+    assert_nothing_left(one)
+
+
+def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
+    facts = {
+        "steps": 2,
+        "accuracy_before": 0.25,
+        "accuracy_after": 0.75,
+        "tokens_per_second": 1234.5,
+        "seconds": 61,
+    }
+    text = json.dumps(facts)
+    write = f"pathlib.Path(sys.argv[1], 'summary.json').write_text({text!r}); os._exit(0)"
+    one = launch(rank_0=write, rank_1="os._exit(0)")
+    code, out, err = one.finish()
+    assert (code, err) == (0, "")
+    assert "25.0% before, 75.0% after (+50.0 points)" in out
+    assert "2 in 1:01" in out
+    assert "1,234" in out or "1,235" in out
+    assert_nothing_left(one)
+
+
+def test_folders_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path: Path):
+    code = (
+        "import sys; from pathlib import Path; from rpg_megatron.launch.workspace import _make; "
+        "_make(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    (tmp_path / "rpg-foreign").mkdir()
+    mine = create_workspace(tmp_path)
+    assert mine.bridge.stat().st_mode & 0o777 == 0o700
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["rpg-foreign", mine.bridge.name])
+    assert remove_abandoned(tmp_path) == []
+    mine.remove()
+    assert not mine.work.exists()
+    assert not mine.bridge.exists()
+
+
+def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: Path):
+    file = tmp_path / "out"
+    with file.open("w") as out:
+        progress = Progress(tmp_path, steps=4, console=Console(file=out, width=40))
+        sender = EventSender(tmp_path / EVENTS)
+        sender.send({"kind": "phase", "name": "loading", "done": 0, "total": 1})
+        sender.send({"kind": "step", "row": {"step": 0, "eval/heldout/avg@1": 0.25}, "steps": 4})
+        sender.send({"kind": "step", "row": {"no": "step"}, "steps": 4})
+        sender.send({"kind": "nonsense"})
+        row = {
+            "step": 1,
+            "reward/mean": -0.5,
+            "reward/accuracy": 0.25,
+            "policy/entropy": 1.0,
+            "time/step": 30.0,
+        }
+        row |= {"mismatch/logp_max": 1e-5, "throughput/tokens_per_second": 8000.0}
+        sender.send({"kind": "step", "row": row, "steps": 4})
+        progress.pump(0.5)
+        progress.close()
+    lines = file.read_text().splitlines()
+    assert lines[:2] == ["loading", "step 0/4  evaluation: heldout/avg@1 25.0%"]
+    assert lines[2:] == [
+        "step 1/4  reward -0.500  accuracy 25.0%  entropy 1.000  mismatch 1.0e-05  tokens/s 8,000  left 1:30"
+    ]
+    assert progress.started_training
+
+
+def test_a_step_whose_event_was_lost_is_read_from_the_metrics_and_shown_once(tmp_path: Path):
+    metrics, file = tmp_path / "metrics.jsonl", tmp_path / "out"
+    with file.open("w") as out:
+        progress = Progress(tmp_path, steps=4, metrics=metrics, console=Console(file=out, width=40))
+        sender = EventSender(tmp_path / EVENTS)
+        metrics.write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
+        sender.send({"kind": "step", "row": {"step": 1, "reward/mean": 0.5}, "steps": 4})
+        progress.pump(0.3)
+        with metrics.open("a") as more:
+            more.write('ard/mean": -1}\n')
+        progress.pump(0.1)
+        progress.close()
+    lines = file.read_text().splitlines()
+    assert [line[:25] for line in lines] == ["step 1/4  reward +0.500  ", "step 2/4  reward -1.000  "]
+
+
+def test_live_progress_draws_and_leaves_the_rows(tmp_path: Path):
+    file = tmp_path / "out"
+    with file.open("w") as out:
+        progress = Progress(tmp_path, steps=4, console=Console(file=out, width=100, force_terminal=True))
+        sender = EventSender(tmp_path / EVENTS)
+        sender.send({"kind": "phase", "name": "rollout", "done": 3, "total": 8})
+        progress.pump(0.3)
+        sender.send({"kind": "step", "row": {"step": 1, "reward/mean": 0.5}, "steps": 4})
+        progress.pump(0.3)
+        progress.close()
+    text = file.read_text()
+    assert "3/8" in text
+    assert "+0.500" in text.rpartition("reward")[2]
+
+
+def test_an_event_socket_that_is_taken_is_one_message(tmp_path: Path):
+    (tmp_path / EVENTS).write_text("")
+    with pytest.raises(UserError, match=EVENTS):
+        Progress(tmp_path, steps=1)
+
+
+def test_summary_without_facts_still_says_where_things_are(tmp_path: Path):
+    assert str(tmp_path / "metrics.jsonl") in summarise(tmp_path)
+
+
+def test_clock():
+    assert [clock(s) for s in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]

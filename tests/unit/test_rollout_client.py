@@ -1,0 +1,202 @@
+"""Client, events and the line between rank 0 and the sampler, without vLLM.
+
+Why: whatever an engine answers, the run must get the log-probs of the sampled tokens or one clear message
+that names the engine. Not covered: that vLLM answers in this form (the integration test).
+"""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rpg_megatron.config import UserError
+from rpg_megatron.rollout.channel import RolloutBatch, SamplerClient
+from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
+from rpg_megatron.rollout.events import EventSender
+from rpg_megatron.rollout.sampler import serve
+
+
+def choice(tokens: list[int], logprobs: list[float], finish: str = "stop", index: int = 0) -> dict[str, Any]:
+    content = [{"token": f"token_id:{t}", "logprob": v} for t, v in zip(tokens, logprobs, strict=True)]
+    return {"index": index, "token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
+
+
+def generate(handler: Callable[[httpx.Request], httpx.Response], **changes: Any) -> list[Sample]:
+    async def run() -> list[Sample]:
+        client = EngineClient(3, Path("unused.sock"), "secret", timeout=5)
+        client._http = httpx.AsyncClient(
+            transport=httpx.MockTransport(handler), base_url="http://engine", headers=client._http.headers
+        )
+        asked = {"n": 1, "max_tokens": 8, "temperature": 0.7, "seed": 5, "stop_token_ids": [9]} | changes
+        try:
+            return await client.generate(np.array([1, 2], np.int32), **asked)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def answer(*choices: dict[str, Any]) -> Callable[[httpx.Request], httpx.Response]:
+    return lambda _: httpx.Response(200, json={"choices": list(choices)})
+
+
+def test_request_and_answer() -> None:
+    seen = {}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen["path"], seen["token"] = request.url.path, request.headers["authorization"]
+        seen["body"] = json.loads(request.content)
+        return httpx.Response(
+            200,
+            json={"choices": [choice([7], [-1.5], "length", 1), choice([5, 9], [-0.25, -2.0], "stop", 0)]},
+        )
+
+    samples = generate(handler, n=2)
+    assert seen["path"] == "/inference/v1/generate"
+    assert seen["token"] == "Bearer secret"
+    assert seen["body"]["token_ids"] == [1, 2]
+    sampling = seen["body"]["sampling_params"]
+    assert (sampling["n"], sampling["seed"], sampling["temperature"], sampling["max_tokens"]) == (
+        2,
+        5,
+        0.7,
+        8,
+    )
+    assert sampling["stop_token_ids"] == [9]
+    assert sampling["logprobs"] == 0
+    assert [s.tokens.tolist() for s in samples] == [[5, 9], [7]]  # by index
+    assert [s.logprobs.tolist() for s in samples] == [[-0.25, -2.0], [-1.5]]
+    assert [s.finish for s in samples] == ["stop", "length"]
+    assert samples[0].tokens.dtype == np.int32
+    assert samples[0].logprobs.dtype == np.float32
+
+
+def refuse(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("refused", request=request)
+
+
+def hang(request: httpx.Request) -> httpx.Response:
+    raise httpx.ReadTimeout("slow", request=request)
+
+
+def break_off(request: httpx.Request) -> httpx.Response:
+    raise httpx.RemoteProtocolError("closed", request=request)
+
+
+NAN = float("nan")
+BROKEN = choice([5, 6], [-1.0, -1.0])
+BROKEN["logprobs"]["content"][1]["token"] = "token_id:7"
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        (refuse, "does not listen on its socket"),
+        (hang, "did not answer /inference/v1/generate within 5 s"),
+        (break_off, "broke off /inference/v1/generate (RemoteProtocolError"),
+        (
+            lambda _: httpx.Response(500, json={"error": {"message": "EngineCore died"}}),
+            "status 500: EngineCore died",
+        ),
+        (lambda _: httpx.Response(503, text="busy"), "status 503: busy"),
+        (lambda _: httpx.Response(200, text="<html>"), "cannot be read"),
+        (lambda _: httpx.Response(200, json={"choices": [{"index": 0}]}), "cannot be read"),
+        (answer(), "gave 0 responses instead of 1"),
+        (answer(choice([5], [-1.0], "abort")), "ended a response with 'abort' after 1 tokens"),
+        (answer(BROKEN), "belong to other tokens"),
+        (answer(choice([5], [-9999.0])), "missing or not finite"),
+        (lambda _: httpx.Response(200, text=json.dumps({"choices": [choice([5], [NAN])]})), "not finite"),
+    ],
+)
+def test_every_failure_names_the_engine(
+    handler: Callable[[httpx.Request], httpx.Response], says: str
+) -> None:
+    with pytest.raises(EngineError) as error:
+        generate(handler)
+    assert str(error.value).startswith("engine 3 ")
+    assert says in str(error.value)
+
+
+# -- events --------------------------------------------------------------------------------------------------
+
+
+def test_events_arrive_and_never_hurt(tmp_path: Path) -> None:
+    path = tmp_path / "events.sock"
+    sender = EventSender(path)
+    sender.phase("rollout", 0, 3)  # nobody listens
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as display:
+        display.bind(str(path))
+        display.settimeout(5)
+        sender.phase("rollout", 1, 3)
+        assert json.loads(display.recv(4096)) == {"kind": "phase", "name": "rollout", "done": 1, "total": 3}
+        for i in range(5000):  # more than the queue holds: dropped, not waited for
+            sender.phase("rollout", i, 5000)
+        sender.send({"kind": "x" * 10_000_000})
+    sender.phase("rollout", 2, 3)  # the display is gone
+    sender.close()
+    sender.phase("rollout", 3, 3)
+
+
+# -- rank 0 and the sampler ----------------------------------------------------------------------------------
+
+
+class FakeSampler:
+    async def rollout(self, step: int, version: int) -> RolloutBatch:
+        return RolloutBatch([], {"step": step, "version": version}, 0.5)
+
+    async def evaluate(self) -> None:
+        raise UserError("set evaluation.data")
+
+    async def state(self) -> dict[str, Any]:
+        raise ZeroDivisionError("a bug")
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        raise EngineError("engine 1 is gone")
+
+
+def test_answers_and_errors_cross_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "sampler.sock"
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    with Listener(str(path), family="AF_UNIX", authkey=b"secret") as listener:
+        threading.Thread(target=serve, args=(listener, FakeSampler(), loop), daemon=True).start()
+        with pytest.raises(RuntimeError, match="refuses our token"):
+            SamplerClient(path, "wrong", timeout=5)
+        with SamplerClient(path, "secret", timeout=5) as client:
+            assert client.rollout(4, 7) == RolloutBatch([], {"step": 4, "version": 7}, 0.5)
+            with pytest.raises(UserError, match=r"^set evaluation.data$"):
+                client.evaluate()
+            with pytest.raises(RuntimeError, match="a bug"):
+                client.state()
+            with pytest.raises(RuntimeError, match=r"^restore: engine 1 is gone$"):
+                client.restore({})
+            assert client.rollout(1, 1).seconds == 0.5
+        with SamplerClient(path, "secret", timeout=5) as client:
+            assert client.rollout(1, 1).seconds == 0.5
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_no_sampler_and_a_dead_sampler(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no sampler answers at"):
+        SamplerClient(tmp_path / "no.sock", "secret", timeout=0.2)
+    path = tmp_path / "sampler.sock"
+    with Listener(str(path), family="AF_UNIX", authkey=b"secret") as listener:
+
+        def hang_up() -> None:
+            connection = listener.accept()
+            connection.recv()
+            connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        client = SamplerClient(path, "secret", timeout=5)
+        with pytest.raises(RuntimeError, match="the sampler is gone"):
+            client.evaluate()
+        client.close()
