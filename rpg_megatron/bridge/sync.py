@@ -69,8 +69,8 @@ async def sync_engine(
     engine_tensor: number of the engine's workers. timeout: seconds for each call. Published files must stay
     unchanged until this returns.
     Raises CheckFailed (names tensor, rank and file; the engine goes on with its old weights), ApplyFailed or
-    EngineLost (restart the engine). Do not run two syncs of one engine at a time. If this is cancelled, the engine
-    stays paused, and the next sync finds its way from there.
+    EngineLost (restart the engine). Do not run two syncs of one engine at a time. If this is cancelled, the
+    engine stays paused, and the next sync finds its way from there.
     """
     session = uuid.uuid4().hex
     report = SyncReport(generation)

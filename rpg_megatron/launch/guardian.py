@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rpg_megatron.launch import processes
+from rpg_megatron.rollout import processes
 
 
 class Guardian:

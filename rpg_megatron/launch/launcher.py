@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launch import processes
 from rpg_megatron.launch.guardian import Guardian
 from rpg_megatron.launch.preflight import check
 from rpg_megatron.launch.progress import Progress
@@ -29,6 +28,7 @@ from rpg_megatron.launch.supervision import (
     user_error,
 )
 from rpg_megatron.launch.workspace import create_workspace
+from rpg_megatron.rollout import processes
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
 
 SAMPLER = "rpg_megatron.rollout.sampler"

@@ -19,7 +19,7 @@ from rpg_megatron.bridge.hf_files import verify_hf_checkpoint
 from rpg_megatron.bridge.layouts import check_layout, layout_for
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.data.prompts import read_problems
-from rpg_megatron.launch import processes
+from rpg_megatron.rollout import processes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from rpg_megatron.launch import processes
 from rpg_megatron.launch.guardian import Guardian
+from rpg_megatron.rollout import processes
+from rpg_megatron.rollout.child import tied
 
 USER_ERROR = 2
 """Exit code of a process that met a UserError; its message is the last "error: ..." line of its log."""
@@ -126,7 +126,7 @@ class Supervisor:
     def start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> Child:
         """Start a process that logs to ``logs/<name>.log``. Call from the main thread (see ``child.py``)."""
         log = self._logs / f"{name}.log"
-        wrapped = [sys.executable, "-m", "rpg_megatron.launch.child", str(os.getpid()), *command]
+        wrapped = tied(command, signal.SIGKILL)
         with log.open("ab") as file:
             process = subprocess.Popen(
                 wrapped,

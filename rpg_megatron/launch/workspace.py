@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpg_megatron.config import UserError
-from rpg_megatron.launch import processes
 from rpg_megatron.launch.guardian import remove
+from rpg_megatron.rollout import processes
 
 PREFIX = "rpg-"
 OWNER = "owner.json"

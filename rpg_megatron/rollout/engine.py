@@ -22,6 +22,8 @@ from typing import Literal
 import httpx
 
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.rollout import processes
+from rpg_megatron.rollout.child import tied
 
 SERVED_NAME = "policy"
 """Name under which an engine serves the model."""
@@ -40,17 +42,6 @@ _GIB = 1024**3
 _ERROR_LINE = re.compile(
     r"^(?:\([^()]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
 )
-
-# Becomes the engine. The kernel ends it when the thread that started it is gone, however that went. In an
-# interpreter of its own, since the launcher has threads, in which code between fork and exec may deadlock.
-_TIED_TO_PARENT = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def engine_socket(work: Path, index: int) -> Path:
@@ -209,6 +200,7 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
         self._log_start = 0
+        self._answered = False
         self._segments: set[Path] = set()
 
     @property
@@ -221,12 +213,13 @@ class EngineProcess:
         if self.alive():
             raise RuntimeError(f"engine {self.index} runs already (pid {self.pid})")
         _check_socket_path(self.index, self.socket)
+        self._answered = False
         self._segments.clear()
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid()), *self._command],
+                tied(self._command, signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=subprocess.STDOUT,
@@ -253,8 +246,9 @@ class EngineProcess:
             return False
         if answer.status_code == 401:
             raise RuntimeError(f"engine {self.index} refuses our token at {self.socket}")
+        self._answered |= answer.status_code == 200
         if answer.status_code == 200 and not self._segments:
-            self._segments = _shared_segments(self._process.pid) if self._process else set()
+            self._segments = processes.leftover_segments([self._process.pid]) if self._process else set()
         return answer.status_code == 200
 
     def wait_healthy(self, timeout: float | None = None) -> float:
@@ -283,15 +277,18 @@ class EngineProcess:
         """End the engine and all its processes, remove what it leaves behind. Safe to call at any time."""
         if self._process is None:
             return
+        # The leader is not reaped before the end, so the group's number cannot have passed to anyone else.
+        leader = self._process.pid
+        self._segments |= processes.leftover_segments([leader])
         if not self._exited():
-            self._segments |= _shared_segments(self._process.pid)
-            self._process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace
+            self._process.send_signal(signal.SIGTERM)  # to the server alone, which ends its workers in order
+            # While it starts, vLLM does not listen to SIGTERM, and has nothing to finish either.
+            deadline = time.monotonic() + (grace if self._answered else min(grace, 1.0))
             while not self._exited() and time.monotonic() < deadline:
                 time.sleep(0.05)
-        # The leader is not reaped yet, so the group's number cannot have passed to anyone else.
         if self._process.returncode is None:
-            _kill_group(self._process.pid, patience=5.0)
+            self._segments |= processes.leftover_segments([leader])
+            processes.end_groups([leader], grace=0)
         self._process.wait()
         self._process = None
         self.socket.unlink(missing_ok=True)
@@ -337,46 +334,3 @@ def _check_socket_path(index: int, path: Path) -> None:
     finally:
         probe.close()
     raise UserError(f"engine {index}: another process listens on {path}; end it or choose another TMPDIR")
-
-
-def _members(group: int) -> list[int]:
-    """Living processes of a process group; zombies do not count."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat_line = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue
-            state, _, its_group = stat_line.rpartition(")")[2].split()[:3]  # the name before may hold blanks
-            if int(its_group) == group and state not in "ZX":
-                found.append(int(entry))
-    return found
-
-
-def _kill_group(group: int, patience: float) -> None:
-    """SIGKILL every process of a group and wait until they are gone."""
-    end = time.monotonic() + patience
-    while _members(group) and time.monotonic() < end:
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        time.sleep(0.02)
-
-
-def _shared_segments(group: int) -> set[Path]:
-    """Shared-memory files of vLLM's CPU all-reduce that the processes of a group have mapped.
-
-    vLLM 0.26 leaves them in /dev/shm when it ends; their names hold a port number, so that only the maps tell
-    whose they are.
-    """
-    found: set[Path] = set()
-    for pid in _members(group):
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        names = (line.rpartition(" ")[2] for line in maps.splitlines() if "-cpushm_" in line)
-        found |= {Path(name) for name in names if name.startswith("/dev/shm/")}
-    return found

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.launch.processes import members
+from rpg_megatron.rollout.processes import members
 
 MARK = "RPG_TEST_MARK"
 

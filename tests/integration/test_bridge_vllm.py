@@ -269,8 +269,8 @@ class Engine:
         assert status == 200, text
         return [r["generation"] for r in json.loads(text)["results"]]
 
-    def sync(self, generation):
-        manifest = read_manifest(self.bridge / "manifest.json")
+    def sync(self, generation, manifest=None):
+        manifest = manifest or read_manifest(self.bridge / "manifest.json")
         return asyncio.run(
             sync_engine(self.post, manifest, generation=generation, engine_tensor=self.tensor, timeout=60)
         )
@@ -412,15 +412,36 @@ def test_stale_generations_and_foreign_folders_are_refused(rig, tmp_path):
     shutil.copytree(rig.engine.bridge, tmp_path / "copy")
     manifest = read_manifest(tmp_path / "copy" / "manifest.json")
     with pytest.raises(CheckFailed, match="no acknowledgement"):
-        asyncio.run(
-            sync_engine(rig.engine.post, manifest, generation=20, engine_tensor=rig.engine.tensor, timeout=60)
-        )
+        rig.engine.sync(20, manifest)
     answers = [json.loads(f.read_text()) for f in rig.engine.bridge.glob("ack-*")]
     assert answers
     assert all("lies outside" in a["error"] for a in answers)
     for f in rig.engine.bridge.glob("ack-*"):
         f.unlink()
     assert rig.error(6) < TOLERANCE
+
+
+def test_another_model_is_refused_by_the_check(rig):
+    rig.trainers.publish(seed=6, generation=25)
+    rig.engine.sync(25)
+    rig.trainers.publish(seed=7, generation=26)
+    file = rig.engine.bridge / "manifest.json"
+    for change, says in (
+        (lambda t: t.pop("model.norm.weight"), r"nothing published feeds model\.norm"),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.layers.0.self_attn.q_norm.weight"]}),
+            r"model\.norm\.weight \[32\]: the engine's model does not take it",
+        ),
+    ):
+        raw = json.loads(file.read_text())
+        change(raw["tensors"])
+        other = rig.engine.bridge / "other.json"
+        other.write_text(json.dumps(raw))
+        with pytest.raises(CheckFailed, match=says):
+            rig.engine.sync(26, read_manifest(other))
+        assert rig.error(6) < TOLERANCE
+    rig.engine.sync(26)
+    assert rig.error(7) < TOLERANCE
 
 
 def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovered_from(rig):

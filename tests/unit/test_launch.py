@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from rpg_megatron.config import UserError
-from rpg_megatron.launch import processes
 from rpg_megatron.launch.progress import Progress, clock
 from rpg_megatron.launch.summary import summarise
 from rpg_megatron.launch.workspace import create_workspace, remove_abandoned
+from rpg_megatron.rollout import processes
 from rpg_megatron.rollout.channel import EVENTS
 from rpg_megatron.rollout.events import EventSender
 
@@ -71,7 +71,7 @@ class Engine:
         launcher_processes.end_groups([self.pid], 0.5)
         self.process.wait()
 
-from rpg_megatron.launch import processes as launcher_processes
+from rpg_megatron.rollout import processes as launcher_processes
 launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
 launcher.GRACE = 1.0
 cli.main()

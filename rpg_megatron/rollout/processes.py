@@ -90,7 +90,11 @@ def _is_tracker(pid: int) -> bool:
 
 
 def leftover_segments(leaders: Iterable[int]) -> set[Path]:
-    """Shared-memory files of vLLM's CPU workers that nobody removes: two for an engine of two workers."""
+    """Shared-memory files of vLLM that may stay behind when its processes end; look before they do.
+
+    Those of the CPU workers' all-reduce (cpushm) nobody removes; message queues (psm_) are removed by vLLM or
+    by Python's resource tracker, unless both are killed. Only the processes' maps say whose a file is.
+    """
     found = set()
     for leader in leaders:
         for pid in members(leader):
@@ -98,6 +102,5 @@ def leftover_segments(leaders: Iterable[int]) -> set[Path]:
                 lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
             except OSError:
                 continue
-            paths = (Path(line.split(maxsplit=5)[5]) for line in lines if "-cpushm_" in line)
-            found |= {path for path in paths if path.parent == SHARED_MEMORY}
-    return found
+            found |= {Path(line[line.index("/") :]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    return {path for path in found if "-cpushm_" in path.name or path.name.startswith("psm_")}
