@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
@@ -20,20 +20,30 @@ from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.plan import Placement
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
-from rpg_megatron.objectives import Clip, aggregate, rpg_loss
-from rpg_megatron.policy.model import start_mesh
+from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training.objective import build_aggregator, build_loss
 
 
-def measure(name: str, settings: Settings, folder: Path, device: torch.device) -> dict:
+def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
+    """This data rank's share of ``count`` uneven micro-batches; empty ones keep the ranks in step."""
+    bounds = [round(len(trajectories) * (i / count) ** 1.7) for i in range(count + 1)]
+    micro = [trajectories[a:b] for a, b in pairwise(bounds)]
+    mine = micro[mesh.data_rank :: mesh.data]
+    return mine + [[]] * (-(-count // mesh.data) - len(mine))
+
+
+def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
+    settings = Settings.model_validate(case["settings"])
     mesh = start_mesh(settings.parallel)
     shape = read_model_shape(settings.model.path)
+    layout = layout_for(shape)
 
     def load(policy: Policy) -> None:
         load_hf_weights(
             settings.model.path,
             policy.named_parameters(),
-            layout_for(shape),
+            layout,
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,
             layer_offset=policy.layer_offset,
@@ -42,30 +52,30 @@ def measure(name: str, settings: Settings, folder: Path, device: torch.device) -
 
     policy = Policy(settings, shape, mesh, device, load)
     trajectories = pickle.loads((folder / "batch.pkl").read_bytes())
-    plan = plan_batches(
-        [t.length for t in trajectories],
-        minibatches=settings.training.minibatches,
-        data=mesh.data,
-        budget=settings.training.tokens_per_microbatch,
-    )[mesh.data_rank]
+    if case["microbatches"]:
+        mini = cut_unevenly(trajectories, case["microbatches"], mesh)
+    else:
+        budget = settings.training.tokens_per_microbatch
+        lengths = [t.length for t in trajectories]
+        (plan,) = plan_batches(lengths, minibatches=1, data=mesh.data, budget=budget)[mesh.data_rank]
+        mini = [[trajectories[i] for i in micro] for micro in plan]
+    packs = [policy.pack(micro) for micro in mini]
     scored: dict[int, list] = {}
-    packs = [policy.pack([trajectories[i] for i in micro]) for mini in plan for micro in mini]
     for pack, values in zip(packs, policy.logprobs(packs), strict=True):
         for row, what in enumerate(("logp", "entropy")):
             for trajectory, part in pack.split(values[row]):
                 scored.setdefault(trajectory.prompt_id, []).append((what, part.tolist()))
-    loss = partial(rpg_loss, divergence="urkl", beta=0.05, clip=Clip())
-    updates = []
-    for mini in plan:
-        packs = [policy.pack([trajectories[i] for i in micro]) for micro in mini]
-        updates.append(
-            policy.update(
-                packs,
-                lambda logp, t: loss(logp, t.old, t.advantages, anchor_logp=t.anchor),
-                aggregate,
-                lr=1e-3,
-            )
-        )
+
+    gradients: dict[str, torch.Tensor] = {}
+    step = policy._optimizer.step
+
+    def watched() -> object:
+        gradients.update({n: p.main_grad.clone() for n, p in policy.named_parameters()})
+        return step()
+
+    policy._optimizer.step = watched
+    with policy.updating():
+        update = policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-3)
     # Every trajectory is scored by every rank here, so that one rank can be read alone.
     packs = [policy.pack([t]) for t in trajectories]
     after = [
@@ -83,19 +93,20 @@ def measure(name: str, settings: Settings, folder: Path, device: torch.device) -
         context_rank=0,
         vocab_multiple=settings.model.vocab_multiple,
     )
-    params = dict(policy.named_parameters())
-    export_hf(
-        folder / f"hf-{name}", settings.model.path, params, layout_for(shape), placement, dtype=torch.float32
-    )
+    for what, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):
+        export_hf(folder / what / name, settings.model.path, params, layout, placement, dtype=torch.float32)
     everyone: list = [None] * mesh.world
     dist.all_gather_object(everyone, scored if mesh.reports else {})
     mpu.destroy_model_parallel()
     return {
         "scored": {k: v for part in everyone for k, v in part.items()},
         "after": after,
-        "updates": [
-            {"grad_norm": u.grad_norm, "tokens": u.tokens, "loss": u.loss, **u.means} for u in updates
-        ],
+        "update": {
+            "grad_norm": update.grad_norm,
+            "tokens": update.tokens,
+            "loss": update.loss,
+            **update.means,
+        },
     }
 
 
@@ -103,13 +114,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     device = start_device("cpu")
     start_process_group(device)
+    for what in ("weights", "gradients"):
+        (folder / what).mkdir(exist_ok=True)
     cases = json.loads((folder / "cases.json").read_text())
-    results = {
-        name: measure(name, Settings.model_validate(raw), folder, device) for name, raw in cases.items()
-    }
+    results = {name: measure(name, case, folder, device) for name, case in cases.items()}
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(results))
-    dist.barrier()
     dist.destroy_process_group()
 
 
