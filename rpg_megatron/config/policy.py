@@ -59,7 +59,7 @@ class OptimizerSettings(Section):
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay (not on norms and biases, as in Megatron)."""
+    """Decoupled weight decay, of matrices only: not of norms and biases."""
     clip_grad: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 switches clipping off."""
     distributed: bool = True

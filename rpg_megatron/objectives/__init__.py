@@ -12,7 +12,7 @@ from rpg_megatron.objectives.baselines import (
 )
 from rpg_megatron.objectives.clip import Clip
 from rpg_megatron.objectives.corrections import Correction, rollout_correction
-from rpg_megatron.objectives.divergences import DIVERGENCES, Divergence
+from rpg_megatron.objectives.divergences import DIVERGENCES, Divergence, unnormalised_kl
 from rpg_megatron.objectives.rpg import LossOutput, rpg_loss
 
 __all__ = [
@@ -33,4 +33,5 @@ __all__ = [
     "reinforce_pp_loss",
     "rollout_correction",
     "rpg_loss",
+    "unnormalised_kl",
 ]

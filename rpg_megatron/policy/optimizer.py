@@ -13,7 +13,12 @@ import schedulefree
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 
 from rpg_megatron.config.policy import OptimizerSettings, PrecisionSettings
 from rpg_megatron.policy.model import DTYPES
@@ -128,7 +133,10 @@ def build_optimizer(
         use_distributed_optimizer=settings.distributed,
     )
     with _building_with(settings.type):
-        return get_megatron_optimizer(config, [model])
+        optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
+    for group in optimizer.param_groups:  # Megatron leaves this to its scheduler, which we do not use
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def use_training_point(optimizer: MegatronOptimizer, training: bool) -> None:

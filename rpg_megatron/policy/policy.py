@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.objectives import LossOutput
+from rpg_megatron.objectives import LossOutput, unnormalised_kl
 from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, transformer_config
 from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
@@ -30,6 +30,7 @@ _MEANS = (
     "abs_loss",
     "ratio",
     "kl",
+    "kl_old",
     "clip_high",
     "clip_low",
     "clip_c",
@@ -198,7 +199,10 @@ def _sum_loss(
     tokens = pack.response_tokens()
     out = loss(output[0][pack.mask], tokens)
     total, count = aggregator(out.per_token, tokens.sequences)
-    columns = {"abs_loss": out.per_token.detach().abs(), **out.metrics}
+    w = out.metrics["ratio"]
+    # Whatever the anchor is, how far the update has moved from the policy that the step began with.
+    kl_old = unnormalised_kl(w, w.log())
+    columns = {"abs_loss": out.per_token.detach().abs(), "kl_old": kl_old, **out.metrics}
     absent = total.new_zeros((), dtype=torch.float64)
     means = [columns[name].double().sum() if name in columns else absent for name in _MEANS]
     sums = torch.stack([total.detach().double(), count.double(), pack.mask.sum().double(), *means])

@@ -252,6 +252,7 @@ class Run:
             "policy/clip_frac_c": mean("clip_c"),
             "policy/log_ratio_clamped": mean("clamped"),
             "kl/anchor": mean("kl"),
+            "kl/old": mean("kl_old"),
             **({} if self._anchor is None else {"kl/anchor_refreshes": float(self._anchor.refreshes)}),
             "ratio/mean": mean("ratio"),
             "ratio/max": max(u.ratio_max for u in updates),

@@ -20,6 +20,7 @@ from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.plan import Placement
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.objective import build_aggregator, build_loss
@@ -74,15 +75,23 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         return step()
 
     policy._optimizer.step = watched
-    with policy.updating():
-        update = policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-3)
-    # Every trajectory is scored by every rank here, so that one rank can be read alone.
-    packs = [policy.pack([t]) for t in trajectories]
-    after = [
-        part.tolist()
-        for pack, values in zip(packs, policy.logprobs(packs), strict=True)
-        for _, part in pack.split(values[0])
-    ]
+    anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
+    for _ in range(case["updates"]):
+        with policy.updating():
+            update = policy.update(packs, build_loss(settings), build_aggregator(settings), lr=case["lr"])
+
+    def logprobs() -> list[list[float]]:
+        """Every trajectory is scored by every rank here, so that one rank can be read alone."""
+        packs = [policy.pack([t]) for t in trajectories]
+        scored = zip(packs, policy.logprobs(packs), strict=True)
+        return [part.tolist() for pack, values in scored for _, part in pack.split(values[0])]
+
+    after = logprobs()
+    weights = [p.detach().clone() for _, p in policy.named_parameters()]
+    with anchor.swapped_in():
+        anchored = logprobs()
+    for (parameter, p), before in zip(policy.named_parameters(), weights, strict=True):
+        assert torch.equal(p, before), f"{parameter} is not what it was before the anchor took its turn"
     placement = Placement(
         rank=mesh.rank,
         tensor=mesh.tensor,
@@ -101,6 +110,7 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
     return {
         "scored": {k: v for part in everyone for k, v in part.items()},
         "after": after,
+        "anchored": anchored,
         "update": {
             "grad_norm": update.grad_norm,
             "tokens": update.tokens,

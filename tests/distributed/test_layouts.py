@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import schedulefree
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -144,13 +145,17 @@ def reference_update(model: Qwen3ForCausalLM, batch: list[Trajectory], kind: str
     return {"loss": loss.item(), "abs": mean, "norm": norm.item(), "gradients": gradients}
 
 
-def run_layouts(folder: Path, layouts: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def run_layouts(
+    folder: Path, layouts: dict[str, Any], settings: dict[str, Any], *, updates: int = 1, lr: float = 1e-3
+) -> dict[str, Any]:
     """Run each layout on the batch in ``folder``; layouts of one size share their processes."""
     results: dict[str, Any] = {}
     for world in sorted({w for w, _, _ in layouts.values()}):
         cases = {
             name: {
                 "microbatches": microbatches,
+                "updates": updates,
+                "lr": lr,
                 "settings": {
                     "model": {"path": str(folder / "model"), "vocab_multiple": 4},
                     "data": {"path": "unused"},
@@ -217,3 +222,55 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str) -> 
             after = reference_logprobs(exported, batch)
         for t, got, (logp, _) in zip(batch, result["after"], after, strict=True):
             np.testing.assert_allclose(got, logp, atol=2e-5, err_msg=f"{name}: export, {t.prompt_id}")
+        for t, got, (logp, _) in zip(batch, result["anchored"], rows, strict=True):
+            np.testing.assert_allclose(got, logp, atol=2e-5, err_msg=f"{name}: held anchor, {t.prompt_id}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("adamw", ("DP2, 7 micro-batches", "TP2")),
+        ("adamw, distributed", ("DP2, 7 micro-batches", "TP2+SP")),
+        ("schedule_free_adamw", ("DP2, 7 micro-batches", "PP2")),
+    ],
+)
+def test_optimizers_end_where_the_reference_does(tmp_path: Path, kind: str, layouts: tuple[str, ...]) -> None:
+    model = make_model(tmp_path / "model", tied=False)
+    batch = make_batch()
+    with torch.no_grad():
+        for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
+            t.old = t.anchor = logp.float().numpy()
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    # A large epsilon: where gradients are tiny, Adam's first steps would otherwise blow rounding errors up.
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3, "clip_grad": 0.0}
+    optimizer = {"type": kind.partition(",")[0], "distributed": "distributed" in kind, **settings}
+    results = run_layouts(
+        tmp_path,
+        {name: LAYOUTS[name] for name in layouts},
+        {"optimizer": optimizer, **OBJECTIVES["rpg"]},
+        updates=3,
+        lr=1e-2,
+    )
+
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    free = kind == "schedule_free_adamw"
+    reference = (schedulefree.AdamWScheduleFree if free else torch.optim.AdamW)(
+        groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-3
+    )
+    for _ in range(3):
+        if free:
+            reference.train()
+        reference.zero_grad()
+        reference_update(model, batch, "rpg")
+        reference.step()
+        if free:
+            reference.eval()
+    wanted = model.state_dict()
+    for name in results:
+        got = load_file(tmp_path / "weights" / name / "model.safetensors")
+        for key, weight in got.items():
+            torch.testing.assert_close(
+                weight.double(), wanted[key], rtol=0, atol=5e-6, msg=lambda m, k=key, n=name: f"{n}, {k}: {m}"
+            )
