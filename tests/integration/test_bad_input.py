@@ -243,12 +243,13 @@ def test_an_engine_that_is_too_slow_is_ended(command, config_file: Path):
 def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
     one = command("train", str(config_file))
     time.sleep(seconds)
-    one.processes()
+    files = one.shared_memory()
     one.process.send_signal(signal.SIGINT)
     code, err = one.finish()
     assert code in (130, -signal.SIGINT), err  # the latter while Python itself is still starting
     assert code != 130 or err.startswith("stopped: Ctrl-C")
     one.assert_nothing_left()
+    assert [file for file in files if file.exists()] == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])

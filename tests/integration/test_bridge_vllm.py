@@ -206,6 +206,7 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
             "RPG_BRIDGE_DIR": str(self.bridge),
             "RPG_ENGINE_TOKEN": TOKEN,
+            "VLLM_RPC_BASE_PATH": str(work),  # else a killed server leaves its sockets in /tmp
         }
         if stand_in:
             env["PYTHONPATH"] = str(install_stand_in(work / "stand_in", stand_in))
