@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 
 from rpg_megatron.data.trajectory import Floats, Tokens
+from rpg_megatron.rollout.engine import KEEP_ALIVE_SECONDS
 
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer at the end instead of one per token
 
@@ -45,7 +46,11 @@ class EngineClient:
         self.index = index
         self.socket = socket
         self._timeout = timeout
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # An idle connection is dropped here well before the server drops it (engine.py sets when): otherwise
+        # a request could be sent into a connection that the server is just closing.
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_SECONDS / 10
+        )
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=limits),
             base_url="http://engine",

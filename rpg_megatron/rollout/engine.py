@@ -32,6 +32,8 @@ TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
 it.
 """
 BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
+KEEP_ALIVE_SECONDS = 600
+"""How long an engine keeps an idle connection. Its clients drop one much sooner: they never race with it."""
 """Environment variable that names the folder the trainers publish weights in."""
 
 _PLUGIN = "rpg_megatron.bridge.vllm_plugin"
@@ -121,6 +123,7 @@ def engine_environment(settings: Settings, bridge_dir: Path, token: str) -> dict
         TOKEN_VARIABLE: token,
         BRIDGE_VARIABLE: str(bridge_dir),
         "VLLM_SERVER_DEV_MODE": "1",  # mounts the routes that pause an engine and change its weights
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

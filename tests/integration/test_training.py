@@ -170,6 +170,29 @@ def test_every_layout_serves_what_it_trains_and_agrees(service: Service) -> None
         assert norms[name] == pytest.approx(norms["TP1"], rel=1e-5), norms
 
 
+def test_averaged_weights_a_held_anchor_and_a_correction(service: Service) -> None:
+    """Schedule-Free: rollouts, old log-probs and syncs use the same point, or the mismatch would show it."""
+    overrides = [
+        "parallel.data=2",
+        "optimizer={type: schedule_free_adamw, lr: 1e-3, distributed: false}",
+        "objective={divergence: ufkl, estimator: differentiable, beta: 0.1}",
+        "anchor={type: every, updates: 2}",
+        "correction={type: truncate}",
+        "training.steps=3",
+    ]
+    rows = train(service, "schedule-free", overrides)
+    assert all(row["mismatch/logp_max"] <= 1e-3 for row in rows[1:])
+    assert [row["kl/anchor_refreshes"] for row in rows[1:]] == [1, 2, 3]
+    assert all(row["correction/ratio_mean"] == pytest.approx(1, abs=1e-3) for row in rows[1:])
+    # The anchor of a step's second half lags the policy, so there is some KL to it.
+    assert all(row["kl/anchor"] > 0 for row in rows[1:])
+    weights = [
+        read_rollouts(service.folder / "schedule-free" / "rollouts" / f"step_00000{i}.jsonl.zst")
+        for i in (2, 3)
+    ]
+    assert any((a.old != a.anchor).any() for a in weights[0] + weights[1]) is False  # moved after each step
+
+
 def ask(client: EngineClient, prompt: np.ndarray, count: int) -> list[Sample]:
     async def go() -> list[Sample]:
         try:

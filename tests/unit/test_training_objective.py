@@ -1,0 +1,182 @@
+"""Every loss that a config can name is the function it says it is, with the config's numbers in it.
+
+For each block: the built loss equals a direct call of the public function with those arguments, and a changed
+setting changes the result, so that no setting is a no-op. The rules that move a held anchor are here as well,
+on plain tensors. Not covered: the numbers themselves (test_objectives, test_baselines), swapping in Megatron
+(tests/distributed).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rpg_megatron.config import Settings
+from rpg_megatron.config.objective import AnchorSettings
+from rpg_megatron.objectives import (
+    Clip,
+    cispo_loss,
+    dapo_loss,
+    grpo_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_pp_loss,
+    rollout_correction,
+    rpg_loss,
+)
+from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.packed import ResponseTokens
+from rpg_megatron.training.objective import build_aggregator, build_loss
+
+
+def tokens() -> tuple[torch.Tensor, ResponseTokens]:
+    generator = torch.Generator().manual_seed(0)
+    n = 24
+    old = -3 * torch.rand(n, generator=generator)
+    return old + 0.4 * torch.randn(n, generator=generator), ResponseTokens(
+        old=old,
+        anchor=old + 0.5 * torch.randn(n, generator=generator),
+        behaviour=old + 0.5 * torch.randn(n, generator=generator),
+        advantages=torch.randn(n, generator=generator),
+        sequences=torch.arange(n) // 5,
+    )
+
+
+def settings(**sections: Any) -> Settings:
+    return Settings.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
+
+
+T = tokens()[1]
+CLIP = {"kind": "dual", "low": 0.1, "high": 0.3, "c": 3.0}
+CASES: list[tuple[str, dict[str, Any], Any]] = [
+    ("default", {}, partial(rpg_loss, divergence="urkl", beta=1e-4)),
+    (
+        "rpg",
+        {"type": "rpg", "divergence": "fkl", "estimator": "differentiable", "beta": 0.2, "clip": CLIP},
+        partial(rpg_loss, divergence="fkl", estimator="differentiable", beta=0.2, clip=Clip(**CLIP)),
+    ),
+    (
+        "rpg-folded",
+        {
+            "divergence": "rkl",
+            "estimator": "differentiable",
+            "beta": 0.2,
+            "kl_placement": "folded",
+            "clip": None,
+        },
+        partial(
+            rpg_loss, divergence="rkl", estimator="differentiable", beta=0.2, kl_placement="folded", clip=None
+        ),
+    ),
+    ("rpg-sequence", {"ratio": "sequence", "beta": 0.2}, partial(rpg_loss, beta=0.2, sequences=T.sequences)),
+    ("grpo", {"type": "grpo", "beta": 0.3}, partial(grpo_loss, beta=0.3)),
+    ("grpo-corrected", {"type": "grpo", "corrected": True}, partial(grpo_loss, corrected=True)),
+    ("dapo", {"type": "dapo"}, dapo_loss),
+    ("ppo", {"type": "ppo", "clip": CLIP}, partial(ppo_loss, clip=Clip(**CLIP))),
+    ("reinforce++", {"type": "reinforce_plus_plus", "beta": 0.3}, partial(reinforce_pp_loss, beta=0.3)),
+    ("cispo", {"type": "cispo", "low": 0.5, "high": 0.1}, partial(cispo_loss, low=0.5, high=0.1)),
+    (
+        "gspo",
+        {"type": "gspo", "low": 0.02, "high": 0.03},
+        partial(gspo_loss, sequences=T.sequences, low=0.02, high=0.03),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "block", "direct"), CASES, ids=[c[0] for c in CASES])
+@pytest.mark.parametrize("anchor", ["old", "fixed"])
+def test_a_block_is_its_function(name: str, block: dict[str, Any], direct: Any, anchor: str) -> None:
+    logp, t = tokens()
+    got = build_loss(settings(objective=block, anchor={"type": anchor}))(logp, t).per_token
+    knows_anchor = anchor == "fixed" and block.get("type", "rpg") in ("rpg", "grpo", "reinforce_plus_plus")
+    extra = {"anchor_logp": t.anchor} if knows_anchor else {}
+    torch.testing.assert_close(got, direct(logp, t.old, t.advantages, **extra).per_token, rtol=0, atol=0)
+
+
+def test_blocks_differ() -> None:
+    logp, t = tokens()
+    losses = [
+        build_loss(settings(objective=b, anchor={"type": "fixed"}))(logp, t).per_token for _, b, _ in CASES
+    ]
+    for i, one in enumerate(losses):
+        for j, other in enumerate(losses[:i]):
+            same = {CASES[i][0], CASES[j][0]} <= {"dapo"}
+            assert same or not torch.equal(one, other), (CASES[i][0], CASES[j][0])
+
+
+@pytest.mark.parametrize("kind", ["truncate", "icepop"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_correction_multiplies_the_loss(kind: str, level: str) -> None:
+    logp, t = tokens()
+    block = {"type": kind, "level": level, "low": 0.7, "high": 1.4}
+    out = build_loss(settings(correction=block))(logp, t)
+    plain = build_loss(settings())(logp, t).per_token
+    wanted = rollout_correction(t.old, t.behaviour, t.sequences, kind=kind, level=level, low=0.7, high=1.4)
+    torch.testing.assert_close(out.per_token, plain * wanted.factor)
+    assert out.metrics["correction_hit"].sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        ({}, 24),
+        ({"type": "sequence_mean"}, 5),
+        ({"type": "constant", "constant": 7}, 5),
+        ({"type": "constant"}, 5),
+    ],
+)
+def test_aggregation(block: dict[str, Any], wanted: int) -> None:
+    _, t = tokens()
+    total, count = build_aggregator(settings(aggregation=block))(torch.ones(24), t.sequences)
+    assert int(count) == wanted
+    sums = {"token_mean": 24.0, "sequence_mean": 5.0, "constant": 24 / (block.get("constant") or 2048)}
+    assert float(total) == pytest.approx(sums[block.get("type", "token_mean")])
+
+
+def held(**block: Any) -> tuple[HeldAnchor, torch.nn.Parameter]:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    return HeldAnchor([weight], AnchorSettings(**block)), weight
+
+
+def read(anchor: HeldAnchor, weight: torch.nn.Parameter) -> list[float]:
+    before = weight.detach().clone()
+    with anchor.swapped_in():
+        value = weight.tolist()
+    assert torch.equal(weight, before)
+    return value
+
+
+@torch.no_grad()
+def test_a_fixed_anchor_never_moves() -> None:
+    anchor, weight = held(type="fixed")
+    for step in range(1, 5):
+        weight.fill_(float(step))
+        assert not anchor.after_step(16, kl=100.0)
+        assert read(anchor, weight) == [0.0] * 3
+
+
+@torch.no_grad()
+def test_an_anchor_moves_after_so_many_updates() -> None:
+    anchor, weight = held(type="every", updates=5)
+    moved = []
+    for step in range(1, 7):
+        weight.fill_(float(step))
+        moved.append(anchor.after_step(2, kl=0.0))
+        assert read(anchor, weight) == [3.0 if 3 <= step < 6 else 6.0 if step == 6 else 0.0] * 3
+    assert moved == [False, False, True, False, False, True]  # after 6 updates, and again after 6 more
+
+
+@torch.no_grad()
+def test_an_anchor_moves_when_the_kl_has_grown() -> None:
+    anchor, weight = held(type="kl_trigger", kappa=0.1, decay=0.5)
+    moved = []
+    for step, kl in enumerate([0.05, 0.1, 0.2, 0.02, 0.3], 1):
+        weight.fill_(float(step))
+        moved.append(anchor.after_step(1, kl=kl))
+    # Averages: 0.05, 0.075, 0.1375 (moved, starts anew), 0.02, 0.16 (moved).
+    assert moved == [False, False, True, False, True]
+    assert anchor.refreshes == 2
+    assert read(anchor, weight) == [5.0] * 3
