@@ -32,9 +32,9 @@ TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
 it.
 """
 BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
+"""Environment variable that names the folder the trainers publish weights in."""
 KEEP_ALIVE_SECONDS = 600
 """How long an engine keeps an idle connection. Its clients drop one much sooner: they never race with it."""
-"""Environment variable that names the folder the trainers publish weights in."""
 
 _PLUGIN = "rpg_megatron.bridge.vllm_plugin"
 _TRANSFER = '{"backend": "rpg_pull"}'
