@@ -117,8 +117,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             engine.stop()
 
 
-def train(service: Service, name: str, overrides: list[str]) -> list[dict]:
-    """Run trainer ranks of one layout against the service; the rows of metrics.jsonl."""
+def start_ranks(service: Service, name: str, overrides: list[str]) -> tuple[list[int], str]:
+    """Run trainer ranks against the service until they end; their exit codes and the ends of their logs."""
     run = service.folder / name
     settings = write_settings(run, overrides)
     with SamplerClient(service.work / SOCKET, service.token) as client:
@@ -128,28 +128,27 @@ def train(service: Service, name: str, overrides: list[str]) -> list[dict]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "rpg_megatron.training.rank",
-        str(run),
-        str(service.work),
-        str(service.bridge),
-    ]
+    command = [sys.executable, "-m", "rpg_megatron.training.rank"]
+    command += [str(run), str(service.work), str(service.bridge)]
     ranks = []
     for rank in range(settings.parallel.world):
         with (run / f"rank_{rank}.log").open("w") as log:
             env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [p.wait(240) for p in ranks]
+        codes = [p.wait(300) for p in ranks]
     finally:
         for p in ranks:
             p.kill()
             p.wait()
-    logs = "\n".join((run / f"rank_{r}.log").read_text()[-2000:] for r in range(len(ranks)))
-    assert codes == [0] * len(ranks), logs
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return codes, "\n".join((run / f"rank_{r}.log").read_text()[-2000:] for r in range(len(ranks)))
+
+
+def train(service: Service, name: str, overrides: list[str]) -> list[dict]:
+    """Train one layout to its end; the rows of metrics.jsonl."""
+    codes, logs = start_ranks(service, name, overrides)
+    assert set(codes) == {0}, logs
+    return [json.loads(line) for line in (service.folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_every_layout_serves_what_it_trains_and_agrees(service: Service) -> None:
@@ -168,6 +167,15 @@ def test_every_layout_serves_what_it_trains_and_agrees(service: Service) -> None
     for name in LAYOUTS:
         assert first_rollouts[name] == first_rollouts["TP1"], f"{name}: the engine sampled other tokens"
         assert norms[name] == pytest.approx(norms["TP1"], rel=1e-5), norms
+
+
+def test_the_guard_stops_a_run_whose_engine_disagrees(service: Service) -> None:
+    codes, logs = start_ranks(service, "guard", ["guards.mismatch_max=1e-12"])
+    assert codes == [2], logs
+    last = logs.strip().splitlines()[-1]
+    assert last.startswith("error: step 1: engine and trainer disagree")
+    rows = (service.folder / "guard" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0]  # no update was made
 
 
 def test_averaged_weights_a_held_anchor_and_a_correction(service: Service) -> None:
