@@ -46,8 +46,9 @@ if [ ! -e .venv ]; then
     free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
     [ "${free:-99}" -ge 8 ] || fail ".venv needs 8 GB of disk space and $(pwd) has $free GB free; make room first"
     say "building .venv with $python (about 5 minutes, 7 GB) ..."
-    "$python" -m venv .venv
+    mkdir .venv
     pwd >.venv/.place
+    "$python" -m venv .venv
 fi
 
 install() {  # install WHAT PIP-ARGUMENTS...: quiet when it works, the end of pip's output when it does not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from rpg_megatron.config.base import Section
 
@@ -20,6 +20,12 @@ class ClipSettings(Section):
     """Upper bound is 1 + high; acts on positive regularised advantages."""
     c: float = Field(10.0, gt=1)
     """Dual-clip cut-off: a token with negative regularised advantage and w >= c is dropped."""
+
+    @model_validator(mode="after")
+    def _cut_off_lies_beyond_the_upper_bound(self) -> ClipSettings:
+        if self.c <= 1 + self.high:
+            raise ValueError(f"c ({self.c}) must be greater than 1 + high ({1 + self.high})")
+        return self
 
 
 class RPGSettings(Section):
@@ -105,8 +111,10 @@ class GSPOSettings(Section):
     """Upper bound of the sequence's ratio is 1 + high."""
 
 
-def _objective_type(value: Any) -> str:
-    return str(value.get("type", "rpg") if isinstance(value, dict) else value.type)
+def _objective_type(value: Any) -> str | None:
+    if isinstance(value, dict):
+        return str(value.get("type", "rpg"))
+    return getattr(value, "type", None)
 
 
 ObjectiveSettings = Annotated[
@@ -189,6 +197,11 @@ class GuardSettings(Section):
     """Largest allowed |log-prob difference| of a token; null: 1e-3 in float32, none in bfloat16."""
     mismatch_mean: float | None = Field(None, gt=0)
     """Largest allowed mean |log-prob difference|; null: 1e-4 in float32, 0.05 in bfloat16."""
+
+    @field_validator("mismatch", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: Any) -> Any:
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _thresholds_need_a_guard(self) -> GuardSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rpg_megatron.config.base import InputPath, Section
 
@@ -50,7 +50,7 @@ class RolloutSettings(Section):
     """Responses to each prompt; the group that the advantage is taken over."""
     max_response_tokens: int = Field(2048, ge=1)
     """A response is cut here and counts as truncated."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01, le=2)
     """Sampling temperature; the trainer's log-probs use the same."""
 
 
@@ -63,10 +63,18 @@ class EvaluationSettings(Section):
     """Name of the set in metrics: eval/<name>/avg@k."""
     samples: int = Field(1, ge=1)
     """Responses to each problem (k of avg@k)."""
-    temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Sampling temperature; 0 is greedy, with one response to a problem."""
     every: int = Field(10, ge=1)
     """Steps between evaluations."""
+
+    @model_validator(mode="after")
+    def _engines_can_sample_that(self) -> EvaluationSettings:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError("temperature 0 gives the same response each time; set samples to 1")
+        if 0 < self.temperature < 0.01:
+            raise ValueError("temperature must be 0, or at least 0.01, below which the engine does not go")
+        return self
 
 
 class EngineSettings(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,9 +90,25 @@ class Settings(Section):
                 f"rollout.prompts_per_step ({prompts}) must be a multiple of training.minibatches ({parts}); "
                 f"try {prompts - prompts % parts or parts}"
             )
+        for problem in self._settings_without_effect():
+            raise ValueError(problem)
         if self.parallel.sequence and self.parallel.tensor == 1:
             raise ValueError("parallel.sequence needs parallel.tensor of 2 or more")
         return self
+
+    def _settings_without_effect(self) -> Iterator[str]:
+        """What was asked for but would do nothing, or something else than it says."""
+        kind = self.objective.type
+        if self.anchor.type != "old" and kind not in ("rpg", "grpo", "reinforce_plus_plus"):
+            yield f"objective.type {kind} has no KL term, so anchor.type must be old"
+        if self.aggregation.constant is not None and self.aggregation.type != "constant":
+            yield "aggregation.constant has no effect unless aggregation.type is constant"
+        if kind == "gspo" and self.aggregation.type != "sequence_mean":
+            yield "objective.type gspo gives each sequence one loss; set aggregation.type to sequence_mean"
+        correction = self.correction
+        unused = CorrectionSettings.model_fields["low"].default
+        if correction is not None and correction.type == "truncate" and correction.low != unused:
+            yield "correction.low has no effect with type truncate; remove it, or use icepop"
 
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML."""
@@ -105,7 +122,7 @@ def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
     Raises UserError that names the file and key, and for an unknown key the nearest valid one.
     """
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        raw = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
         raise UserError(f"{file}: no such config file") from None
     except IsADirectoryError:
@@ -125,6 +142,20 @@ def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
         return Settings.model_validate(raw)
     except ValidationError as e:
         raise UserError("\n".join(_explain(file, error, raw) for error in e.errors())) from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one block, of which YAML would silently take the second."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice in one block", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _apply_override(raw: dict[str, Any], item: str) -> None:
@@ -187,7 +218,12 @@ def _explain(file: Path, error: Any, raw: dict[str, Any]) -> str:
         keys = _valid_keys()
         parent, last = parts[:-1], parts[-1]
         near = [".".join([*parent, s]) for s in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
-        near = near or [k for k in keys if k.rpartition(".")[2] == last]
+        near = near or [k for k in keys if k.rpartition(".")[2] == last and k != key]
+        if not near and key in keys:
+            tag = f"{'.'.join(parent)}.type" if parent else "the others"
+            return (
+                f"{file}: the key {key!r} does not go with the chosen {tag}; remove it, or replace the block"
+            )
         near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
         return f"{file}: unknown key {key!r}; did you mean {near[0]!r}?"
     if error["type"] == "missing":
@@ -195,6 +231,8 @@ def _explain(file: Path, error: Any, raw: dict[str, Any]) -> str:
     if error["type"] == "union_tag_invalid":
         known = ", ".join(t.strip("' ") for t in error["ctx"]["expected_tags"].split(","))
         return f"{file}: {key}.type: {error['ctx']['tag']!r} is not known; use one of {known}"
+    if error["type"] == "union_tag_not_found":
+        return f"{file}: {key}: must be a block such as {{type: rpg}} (got {error['input']!r})"
     message = error["msg"].removeprefix("Value error, ")
     if not key:
         return f"{file}: {message}"

@@ -134,7 +134,7 @@ class Run:
         world, port = settings.parallel.world, settings.rendezvous_port or _free_port()
         for rank in range(world):
             self._signals.check()
-            environment = self._environment(token) | {
+            environment = self._environment(token if rank == 0 else "") | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world),
@@ -212,7 +212,8 @@ class Run:
         environment = os.environ | {TOKEN_VARIABLE: token}  # not on a command line, which all users can read
         if self._settings.device == "cpu":
             # Ranks share the cores; more threads than cores wait for each other in every matrix product.
-            environment["OMP_NUM_THREADS"] = "1"
+            cores = len(os.sched_getaffinity(0))
+            environment["OMP_NUM_THREADS"] = str(max(1, cores // self._settings.parallel.world))
         return environment
 
 

@@ -122,7 +122,7 @@ def check_shared_memory(
             f"{folder} is missing or not writable; weights pass from trainer to engine through it"
         )
     numbers = sum(_product(dims) for dims in layout_for(shape).hf_tensors().values())
-    needed = numbers * _ITEM_BYTES[settings.precision.dtype] * settings.parallel.data + _SPARE
+    needed = numbers * _ITEM_BYTES[settings.precision.dtype] + _SPARE
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -132,7 +132,7 @@ def check_shared_memory(
 
 
 def check_gpus(settings: Settings) -> None:
-    """There are GPUs, and as many as there are trainer ranks."""
+    """There are GPUs, and as many as trainer ranks and engine workers together."""
     hint = "set device=cpu to run on the CPU"
     if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
         raise UserError(f"device is cuda, but this machine has no NVIDIA GPU; {hint}")
@@ -147,10 +147,11 @@ def check_gpus(settings: Settings) -> None:
         raise UserError(
             f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
         )
-    if settings.parallel.world > count:
+    engines = settings.engine.replicas * settings.engine.tensor
+    if settings.parallel.world + engines > count:
         raise UserError(
-            f"parallel needs {settings.parallel.world} GPUs (tensor x pipeline x data), {count} are visible; "
-            "lower one of them"
+            f"{settings.parallel.world} GPUs are needed for the policy (parallel: tensor x pipeline x data) "
+            f"and {engines} for the engines (engine: replicas x tensor), {count} are visible; lower either"
         )
 
 

@@ -178,8 +178,9 @@ def user_error(child: Child) -> str | None:
     """The message of a child that ended because of a UserError, else None."""
     if child.exit_code() != USER_ERROR:
         return None
-    lines = [line for line in tail(child.log, 40).splitlines() if line.startswith("error: ")]
-    return lines[-1].removeprefix("error: ") if lines else None
+    lines = tail(child.log, 200).splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+    return "\n".join(lines[starts[-1] :]).removeprefix("error: ") if starts else None
 
 
 def explain(child: Child) -> str:

@@ -72,8 +72,12 @@ def remove_abandoned(parent: Path) -> list[Path]:
 
 
 def _pid_namespace() -> str:
-    """Containers may share /dev/shm but not process numbers: a pid means something in its namespace only."""
-    return os.readlink("/proc/self/ns/pid")
+    """Where a pid means something: on this boot of this machine, in this namespace.
+
+    Machines may share $TMPDIR, and containers /dev/shm, but neither shares process numbers.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _temporary_folder() -> Path:

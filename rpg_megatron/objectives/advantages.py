@@ -27,8 +27,8 @@ def group_advantages(
     - ``reinforce_plus_plus``: the reward, whitened over all response tokens of the batch.
     - ``reinforce_plus_plus_baseline``: reward minus group mean, whitened likewise.
 
-    A group of one has advantage 0 for the kinds that look at the group, and so has, exactly, a group of equal
-    rewards.
+    A group of one has nothing to compare with: its baseline is 0 (and its deviation 1), so the reward counts
+    as it is. A group of equal rewards has advantage 0, exactly.
     Raises ValueError if shapes differ or lengths are missing.
     Source: arXiv 2505.17508's released code (its estimator ``rpg`` and its baselines); leave-one-out arXiv
     2402.14740.
@@ -38,7 +38,7 @@ def group_advantages(
             f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be alike and 1-d"
         )
     if kind == "batch_mean":
-        return _centre(rewards, torch.zeros_like(groups))[0]
+        return rewards - rewards.mean()
     if kind == "reinforce_plus_plus":
         return _whiten(rewards, lengths)
     centred, member, count = _centre(rewards, groups)
@@ -51,7 +51,8 @@ def group_advantages(
         return centred * count[member] / others
     if kind == "grpo":
         variance = torch.zeros_like(count).scatter_add_(0, member, centred.square())[member] / others
-        return centred / (variance.sqrt() + 1e-6)
+        deviation = torch.where(count[member] > 1, variance.sqrt(), 1.0)
+        return centred / (deviation + 1e-6)
     raise ValueError(f"advantage kind {kind!r} is not known")
 
 
@@ -63,7 +64,8 @@ def _centre(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     some = torch.empty_like(count).scatter_(0, member, rewards)[member]
     shifted = rewards - some
     mean = torch.zeros_like(count).scatter_add_(0, member, shifted) / count
-    return shifted - mean[member], member, count
+    centred = torch.where(count[member] > 1, shifted - mean[member], rewards)
+    return centred, member, count
 
 
 def _whiten(values: Tensor, lengths: Tensor | None) -> Tensor:

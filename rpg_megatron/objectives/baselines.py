@@ -44,7 +44,7 @@ def ppo_loss(
     advantage = advantages.detach()
     log_w, clamped_w = clamp_log_ratio(logp - old_logp.detach())
     log_u, clamped_u = clamp_log_ratio(logp - anchor.detach())
-    w = log_w.exp()
+    w, v = log_w.exp(), clamp_log_ratio(anchor.detach() - old_logp.detach())[0].exp()
     if clip is None:
         loss = -w * advantage
     elif clip.kind == "dual":
@@ -56,8 +56,8 @@ def ppo_loss(
     elif kl == "k3":
         loss = loss + beta * (torch.exp(-log_u) - 1 + log_u)
     elif kl == "k3_weighted":
-        loss = loss + beta * unnormalised_kl(w, log_u)
-    return LossOutput(loss, _metrics(w, log_u, advantage, clip, clamped_w | clamped_u))
+        loss = loss + beta * unnormalised_kl(w, log_u, v)
+    return LossOutput(loss, _metrics(w, log_u, v, advantage, clip, clamped_w | clamped_u))
 
 
 def grpo_loss(
@@ -122,7 +122,7 @@ def cispo_loss(
     log_w, clamped = clamp_log_ratio(logp - old_logp.detach())
     w = log_w.exp().detach()
     loss = -w.clamp(1 - low, 1 + high) * advantage * logp
-    metrics = _metrics(w, log_w, advantage, None, clamped)
+    metrics = _metrics(w, log_w, torch.ones_like(w), advantage, None, clamped)
     metrics |= {"clip_high": (w > 1 + high).to(w.dtype), "clip_low": (w < 1 - low).to(w.dtype)}
     return LossOutput(loss, metrics)
 
@@ -149,11 +149,11 @@ def gspo_loss(
     s = log_s.exp()
     clip = Clip(low=low, high=high, c=float("inf"))
     loss = torch.maximum(-s * advantage, -clip.clamp(s) * advantage)
-    return LossOutput(loss, _metrics(s, log_s, advantage, clip, clamped))
+    return LossOutput(loss, _metrics(s, log_s, torch.ones_like(s), advantage, clip, clamped))
 
 
 def _metrics(
-    w: Tensor, log_u: Tensor, advantage: Tensor, clip: Clip | None, clamped: Tensor
+    w: Tensor, log_u: Tensor, v: Tensor, advantage: Tensor, clip: Clip | None, clamped: Tensor
 ) -> dict[str, Tensor]:
     with torch.no_grad():
         none = torch.zeros_like(w, dtype=torch.bool)
@@ -165,7 +165,7 @@ def _metrics(
             high, low, cut = w > 1 + clip.high, w < 1 - clip.low, none
         return {
             "ratio": w.detach(),
-            "kl": unnormalised_kl(w, log_u).detach(),
+            "kl": unnormalised_kl(w, log_u, v).detach(),
             "clip_high": high.to(w.dtype),
             "clip_low": low.to(w.dtype),
             "clip_c": cut.to(w.dtype),

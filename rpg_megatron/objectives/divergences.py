@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 Divergence = Literal["fkl", "ufkl", "rkl", "urkl"]
@@ -49,9 +48,10 @@ def kl_penalty(divergence: Divergence, w: Tensor, log_u: Tensor, v: Tensor, beta
     return beta * (w * log_u - w + v)
 
 
-def unnormalised_kl(w: Tensor, log_u: Tensor) -> Tensor:
+def unnormalised_kl(w: Tensor, log_u: Tensor, v: Tensor) -> Tensor:
     """Importance-weighted estimate of the reverse unnormalised KL(p || r) of a token; never negative.
 
-    Shapes: alike. Source: arXiv 2505.17508, appendix D (``w k3(r/p)``).
+    Shapes: alike, as in ``kl_component``. ``w k3(r/p) = w log u - w + v``, in the form that cannot overflow
+    before w does. Differentiable through ``w`` and ``log_u``. Source: arXiv 2505.17508, appendix D.
     """
-    return w * (torch.exp(-log_u) - 1 + log_u)
+    return w * log_u - w + v

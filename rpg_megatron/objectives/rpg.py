@@ -125,7 +125,7 @@ def rpg_loss(
     with torch.no_grad():
         metrics = {
             "ratio": w.detach(),
-            "kl": unnormalised_kl(w, log_u),
+            "kl": unnormalised_kl(w, log_u, v),
             "clip_high": high.to(w.dtype),
             "clip_low": low.to(w.dtype),
             "clip_c": cut.to(w.dtype),

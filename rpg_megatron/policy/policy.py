@@ -201,7 +201,7 @@ def _sum_loss(
     total, count = aggregator(out.per_token, tokens.sequences)
     w = out.metrics["ratio"]
     # Whatever the anchor is, how far the update has moved from the policy that the step began with.
-    kl_old = unnormalised_kl(w, w.log())
+    kl_old = unnormalised_kl(w, w.log(), torch.ones_like(w))
     columns = {"abs_loss": out.per_token.detach().abs(), "kl_old": kl_old, **out.metrics}
     absent = total.new_zeros((), dtype=torch.float64)
     means = [columns[name].double().sum() if name in columns else absent for name in _MEANS]

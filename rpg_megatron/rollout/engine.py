@@ -111,7 +111,7 @@ def engine_command(
     return command + list(engine.arguments)
 
 
-def engine_environment(settings: Settings, bridge_dir: Path, token: str) -> dict[str, str]:
+def engine_environment(settings: Settings, index: int, bridge_dir: Path, token: str) -> dict[str, str]:
     """Whole environment of an engine: this process's, with what vLLM needs set and what would disturb it
     removed.
     """
@@ -128,6 +128,14 @@ def engine_environment(settings: Settings, bridge_dir: Path, token: str) -> dict
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if settings.device == "cuda":
+        # The trainer ranks have the first GPUs, the engines those behind them.
+        first = settings.parallel.world + index * settings.engine.tensor
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        mine = range(first, first + settings.engine.tensor)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[i].strip() if len(visible) > i else str(i) for i in mine
+        )
     if settings.device == "cpu":
         environment |= {
             "OMP_NUM_THREADS": str(engine_threads(settings)),
@@ -197,7 +205,7 @@ class EngineProcess:
         self._timeout = settings.engine.start_timeout
         self._token = token
         self._command = engine_command(settings, index, socket, weights=weights)
-        self._environment = engine_environment(settings, bridge_dir, token)
+        self._environment = engine_environment(settings, index, bridge_dir, token)
         if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's inner sockets: a folder and a UUID
             self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
         self._process: subprocess.Popen[bytes] | None = None

@@ -9,7 +9,6 @@ act on.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import json
 import logging
@@ -47,7 +46,6 @@ logger = logging.getLogger("rpg_megatron.sampler")
 _AHEAD = 1.25
 """Sequences sent to an engine, over those it decodes at once: enough that it never waits for the next prompt.
 """
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -379,7 +377,6 @@ async def _run(settings: Settings, work: Path, token: str) -> None:
 def main() -> int:
     """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -15,10 +15,11 @@ def train(run: Run) -> None:
 
     for step in range(1, run.steps + 1):
         with run.time("step"):
-            with run.time("rollout"):
+            with run.time("collect"):
                 batch = run.collect(step)  # x ~ pi_old, rewards, advantages; each rank gets its share
             with run.time("logprobs"):
                 run.score(batch)  # log pi_old and the anchor's, by the trainer itself
+            run.journal(step, batch)
             mismatch = run.compare(batch)  # engine against trainer, on the tokens of the present weights
 
             with run.time("update"):
@@ -30,6 +31,5 @@ def train(run: Run) -> None:
         if run.evaluates(step):
             row |= run.evaluate(step)
         run.record(step, row)
-        run.journal(step, batch)
 
     run.export()

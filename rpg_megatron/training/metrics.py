@@ -36,7 +36,13 @@ def compare_logprobs(trajectories: Sequence[Trajectory], version: int) -> dict[s
 
 
 def guard_mismatch(
-    row: dict[str, float], trajectories: Sequence[Trajectory], settings: GuardSettings, dtype: str, step: int
+    row: dict[str, float],
+    trajectories: Sequence[Trajectory],
+    settings: GuardSettings,
+    dtype: str,
+    *,
+    version: int,
+    step: int,
 ) -> str | None:
     """None if the mismatch is within bounds, otherwise a message that names the worst token.
 
@@ -48,8 +54,13 @@ def guard_mismatch(
     # Written so that a NaN counts as beyond the bound.
     if row["mismatch/logp_max"] <= largest and row["mismatch/logp_mean"] <= mean:
         return None
-    worst = max(trajectories, key=lambda t: np.nan_to_num(np.abs(t.old - t.behaviour), nan=np.inf).max())
-    place = int(np.nan_to_num(np.abs(worst.old - worst.behaviour), nan=np.inf).argmax())
+    # Stale tokens differ for a good reason; a NaN is worse than any number.
+    gaps = [
+        np.where(t.versions == version, np.nan_to_num(np.abs(t.old - t.behaviour), nan=np.inf), -1.0)
+        for t in trajectories
+    ]
+    most = max(range(len(gaps)), key=lambda i: gaps[i].max())
+    worst, place = trajectories[most], int(gaps[most].argmax())
     message = (
         f"step {step}: engine and trainer disagree on the log-probs of tokens that the same weights sampled: "
         f"max {row['mismatch/logp_max']:.2e} (bound {largest:.0e}), mean {row['mismatch/logp_mean']:.2e} "

@@ -203,10 +203,15 @@ class Run:
         """Engine against trainer on tokens of the present weights; the guard may stop the run (rank 0)."""
         if self.mesh.rank:
             return {}
-        row = compare_logprobs(batch.all, self._version)
-        warning = guard_mismatch(
-            row, batch.all, self.settings.guards, self.settings.precision.dtype, self._version + 1
-        )
+        row, step = compare_logprobs(batch.all, self._version), self._version + 1
+        settings = self.settings
+        try:
+            warning = guard_mismatch(
+                row, batch.all, settings.guards, settings.precision.dtype, version=self._version, step=step
+            )
+        except UserError:
+            self._metrics.write({"step": step, **batch.metrics, **row})  # what the message speaks of
+            raise
         if warning:
             self.events.send({"kind": "status", "text": f"warning: {warning}"})
             print(f"warning: {warning}", flush=True)

@@ -168,14 +168,26 @@ LENGTHS = torch.tensor([3, 1, 2, 5, 5, 5, 4, 1, 9])
 
 def test_advantages_within_the_group() -> None:
     rpg = group_advantages(REWARDS, GROUPS)
-    assert rpg.tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0, 0.0, 0.0, -4 / 3, 2 / 3, 2 / 3], abs=1e-15)
-    assert rpg[2:6].tolist() == [0.0] * 4  # exactly: a group of one, and a group of equals
+    assert rpg.tolist() == pytest.approx([1.0, -1.0, 0.3, 0.0, 0.0, 0.0, -4 / 3, 2 / 3, 2 / 3], abs=1e-15)
+    assert rpg[2].item() == REWARDS[2].item()  # a group of one has baseline 0
+    assert rpg[3:6].tolist() == [0.0] * 3  # exactly: a group of equals
     loo = group_advantages(REWARDS, GROUPS, kind="leave_one_out")
-    assert loo.tolist() == pytest.approx([2.0, -2.0, 0.0, 0.0, 0.0, 0.0, -2.0, 1.0, 1.0], abs=1e-15)
+    assert loo.tolist() == pytest.approx([2.0, -2.0, 0.3, 0.0, 0.0, 0.0, -2.0, 1.0, 1.0], abs=1e-15)
     grpo = group_advantages(REWARDS, GROUPS, kind="grpo")
     root = math.sqrt(2.0) + 1e-6, math.sqrt(4 / 3) + 1e-6
     assert grpo.tolist() == pytest.approx(
-        [1 / root[0], -1 / root[0], 0, 0, 0, 0, -4 / 3 / root[1], 2 / 3 / root[1], 2 / 3 / root[1]], abs=1e-12
+        [
+            1 / root[0],
+            -1 / root[0],
+            0.3 / (1 + 1e-6),
+            0,
+            0,
+            0,
+            -4 / 3 / root[1],
+            2 / 3 / root[1],
+            2 / 3 / root[1],
+        ],
+        abs=1e-12,
     )
 
 

@@ -144,3 +144,54 @@ def test_every_key_is_read_somewhere():
     # ``type`` selects a section; while each union has one member, nobody needs to look at it.
     unread = [k for k in _valid_keys() if (last := k.rpartition(".")[2]) not in read and last != "type"]
     assert unread == []
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("objective.clip.c=1.2", "must be greater than 1 + high"),
+        ("objective=rpg", "must be a block such as {type: rpg}"),
+        ("objective=null", "objective: "),
+        ("objective.type=rgp", "'rgp' is not known; use one of rpg, grpo"),
+        ("objective={type: grpo, clip: {hgh: 2}}", "did you mean 'objective.clip.high'?"),
+        ("objective={type: grpo, divergence: fkl}", "does not go with the chosen objective.type"),
+        ("objective={type: gspo}", "set aggregation.type to sequence_mean"),
+        ("aggregation.constant=5", "no effect unless aggregation.type is constant"),
+        ("correction={type: truncate, low: 0.1}", "correction.low has no effect"),
+        ("rollout.temperature=0", "greater than or equal to 0.01"),
+        ("evaluation={data: {path: d}, temperature: 0, samples: 2}", "set samples to 1"),
+        ("optimizer.type=schedule_free_adamw", "set distributed to false"),
+    ],
+)
+def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str, told: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {path: d}\n")
+    with pytest.raises(UserError) as caught:
+        load_settings(file, [override])
+    assert told in str(caught.value)
+
+
+def test_anchor_without_a_kl_term_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {path: d}\nobjective: {type: dapo}\nanchor: {type: fixed}\n")
+    with pytest.raises(UserError, match="dapo has no KL term"):
+        load_settings(file)
+
+
+def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {path: d}\ntraining: {steps: 3}\ntraining: {minibatches: 2}\n")
+    with pytest.raises(UserError, match="'training' stands twice"):
+        load_settings(file)
+
+
+def test_resolved_settings_can_be_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: {path: m}\ndata: {path: d}\nguards: {mismatch: off}\ncorrection: {type: truncate}\n"
+    )
+    first = load_settings(file, ["objective={type: gspo}", "aggregation.type=sequence_mean"])
+    assert first.guards.mismatch == "off"
+    file.write_text(first.to_yaml())
+    again = load_settings(file)
+    assert again.model_copy(update={"model": first.model, "data": first.data}) == first

@@ -50,14 +50,21 @@ def test_guard_stops_and_names_the_token(gap: list[float]) -> None:
     batch = [trajectory([0.0] * 3, [7] * 3), trajectory(gap, [7] * 3)]
     row = compare_logprobs(batch, version=7)
     with pytest.raises(UserError, match="worst at token 1 of 3 of prompt 4"):
-        guard_mismatch(row, batch, GuardSettings(), "float32", step=8)
-    assert guard_mismatch(row, batch, GuardSettings(mismatch="warn"), "float32", step=8)
-    assert guard_mismatch(row, batch, GuardSettings(mismatch="off"), "float32", step=8) is None
+        guard_mismatch(row, batch, GuardSettings(), "float32", version=7, step=8)
+    assert guard_mismatch(row, batch, GuardSettings(mismatch="warn"), "float32", version=7, step=8)
+    assert guard_mismatch(row, batch, GuardSettings(mismatch="off"), "float32", version=7, step=8) is None
+
+
+def test_guard_names_a_token_of_the_present_weights() -> None:
+    batch = [trajectory([2.0, 0.0, 0.01], [6, 7, 7])]
+    with pytest.raises(UserError, match="worst at token 2 of 3"):
+        guard_mismatch(compare_logprobs(batch, 7), batch, GuardSettings(), "float32", version=7, step=8)
 
 
 def test_guard_is_quiet_within_bounds() -> None:
     batch = [trajectory([1e-5, 2e-5, 0.0], [7] * 3)]
-    assert guard_mismatch(compare_logprobs(batch, 7), batch, GuardSettings(), "float32", step=8) is None
+    row = compare_logprobs(batch, 7)
+    assert guard_mismatch(row, batch, GuardSettings(), "float32", version=7, step=8) is None
 
 
 def test_journal_round_trip(tmp_path: Path) -> None:
