@@ -4,9 +4,10 @@ Proved: real Megatron-Core with our packing, attention, norm, log-prob head and 
 gloo, against transformers in float64, one sequence at a time: log-probs and entropies of each token, the loss
 of RPG-REINFORCE-URKL with an anchor of its own and of GSPO (whole sequences), every gradient and their norm;
 for TP, PP, DP, SP and mixtures, 1 to 7 uneven micro-batches, tied and untied embeddings, a vocabulary that
-the layout pads. And that the Hugging Face export of each, after an update, gives transformers the log-probs
-that Megatron computes. Not covered here: GPUs, bfloat16, the distributed optimizer (tests/integration), the
-engine's side.
+the layout pads. The Hugging Face export of each, after an update, gives transformers the log-probs that
+Megatron computes; a held anchor still gives those from before the update, and the weights come back bit for
+bit. Several updates by each optimizer end at the weights of the same optimizer on the float64 model.
+Not covered here: GPUs, bfloat16, the other losses (their gradients: tests/unit), the engine's side.
 """
 
 from __future__ import annotations
