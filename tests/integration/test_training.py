@@ -174,8 +174,12 @@ def test_the_guard_stops_a_run_whose_engine_disagrees(service: Service) -> None:
     assert codes == [2], logs
     last = logs.strip().splitlines()[-1]
     assert last.startswith("error: step 1: engine and trainer disagree")
-    rows = (service.folder / "guard" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [0]  # no update was made
+    # No update was made, and what the message speaks of can be looked up.
+    rows = [json.loads(row) for row in (service.folder / "guard" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert "mismatch/logp_max" in rows[1]
+    assert "policy/grad_norm" not in rows[1]
+    assert len(read_rollouts(service.folder / "guard" / "rollouts" / "step_000001.jsonl.zst")) == 32
 
 
 def test_averaged_weights_a_held_anchor_and_a_correction(service: Service) -> None:
