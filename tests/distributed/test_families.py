@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rpg_megatron.config import read_model_shape
@@ -50,6 +51,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP2xPP2, layers 3 and 2": (4, {"tensor": 2, "pipeline": 2}, 3),
 }
 """Name -> (ranks, parallel settings, micro-batches)."""
+CUT_GROUPS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "TP4, 12 query heads in 2 groups": (4, {"tensor": 4}, 2),
+    "TP4+SP, 12 query heads in 2 groups": (4, {"tensor": 4, "sequence": True}, 2),
+}
+"""More ranks than query groups: a group's rows are cut over two ranks."""
 
 SHARED = {
     "vocab_size": 251,
@@ -60,6 +66,7 @@ SHARED = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+UNSCALED = {"rope_type": "default", "rope_theta": 1e4}
 SCALING = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -90,14 +97,21 @@ SHAPE = ModelShape(
 )
 
 
-def make_model(family: str, folder: Path) -> PreTrainedModel:
+WIDE = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 2}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": UNSCALED}, LAYOUTS),
+    "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": SCALING}, LAYOUTS),
+    "qwen2, wide": ("Qwen2", {**WIDE, "rope_parameters": UNSCALED}, CUT_GROUPS),
+    "qwen3, wide": ("Qwen3", {**WIDE, "rope_parameters": UNSCALED, "head_dim": 8}, CUT_GROUPS),
+}
+"""Name -> (family, what its config has besides SHARED, layouts)."""
+
+
+def make_model(name: str, folder: Path) -> PreTrainedModel:
     """A random model whose norms are not ones and whose biases are not zeros."""
-    if family == "qwen2":
-        rope = {"rope_type": "default", "rope_theta": 1e4}
-        config = Qwen2Config(**SHARED, tie_word_embeddings=True, rope_parameters=rope)
-        model: PreTrainedModel = Qwen2ForCausalLM(config)
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**SHARED, tie_word_embeddings=False, rope_parameters=SCALING))
+    family, changes, _ = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SHARED, **changes})
+    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -150,40 +164,42 @@ def test_megatron_counts_layers_of_uneven_stages_as_we_do(layers: int) -> None:
 
 
 def test_families_in_every_layout(tmp_path: Path) -> None:
-    families = ("qwen2", "llama")
     batch, rows, wanted = {}, {}, {}
-    for family in families:
-        model = make_model(family, tmp_path / family)
-        batch[family] = make_batch()
+    for name in MODELS:
+        model = make_model(name, tmp_path / name)
+        batch[name] = make_batch()
         with torch.no_grad():
-            scored = reference_logprobs(model, batch[family])
-        rows[family] = [(logp.numpy(), entropy.numpy()) for logp, entropy in scored]
-        for t, (logp, _) in zip(batch[family], rows[family], strict=True):
+            scored = reference_logprobs(model, batch[name])
+        rows[name] = [(logp.numpy(), entropy.numpy()) for logp, entropy in scored]
+        for t, (logp, _) in zip(batch[name], rows[name], strict=True):
             random = np.random.default_rng(t.prompt_id)
             t.old = (logp + random.normal(0, 0.15, len(logp))).astype(np.float32)
             t.anchor = (logp + random.normal(0, 0.3, len(logp))).astype(np.float32)
-        wanted[family] = reference_update(model, batch[family], "rpg")
-        (tmp_path / f"{family}.pkl").write_bytes(pickle.dumps(batch[family]))
-    # Both families in the same processes: starting those is most of the time.
-    for world in sorted({w for w, _, _ in LAYOUTS.values()}):
+        wanted[name] = reference_update(model, batch[name], "rpg")
+        (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(batch[name]))
+    runs = {
+        f"{name}: {where}": (name, *layout)
+        for name, (_, _, layouts) in MODELS.items()
+        for where, layout in layouts.items()
+    }
+    # All models in the same processes: starting those is most of the time.
+    for world in sorted({w for _, w, _, _ in runs.values()}):
         cases = {
-            f"{family}, {name}": {
-                **make_case(tmp_path / family, parallel, microbatches, OBJECTIVES["rpg"], lr=0.0),
-                "batch": f"{family}.pkl",
+            run: {
+                **make_case(tmp_path / name, parallel, microbatches, OBJECTIVES["rpg"], lr=0.0),
+                "batch": f"{name}.pkl",
             }
-            for family in families
-            for name, (w, parallel, microbatches) in LAYOUTS.items()
+            for run, (name, w, parallel, microbatches) in runs.items()
             if w == world
         }
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        for name, result in run_ranks("layout_worker", world, tmp_path).items():
-            family = name.partition(",")[0]
-            check(tmp_path, name, result, batch[family], rows[family], wanted[family])
-            source = load_file(tmp_path / family / "model.safetensors")
-            exported = load_file(tmp_path / "weights" / name / "model.safetensors")
-            assert set(exported) == set(source), name
+        for run, result in run_ranks("layout_worker", world, tmp_path).items():
+            name, _, parallel, _ = runs[run]
+            check(tmp_path, run, result, batch[name], rows[name], wanted[name])
+            source = load_file(tmp_path / name / "model.safetensors")
+            exported = load_file(tmp_path / "weights" / run / "model.safetensors")
+            assert set(exported) == set(source), run
             for key, weight in source.items():
-                assert torch.equal(exported[key], weight), f"{name}: {key} is not what it was"
-            _, parallel, _ = LAYOUTS[name.partition(", ")[2]]
-            layers = read_model_shape(tmp_path / family).stage_layers(parallel.get("pipeline", 1))
-            assert result["layer_offsets"] == list(accumulate(layers, initial=0))[:-1], name
+                assert torch.equal(exported[key], weight), f"{run}: {key} is not what it was"
+            layers = read_model_shape(tmp_path / name).stage_layers(parallel.get("pipeline", 1))
+            assert result["layer_offsets"] == list(accumulate(layers, initial=0))[:-1], run

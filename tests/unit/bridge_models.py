@@ -75,7 +75,7 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, layer_offset, vocab_
     if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
         parts = [sd[f"{p}self_attn.{x}_proj.{rest.rpartition('.')[2]}"] for x in "qkv"]
         groups = torch.cat([w.unflatten(0, (shape.num_kv_heads, -1)) for w in parts], 1)
-        return rows(groups).flatten(0, 1)
+        return rows(groups.flatten(0, 1))
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([rows(sd[p + "mlp.gate_proj.weight"]), rows(sd[p + "mlp.up_proj.weight"])])
     return {

@@ -25,16 +25,17 @@ from rpg_megatron.bridge.plan import (
 )
 from rpg_megatron.config.errors import UserError
 
-LAYOUTS = [(t, p) for t in (1, 2, 4) for p in (1, 2, 3, 4)]
+HEADS = [(1, 6, 2), (2, 6, 2), (4, 12, 4), (4, 12, 2), (4, 12, 1)]
+"""Ranks, query heads, groups: several groups on a rank, one, and one cut over two ranks and over four."""
+LAYOUTS = [(*heads, p) for heads in HEADS for p in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
+@pytest.mark.parametrize(("tensor", "queries", "groups", "pipeline"), LAYOUTS)
 @pytest.mark.parametrize("vocab_multiple", [1, 16])
-def test_hf_to_shards_and_back_is_bit_exact(tensor, pipeline, tied, vocab_multiple, family):
-    # Three query heads a group; two groups, so one on each of two ranks, or as many as there are ranks.
-    heads = {"num_heads": 12, "num_kv_heads": 4} if tensor == 4 else {"num_heads": 6, "num_kv_heads": 2}
+def test_hf_to_shards_and_back_is_bit_exact(tensor, queries, groups, pipeline, tied, vocab_multiple, family):
+    heads = {"num_heads": queries, "num_kv_heads": groups}
     layout = layout_for(tiny_shape(family, tied_embeddings=tied, **heads))
     check_layout(layout.shape, tensor, pipeline)
     sd = random_state_dict(layout)
@@ -184,16 +185,27 @@ def test_shard_grouping_keeps_order_and_bounds_size():
 @pytest.mark.parametrize(
     ("changes", "tensor", "pipeline", "says"),
     [
-        ({}, 8, 1, "4 key/value heads, fewer than tensor=8"),
+        (
+            {"num_heads": 12},
+            3,
+            1,
+            "3 neither divides the model's 4 key/value heads nor is a mult",
+        ),
+        (
+            {"num_heads": 16, "num_kv_heads": 1},
+            8,
+            1,
+            "tensor=8 does not divide the model's 108 query, key and value rows",
+        ),
         ({"num_kv_heads": 8, "num_heads": 8}, 3, 1, "does not divide the model's 8 attention heads"),
         ({"ffn_hidden_size": 41}, 2, 1, "41 feed-forward columns"),
         ({}, 1, 5, "4 layers, fewer than pipeline=5: each stage needs one"),
-        ({}, 3, 5, r"(?s)attention heads.*key/value heads.*layers.*that fit this model: 1, 2, 4"),
+        ({}, 3, 5, r"attention heads.*key/value heads.*layers.*that fit this model: 1, 2, 4, 8"),
         (
             {"num_heads": 6, "num_kv_heads": 2},
             4,
             1,
-            r"2 key/value heads, fewer than tensor=4.*tensor=4 does not divide the model's 6 att.*: 1, 2",
+            r"tensor=4 does not divide the model's 6 attention heads \(.* that fit this model: 1, 2\)",
         ),
     ],
 )

@@ -78,25 +78,29 @@ def check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
     problems: list[str] = []
     if tensor < 1 or pipeline < 1:
         raise UserError(f"parallel sizes start at 1, got tensor={tensor}, pipeline={pipeline}")
-    if shape.num_kv_heads < tensor:
-        problems.append(
-            f"the model has {shape.num_kv_heads} key/value heads, fewer than tensor={tensor}: "
-            "splitting one head over ranks is not supported"
-        )
-    for count, what in (
-        (shape.num_heads, "attention heads"),
-        (shape.num_kv_heads, "key/value heads"),
-        (shape.ffn_hidden_size, "feed-forward columns"),
-    ):
-        if count % tensor and count >= tensor:
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    for count, what in ((heads, "attention heads"), (shape.ffn_hidden_size, "feed-forward columns")):
+        if count % tensor:
             problems.append(f"tensor={tensor} does not divide the model's {count} {what}")
-    if shape.num_heads % shape.num_kv_heads:
-        problems.append(f"{shape.num_heads} attention heads do not form {shape.num_kv_heads} equal groups")
+    if groups % tensor and tensor % groups:
+        problems.append(
+            f"tensor={tensor} neither divides the model's {groups} key/value heads nor is a multiple of them"
+        )
+    rows = (heads + 2 * groups) * shape.head_dim
+    if rows % tensor:
+        problems.append(f"tensor={tensor} does not divide the model's {rows} query, key and value rows")
+    if heads % groups:
+        problems.append(f"{heads} attention heads do not form {groups} equal groups")
     if shape.num_layers < pipeline:
         problems.append(
             f"the model has {shape.num_layers} layers, fewer than pipeline={pipeline}: each stage needs one"
         )
     if problems:
-        usable = math.gcd(shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size)
-        sizes = ", ".join(str(n) for n in range(1, usable + 1) if usable % n == 0)
+        most = math.gcd(heads, shape.ffn_hidden_size)
+        fits = [
+            n
+            for n in range(1, most + 1)
+            if most % n == rows % n == 0 and (groups % n == 0 or n % groups == 0)
+        ]
+        sizes = ", ".join(map(str, fits))
         raise UserError("; ".join(problems) + f" (tensor parallel sizes that fit this model: {sizes})")

@@ -3,7 +3,9 @@
 Where Megatron-Core and Hugging Face differ:
 
 - Megatron stores Q, K and V in one matrix, interleaved by query group: the rows of group g are its query
-  heads, then its key head, then its value head. Tensor parallelism cuts between groups. The bias likewise.
+  heads, then its key head, then its value head. Tensor parallelism cuts this into equal bands of rows:
+  between groups, or through them where there are more ranks than groups (Megatron then gathers the
+  projections, and each rank picks out its query heads and their group). The bias likewise.
 - gate and up are one matrix; *each rank's* shard is its gate rows, then its up rows.
 - The output projections are cut by columns, and norms are not cut at all.
 """
@@ -70,17 +72,21 @@ class Qkv:
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
         """See ``Part``."""
-        rows = sum(rows for _, rows in self._group(s))
-        return (s.num_kv_heads // tensor * rows, *self._columns(s))
+        rows = s.num_kv_heads * sum(rows for _, rows in self._group(s))
+        return (rows // tensor, *self._columns(s))
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
         """See ``Part``."""
-        groups = s.num_kv_heads // tensor
-        out, at = [], 0
-        for g in range(tensor_rank * groups, (tensor_rank + 1) * groups):
+        rank_rows = self.local_shape(s, tensor)[0]
+        first, end = tensor_rank * rank_rows, (tensor_rank + 1) * rank_rows
+        out, at = [], 0  # at: row of the uncut matrix
+        for g in range(s.num_kv_heads):
             for name, rows in self._group(s):
-                hf_name = f"{layer}self_attn.{name}.{self.what}"
-                out.append(band(hf_name, g * rows, at, (rows, *self._columns(s))))
+                begin, stop = max(at, first), min(at + rows, end)
+                if begin < stop:
+                    hf_name = f"{layer}self_attn.{name}.{self.what}"
+                    extent = (stop - begin, *self._columns(s))
+                    out.append(band(hf_name, g * rows + begin - at, begin - first, extent))
                 at += rows
         return out
 
