@@ -9,8 +9,27 @@ from typing import Any
 
 from rpg_megatron.config.errors import UserError
 
-FAMILIES = {"Qwen3ForCausalLM": "qwen3"}
+FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 """HF architecture name -> family; a family has one file in ``bridge/layouts``."""
+
+ROPE_TYPES = {"llama": ("default", "llama3"), "qwen2": ("default",), "qwen3": ("default",)}
+"""Family -> the kinds of rotary position embedding that we compute as transformers does."""
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's scaling of the rotary frequencies, by wavelength counted in tokens.
+
+    Wavelengths up to ``original_positions / high_freq_factor`` stay, those from
+    ``original_positions / low_freq_factor`` on become ``factor`` times as long, between them the frequency is
+    interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+    """Longest sequence of the training before the scaling (original_max_position_embeddings)."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +52,32 @@ class ModelShape:
     max_positions: int
     dtype: str
     """Type of the weights in the checkpoint: float32, bfloat16 or float16."""
+    rope_scaling: Llama3Rope | None = None
 
     def padded_vocab(self, tensor: int, multiple: int = 1) -> int:
         """Vocabulary rows, padded so that each of ``tensor`` ranks holds a multiple of ``multiple``."""
         step = tensor * multiple
         return -(-self.vocab_size // step) * step
 
+    def stage_layers(self, pipeline: int) -> list[int]:
+        """Number of layers on each of ``pipeline`` stages, at least one each.
+
+        Where they do not divide evenly, the middle stages have one more, then the first, and never the last:
+        the ends have the embedding and the larger work of the output layer to carry besides.
+        Raises ValueError unless 1 <= pipeline <= num_layers.
+        """
+        if not 1 <= pipeline <= self.num_layers:
+            raise ValueError(f"{self.num_layers} layers cannot fill {pipeline} stages")
+        few, more = divmod(self.num_layers, pipeline)
+        larger = [*range(1, pipeline - 1), 0][:more]
+        return [few + (stage in larger) for stage in range(pipeline)]
+
 
 def read_model_shape(path: Path) -> ModelShape:
     """Read ``path/config.json``.
 
-    Raises UserError if the directory or the file is missing, is not JSON, or describes a family we have no
-    layout for.
+    Raises UserError if the directory or the file is missing, is not JSON, or describes a family, or a variant
+    of one, that we have no layout for.
     """
     file = path / "config.json"
     if not path.is_dir():
@@ -66,10 +99,10 @@ def read_model_shape(path: Path) -> ModelShape:
             f"{file}: architecture {names[0]} has no layout; known: {', '.join(sorted(FAMILIES))}"
         )
     try:
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise UserError(f"{file}: rope type {kind!r} is not supported for {family}; known: default")
+        _refuse_variants(file, raw, family)
+        rope = _rope(raw)
+        # What transformers takes for the size of a head that the file does not name.
+        head_dim = 128 if family == "qwen3" else raw["hidden_size"] // raw["num_attention_heads"]
         return ModelShape(
             family=family,
             num_layers=int(raw["num_hidden_layers"]),
@@ -77,17 +110,80 @@ def read_model_shape(path: Path) -> ModelShape:
             ffn_hidden_size=int(raw["intermediate_size"]),
             num_heads=int(raw["num_attention_heads"]),
             num_kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]),
+            head_dim=int(raw.get("head_dim") or head_dim),
             vocab_size=int(raw["vocab_size"]),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=family == "qwen3",
-            qkv_bias=bool(raw.get("attention_bias", False)),
+            qkv_bias=family == "qwen2",
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
             norm_eps=float(raw["rms_norm_eps"]),
             max_positions=int(raw["max_position_embeddings"]),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            rope_scaling=_llama3_rope(file, raw),
         )
     except KeyError as e:
         raise UserError(f"{file}: the key {e.args[0]!r} is missing; copy the checkpoint again") from None
     except (TypeError, ValueError) as e:
         raise UserError(f"{file}: a size is not a number ({e}); copy the checkpoint again") from None
+
+
+def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
+    """Raise one UserError that lists every setting of ``config.json`` that would need another model.
+
+    Computing on without them would give plausible, wrong log-probs.
+    """
+    problems = []
+    # Qwen2 has biases in any case, and transformers ignores the key there.
+    if raw.get("attention_bias") and family != "qwen2":
+        problems.append(f"attention_bias=true is not supported for {family}: released models have none")
+    if raw.get("mlp_bias"):
+        problems.append("mlp_bias=true is not supported: released models have none")
+    if raw.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
+    layers = int(raw["num_hidden_layers"])
+    kinds = raw.get("layer_types") or ["full_attention"] * layers
+    if raw.get("layer_types") is None and raw.get("use_sliding_window") and raw.get("sliding_window", 4096):
+        # Without a list, the layers from max_window_layers on have the window (transformers' default: 28).
+        full = int(raw.get("max_window_layers", 28))
+        kinds = [*kinds[:full], *["sliding_attention"] * (layers - full)]
+    if others := sorted(set(kinds) - {"full_attention"}):
+        count = sum(kind != "full_attention" for kind in kinds)
+        problems.append(
+            f"{count} of {layers} layers have {', '.join(others)}; only full attention is supported"
+        )
+    rope = _rope(raw)
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES[family]:
+        known = ", ".join(ROPE_TYPES[family])
+        problems.append(f"rope type {kind!r} is not supported for {family}; known: {known}")
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1) != 1:
+        problems.append("partial_rotary_factor is not 1; only rotation of the whole head is supported")
+    if problems:
+        raise UserError(f"{file}: " + "; ".join(problems))
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding's settings, under either age's key; ``rope_type`` is always there."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+
+
+def _llama3_rope(file: Path, raw: dict[str, Any]) -> Llama3Rope | None:
+    rope = _rope(raw)
+    if rope["rope_type"] != "llama3":
+        return None
+    key = "original_max_position_embeddings"
+    scaling = Llama3Rope(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        # The order in which transformers looks for it.
+        original_positions=int(raw.get(key) or rope.get(key) or raw["max_position_embeddings"]),
+    )
+    if scaling.factor < 1 or not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
+        raise UserError(
+            f"{file}: rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, has "
+            f"{scaling.factor:g}, {scaling.low_freq_factor:g} and {scaling.high_freq_factor:g}; "
+            "copy the checkpoint again"
+        )
+    return scaling

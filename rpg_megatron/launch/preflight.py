@@ -75,7 +75,7 @@ def check_model(path: Path) -> ModelShape:
 
 
 def check_parallel(settings: Settings, shape: ModelShape) -> None:
-    """Trainer and engine layouts divide the model's heads, columns and layers."""
+    """Trainer and engine layouts suit the model's heads, columns and layers."""
     parallel = settings.parallel
     for tensor, pipeline, where in (
         (parallel.tensor, parallel.pipeline, "parallel"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.policy.layers import PackedAttention, RMSNorm
 
@@ -94,6 +95,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        pipeline_model_parallel_layout=_uneven_stages(shape, parallel.pipeline),
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -122,6 +124,33 @@ def transformer_config(
     )
 
 
+def _uneven_stages(shape: ModelShape, pipeline: int) -> list[list[str]] | None:
+    """Megatron's list of what each stage holds, where it cannot divide the layers evenly by itself.
+
+    Its shorter settings (layers of the first and of the last stage) leave out most splits: the stages between
+    them have to be equal.
+    """
+    if shape.num_layers % pipeline == 0:
+        return None
+    stages = [["decoder"] * layers for layers in shape.stage_layers(pipeline)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
+
+
+def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Rope) -> torch.Tensor:
+    """Rotary frequencies of Llama 3.1 and later, in radians per token: [head_dim / 2], float32.
+
+    The operations and their order are those of transformers, so that the numbers are equal bit by bit: an
+    angle is a frequency times a position, and so an error in the last place would grow with the position.
+    """
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    cycles = scaling.original_positions / (2 * math.pi / plain)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((cycles - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * plain / scaling.factor + keep * plain
+
+
 def build_model(shape: ModelShape, config: TransformerConfig, model: ModelSettings, mesh: Mesh) -> GPTModel:
     """This rank's part of the policy, weights not yet loaded."""
     # Megatron warns that GPTModel is deprecated in favour of a class that cannot yet take our specs.
@@ -136,7 +165,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, model: ModelSettin
     block = TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
     )
-    return GPTModel(
+    gpt = GPTModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=shape.padded_vocab(mesh.tensor, model.vocab_multiple),
@@ -148,3 +177,8 @@ def build_model(shape: ModelShape, config: TransformerConfig, model: ModelSettin
         share_embeddings_and_output_weights=shape.tied_embeddings,
         parallel_output=True,
     )
+    if shape.rope_scaling is not None:
+        # GPTModel(rope_scaling=True) would take the factor alone: Megatron 0.19.2 fixes the other numbers to
+        # 1, 4 and 8192. A plain attribute, not a buffer; Megatron moves it to the device on first use.
+        gpt.rotary_pos_emb.inv_freq = llama3_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+    return gpt

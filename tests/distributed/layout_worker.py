@@ -52,7 +52,7 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         )
 
     policy = Policy(settings, shape, mesh, device, load)
-    trajectories = pickle.loads((folder / "batch.pkl").read_bytes())
+    trajectories = pickle.loads((folder / case.get("batch", "batch.pkl")).read_bytes())
     if case["microbatches"]:
         mini = cut_unevenly(trajectories, case["microbatches"], mesh)
     else:
@@ -106,11 +106,14 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         export_hf(folder / what / name, settings.model.path, params, layout, placement, dtype=torch.float32)
     everyone: list = [None] * mesh.world
     dist.all_gather_object(everyone, scored if mesh.reports else {})
+    offsets: list = [None] * mesh.world
+    dist.all_gather_object(offsets, policy.layer_offset)
     mpu.destroy_model_parallel()
     return {
         "scored": {k: v for part in everyone for k, v in part.items()},
         "after": after,
         "anchored": anchored,
+        "layer_offsets": sorted(set(offsets)),
         "update": {
             "grad_norm": update.grad_norm,
             "tokens": update.tokens,

@@ -153,21 +153,7 @@ def run_layouts(
     results: dict[str, Any] = {}
     for world in sorted({w for w, _, _ in layouts.values()}):
         cases = {
-            name: {
-                "microbatches": microbatches,
-                "updates": updates,
-                "lr": lr,
-                "settings": {
-                    "model": {"path": str(folder / "model"), "vocab_multiple": 4},
-                    "data": {"path": "unused"},
-                    "parallel": parallel,
-                    "precision": {"dtype": "float32"},
-                    "optimizer": {"clip_grad": 1.0, "distributed": False},
-                    "training": {"minibatches": 1, "tokens_per_microbatch": 100, "logprob_chunk": 17},
-                    "rollout": {"prompts_per_step": 12, "temperature": TEMPERATURE},
-                    **settings,
-                },
-            }
+            name: make_case(folder / "model", parallel, microbatches, settings, updates=updates, lr=lr)
             for name, (w, parallel, microbatches) in layouts.items()
             if w == world
         }
@@ -175,6 +161,33 @@ def run_layouts(
         results |= run_ranks("layout_worker", world, folder)
     assert set(results) == set(layouts)
     return results
+
+
+def make_case(
+    model: Path,
+    parallel: dict[str, Any],
+    microbatches: int,
+    settings: dict[str, Any],
+    *,
+    updates: int = 1,
+    lr: float = 1e-3,
+) -> dict[str, Any]:
+    """One layout for ``layout_worker``; ``settings`` replaces whole sections."""
+    return {
+        "microbatches": microbatches,
+        "updates": updates,
+        "lr": lr,
+        "settings": {
+            "model": {"path": str(model), "vocab_multiple": 4},
+            "data": {"path": "unused"},
+            "parallel": parallel,
+            "precision": {"dtype": "float32"},
+            "optimizer": {"clip_grad": 1.0, "distributed": False},
+            "training": {"minibatches": 1, "tokens_per_microbatch": 100, "logprob_chunk": 17},
+            "rollout": {"prompts_per_step": 12, "temperature": TEMPERATURE},
+            **settings,
+        },
+    }
 
 
 def check(

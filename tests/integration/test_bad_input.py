@@ -133,10 +133,9 @@ def _truncate(file: Path) -> None:
     [
         (["training.stepz=3"], ["unknown key 'training.stepz'", "'training.steps'"]),
         (["model.path=/nowhere/model"], ["/nowhere/model", "not a directory"]),
-        (["parallel.tensor=4"], ["parallel", "key/value heads", "tensor=4"]),
-        (["parallel.tensor=3"], ["parallel", "tensor=3"]),
+        (["parallel.tensor=3"], ["parallel", "key/value heads", "tensor=3"]),
         (["parallel.pipeline=3"], ["pipeline=3", "2 layers"]),
-        (["engine.tensor=4"], ["engine", "tensor=4"]),
+        (["engine.tensor=3"], ["engine", "tensor=3"]),
         (["parallel.data=16"], ["mini-batch holds 8", "parallel.data (16)"]),
         (["rollout.max_response_tokens=500"], ["512 positions"]),
         (["data.path=/nowhere/data.jsonl"], ["/nowhere/data.jsonl", "does not exist"]),

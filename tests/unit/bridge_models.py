@@ -6,13 +6,14 @@ converters do. It shares no arithmetic with ``rpg_megatron.bridge``, so agreemen
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from safetensors.torch import save_file
 
 from rpg_megatron.bridge.layouts import Layout
 from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
 
 TINY = ModelShape(
     family="qwen3",
@@ -33,8 +34,16 @@ TINY = ModelShape(
 )
 
 
-def tiny_shape(**changes) -> ModelShape:
-    return replace(TINY, **changes)
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
+    "llama": {"family": "llama", "qk_norm": False, "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64)},
+}
+"""What differs from TINY in each family."""
+
+
+def tiny_shape(family="qwen3", **changes) -> ModelShape:
+    return replace(TINY, **{**FAMILIES[family], **changes})
 
 
 def random_state_dict(layout: Layout, dtype=torch.float32, seed=0) -> dict[str, torch.Tensor]:
@@ -63,11 +72,10 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, layer_offset, vocab_
         return sd["model.norm.weight"]
     _, _, index, rest = name.split(".", 3)
     p = f"model.layers.{int(index) + layer_offset}."
-    if rest == "self_attention.linear_qkv.weight":
-        q, k, v = (
-            sd[f"{p}self_attn.{x}_proj.weight"].view(shape.num_kv_heads, -1, shape.hidden_size) for x in "qkv"
-        )
-        return rows(torch.cat([q, k, v], 1)).reshape(-1, shape.hidden_size)
+    if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+        parts = [sd[f"{p}self_attn.{x}_proj.{rest.rpartition('.')[2]}"] for x in "qkv"]
+        groups = torch.cat([w.unflatten(0, (shape.num_kv_heads, -1)) for w in parts], 1)
+        return rows(groups.flatten(0, 1))
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([rows(sd[p + "mlp.gate_proj.weight"]), rows(sd[p + "mlp.up_proj.weight"])])
     return {
@@ -81,14 +89,15 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, layer_offset, vocab_
 
 
 def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1) -> list[Placement]:
-    layers = shape.num_layers // pipeline
+    layers = shape.stage_layers(pipeline)
+    offsets = list(accumulate(layers, initial=0))
     return [
         Placement(
             rank=p * tensor + t,
             tensor=tensor,
             tensor_rank=t,
             pipeline_rank=p,
-            layer_offset=p * layers,
+            layer_offset=offsets[p],
             data_rank=0,
             context_rank=0,
             vocab_multiple=vocab_multiple,
@@ -100,7 +109,7 @@ def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1)
 
 def stage_shapes(layout: Layout, place: Placement, pipeline: int) -> dict[str, tuple[int, ...]]:
     return layout.stage_params(
-        layers=layout.shape.num_layers // pipeline,
+        layers=layout.shape.stage_layers(pipeline)[place.pipeline_rank],
         first=place.pipeline_rank == 0,
         last=place.pipeline_rank == pipeline - 1,
         tensor=place.tensor,
@@ -138,8 +147,8 @@ def write_checkpoint(folder, shape: ModelShape, sd, files: int = 1) -> None:
             weight_map.update(dict.fromkeys(part, file))
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [f"{shape.family.capitalize()}ForCausalLM"],
+        "model_type": shape.family,
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_hidden_size,
@@ -153,6 +162,14 @@ def write_checkpoint(folder, shape: ModelShape, sd, files: int = 1) -> None:
         "max_position_embeddings": shape.max_positions,
         "torch_dtype": "float32",
     }
+    if (scaling := shape.rope_scaling) is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "merges.txt").write_text("a b\n")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from bridge_models import (
+    FAMILIES,
     TINY,
     grid,
     random_state_dict,
@@ -47,19 +48,21 @@ def load(folder, layout, place, pipeline, dtype=torch.float32):
     return params, read
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied):
-    shape = tiny_shape(tied_embeddings=tied)
+@pytest.mark.parametrize("pipeline", [2, 3])
+def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied, family, pipeline):
+    shape = tiny_shape(family, tied_embeddings=tied)
     layout = layout_for(shape)
     sd = random_state_dict(layout)
     # Tied checkpoints in the wild often carry lm_head.weight too; it must be ignored, not refused.
     write_checkpoint(tmp_path, shape, {**sd, "lm_head.weight": torch.zeros(53, 24)} if tied else sd, files)
-    assert read_model_shape(tmp_path).num_kv_heads == shape.num_kv_heads
+    assert read_model_shape(tmp_path) == shape
     total = 0
-    for place in grid(shape, 2, 2, vocab_multiple=16):
-        params, read = load(tmp_path, layout, place, 2)
-        for name, value in stage_values(layout, place, 2, sd).items():
+    for place in grid(shape, 2, pipeline, vocab_multiple=16):
+        params, read = load(tmp_path, layout, place, pipeline)
+        for name, value in stage_values(layout, place, pipeline, sd).items():
             assert torch.equal(params[name], value), (place, name)
         total += read
     weights = sum(t.nbytes for t in sd.values())
@@ -154,13 +157,21 @@ def test_a_model_built_with_other_sizes_is_refused(tmp_path):
         )
 
 
+EXPORTED = {
+    "untied": tiny_shape(),
+    "tied": tiny_shape(tied_embeddings=True),
+    "qwen2, tied, layers 3 and 2": tiny_shape("qwen2", tied_embeddings=True, num_layers=5),
+    "llama, layers 3 and 2": tiny_shape("llama", num_layers=5),
+}
+
+
 def _export_rank(rank, world, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    for tied in (False, True):
-        layout = layout_for(tiny_shape(tied_embeddings=tied))
-        place = grid(layout.shape, 2, 2, vocab_multiple=16)[rank]
+    for name, shape in EXPORTED.items():
+        layout = layout_for(shape)
+        place = grid(shape, 2, 2, vocab_multiple=16)[rank]
         params = stage_values(layout, place, 2, random_state_dict(layout))
-        args = (folder / f"out_{tied}", folder / "source", params, layout, place)
+        args = (folder / name, folder / "source", params, layout, place)
         export_hf(*args, dtype=torch.bfloat16, max_shard_bytes=8000)
     # Only rank 0 looks at the folder, but every rank has to hear of it, or the others wait for ever.
     with pytest.raises(UserError, match="exists already"):
@@ -171,8 +182,8 @@ def _export_rank(rank, world, folder):
 def test_export_from_tp2_pp2_is_the_checkpoint_again(tmp_path):
     write_checkpoint(tmp_path / "source", TINY, random_state_dict(layout_for(TINY)))
     mp.spawn(_export_rank, (4, tmp_path), nprocs=4)
-    for tied in (False, True):
-        check_export(tmp_path / f"out_{tied}", layout_for(tiny_shape(tied_embeddings=tied)))
+    for name, shape in EXPORTED.items():
+        check_export(tmp_path / name, layout_for(shape))
 
 
 def check_export(out, layout):

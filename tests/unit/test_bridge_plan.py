@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bridge_models import TINY, grid, random_state_dict, stage_shapes, stage_values, tiny_shape
+from bridge_models import FAMILIES, TINY, grid, random_state_dict, stage_shapes, stage_values, tiny_shape
 
 from rpg_megatron.bridge.layouts import check_layout, layout_for
 from rpg_megatron.bridge.plan import (
@@ -25,14 +25,19 @@ from rpg_megatron.bridge.plan import (
 )
 from rpg_megatron.config.errors import UserError
 
-LAYOUTS = [(t, p) for t in (1, 2, 4) for p in (1, 2, 4)]
+HEADS = [(1, 6, 2), (2, 6, 2), (4, 12, 4), (4, 12, 2), (4, 12, 1)]
+"""Ranks, query heads, groups: several groups on a rank, one, and one cut over two ranks and over four."""
+LAYOUTS = [(*heads, p) for heads in HEADS for p in (1, 2, 3, 4)]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
+@pytest.mark.parametrize(("tensor", "queries", "groups", "pipeline"), LAYOUTS)
 @pytest.mark.parametrize("vocab_multiple", [1, 16])
-def test_hf_to_shards_and_back_is_bit_exact(tensor, pipeline, tied, vocab_multiple):
-    layout = layout_for(tiny_shape(tied_embeddings=tied))
+def test_hf_to_shards_and_back_is_bit_exact(tensor, queries, groups, pipeline, tied, vocab_multiple, family):
+    heads = {"num_heads": queries, "num_kv_heads": groups}
+    layout = layout_for(tiny_shape(family, tied_embeddings=tied, **heads))
+    check_layout(layout.shape, tensor, pipeline)
     sd = random_state_dict(layout)
     places = grid(layout.shape, tensor, pipeline, vocab_multiple)
     shards = {p.rank: stage_values(layout, p, pipeline, sd) for p in places}
@@ -69,8 +74,9 @@ def test_tied_copy_on_the_last_stage_loads_the_embedding_but_is_not_a_source():
     assert owners == {"embedding.word_embeddings.weight"}
 
 
-def test_fused_norm_names_of_transformer_engine_map_to_the_same_tensors():
-    layout = layout_for(TINY)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_norm_names_of_transformer_engine_map_to_the_same_tensors(family):
+    layout = layout_for(tiny_shape(family))
     kw = {"tensor": 2, "tensor_rank": 1, "layer_offset": 2, "vocab_multiple": 1}
     for fused, plain in (
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -79,6 +85,45 @@ def test_fused_norm_names_of_transformer_engine_map_to_the_same_tensors():
         assert layout.pieces(f"decoder.layers.1.{fused}", **kw) == layout.pieces(
             f"decoder.layers.1.{plain}", **kw
         )
+
+
+@pytest.mark.parametrize(
+    ("family", "has"),
+    [
+        ("qwen3", {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}),
+        ("qwen2", {"self_attention.linear_qkv.bias"}),
+        ("llama", set()),
+    ],
+)
+def test_a_family_knows_its_own_parameters_and_no_others(family, has):
+    layout = layout_for(tiny_shape(family))
+    for name in (
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+        "self_attention.linear_qkv.bias",
+    ):
+        place = {"tensor": 1, "vocab_multiple": 1}
+        if name in has:
+            assert layout.local_shape(f"decoder.layers.0.{name}", **place)
+        else:
+            with pytest.raises(LayoutError, match=f"the {family} layout knows no such parameter"):
+                layout.local_shape(f"decoder.layers.0.{name}", **place)
+
+
+def test_layers_over_stages():
+    shape = tiny_shape(num_layers=11)
+    for pipeline in range(1, 12):
+        layers = shape.stage_layers(pipeline)
+        assert len(layers) == pipeline
+        assert sum(layers) == 11
+        assert max(layers) - min(layers) <= 1
+        assert layers[-1] == min(layers), "the last stage has the output layer to carry"
+    assert shape.stage_layers(4) == [3, 3, 3, 2]
+    assert shape.stage_layers(3) == [4, 4, 3]
+    assert tiny_shape(num_layers=4).stage_layers(3) == [1, 2, 1]
+    for pipeline in (0, 12):
+        with pytest.raises(ValueError, match=f"11 layers cannot fill {pipeline} stages"):
+            shape.stage_layers(pipeline)
 
 
 def test_replicas_are_not_sources_and_a_lost_stage_is_named():
@@ -140,11 +185,28 @@ def test_shard_grouping_keeps_order_and_bounds_size():
 @pytest.mark.parametrize(
     ("changes", "tensor", "pipeline", "says"),
     [
-        ({}, 8, 1, "4 key/value heads, fewer than tensor=8"),
+        (
+            {"num_heads": 12},
+            3,
+            1,
+            "3 neither divides the model's 4 key/value heads nor is a mult",
+        ),
+        (
+            {"num_heads": 16, "num_kv_heads": 1},
+            8,
+            1,
+            "tensor=8 does not divide the model's 108 query, key and value rows",
+        ),
         ({"num_kv_heads": 8, "num_heads": 8}, 3, 1, "does not divide the model's 8 attention heads"),
         ({"ffn_hidden_size": 41}, 2, 1, "41 feed-forward columns"),
-        ({}, 1, 3, "pipeline=3 does not divide the 4 layers; sizes that do: 1, 2, 4"),
-        ({}, 3, 3, r"(?s)attention heads.*key/value heads.*layers.*that fit this model: 1, 2, 4"),
+        ({}, 1, 5, "4 layers, fewer than pipeline=5: each stage needs one"),
+        ({}, 3, 5, r"attention heads.*key/value heads.*layers.*that fit this model: 1, 2, 4, 8"),
+        (
+            {"num_heads": 6, "num_kv_heads": 2},
+            4,
+            1,
+            r"tensor=4 does not divide the model's 6 attention heads \(.* that fit this model: 1, 2\)",
+        ),
     ],
 )
 def test_parallel_sizes_that_do_not_fit_are_all_listed(changes, tensor, pipeline, says):

@@ -6,16 +6,18 @@ Nothing here imports torch: the preflight asks these questions on a login node.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
-from rpg_megatron.bridge.layouts.qwen3 import Qwen3Layout
+from rpg_megatron.bridge.layouts.llama import llama_layout
+from rpg_megatron.bridge.layouts.parts import Shape
+from rpg_megatron.bridge.layouts.qwen2 import qwen2_layout
+from rpg_megatron.bridge.layouts.qwen3 import qwen3_layout
 from rpg_megatron.bridge.plan import Piece
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape
 
 __all__ = ["Layout", "check_layout", "layout_for"]
-
-Shape = tuple[int, ...]
 
 
 class Layout(Protocol):
@@ -30,7 +32,7 @@ class Layout(Protocol):
         ...
 
     def hf_tensors(self) -> dict[str, Shape]:
-        """Name and full shape of every tensor of the HF checkpoint, in checkpoint order."""
+        """Name and full shape of every tensor of the HF checkpoint, layer by layer."""
         ...
 
     def stage_params(
@@ -53,38 +55,52 @@ class Layout(Protocol):
         ...
 
 
+LAYOUTS: dict[str, Callable[[ModelShape], Layout]] = {
+    "llama": llama_layout,
+    "qwen2": qwen2_layout,
+    "qwen3": qwen3_layout,
+}
+"""Family, as ``read_model_shape`` finds it -> its table."""
+
+
 def layout_for(shape: ModelShape) -> Layout:
-    """The table for a model. Raises UserError if its family has none, or a variant of it is not covered."""
-    if shape.family != "qwen3":
-        raise UserError(f"model family {shape.family!r} has no layout; known: qwen3")
-    return Qwen3Layout(shape)
+    """The table for a model. Raises UserError if its family has none."""
+    if shape.family not in LAYOUTS:
+        raise UserError(f"model family {shape.family!r} has no layout; known: {', '.join(sorted(LAYOUTS))}")
+    return LAYOUTS[shape.family](shape)
 
 
 def check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
-    """Raise one UserError that lists every size which the parallel sizes do not divide."""
+    """Raise one UserError that lists every size which the tensor or pipeline parallel size does not fit.
+
+    Layers need not divide evenly over the stages: see ``ModelShape.stage_layers``.
+    """
     problems: list[str] = []
     if tensor < 1 or pipeline < 1:
         raise UserError(f"parallel sizes start at 1, got tensor={tensor}, pipeline={pipeline}")
-    if shape.num_kv_heads < tensor:
-        problems.append(
-            f"the model has {shape.num_kv_heads} key/value heads, fewer than tensor={tensor}: "
-            "splitting one head over ranks is not supported"
-        )
-    for count, what in (
-        (shape.num_heads, "attention heads"),
-        (shape.num_kv_heads, "key/value heads"),
-        (shape.ffn_hidden_size, "feed-forward columns"),
-    ):
-        if count % tensor and count >= tensor:
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    for count, what in ((heads, "attention heads"), (shape.ffn_hidden_size, "feed-forward columns")):
+        if count % tensor:
             problems.append(f"tensor={tensor} does not divide the model's {count} {what}")
-    if shape.num_heads % shape.num_kv_heads:
-        problems.append(f"{shape.num_heads} attention heads do not form {shape.num_kv_heads} equal groups")
-    if shape.num_layers % pipeline:
-        fits = ", ".join(str(n) for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0)
+    if groups % tensor and tensor % groups:
         problems.append(
-            f"pipeline={pipeline} does not divide the {shape.num_layers} layers; sizes that do: {fits}"
+            f"tensor={tensor} neither divides the model's {groups} key/value heads nor is a multiple of them"
+        )
+    rows = (heads + 2 * groups) * shape.head_dim
+    if rows % tensor:
+        problems.append(f"tensor={tensor} does not divide the model's {rows} query, key and value rows")
+    if heads % groups:
+        problems.append(f"{heads} attention heads do not form {groups} equal groups")
+    if shape.num_layers < pipeline:
+        problems.append(
+            f"the model has {shape.num_layers} layers, fewer than pipeline={pipeline}: each stage needs one"
         )
     if problems:
-        usable = math.gcd(shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size)
-        sizes = ", ".join(str(n) for n in range(1, usable + 1) if usable % n == 0)
+        most = math.gcd(heads, shape.ffn_hidden_size)
+        fits = [
+            n
+            for n in range(1, most + 1)
+            if most % n == rows % n == 0 and (groups % n == 0 or n % groups == 0)
+        ]
+        sizes = ", ".join(map(str, fits))
         raise UserError("; ".join(problems) + f" (tensor parallel sizes that fit this model: {sizes})")

@@ -1,0 +1,127 @@
+"""What is read from a config.json, and that a model we would compute wrongly is refused at once.
+
+Why: rope scaling, a sliding window or a bias that goes unnoticed gives plausible log-probs that are wrong,
+and nothing downstream can tell. Not covered: that the families are computed right (tests/distributed).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.config import UserError, read_model_shape
+from rpg_megatron.config.model_shape import Llama3Rope
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 53,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "rope_theta": 5e5,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+
+
+def read(folder: Path, raw: dict[str, object]):
+    (folder / "config.json").write_text(json.dumps(raw))
+    return read_model_shape(folder)
+
+
+def test_what_differs_between_families(tmp_path: Path) -> None:
+    found = [
+        (s.family, s.qkv_bias, s.qk_norm, s.head_dim, s.rope_scaling)
+        for s in (read(tmp_path, raw) for raw in (LLAMA, QWEN2, QWEN3, {**QWEN3, "head_dim": 16}))
+    ]
+    assert found == [
+        ("llama", False, False, 8, None),
+        ("qwen2", True, False, 8, None),
+        ("qwen3", False, True, 128, None),
+        ("qwen3", False, True, 16, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_scaling": SCALING},
+        {"rope_scaling": {**SCALING, "rope_type": None, "type": "llama3"}},
+        {"rope_parameters": {**SCALING, "rope_theta": 5e5}, "rope_theta": None},
+        {
+            "rope_scaling": {**SCALING, "original_max_position_embeddings": 1},
+            "original_max_position_embeddings": 512,
+        },
+        {
+            "rope_scaling": {**SCALING, "original_max_position_embeddings": None},
+            "max_position_embeddings": 512,
+        },
+    ],
+)
+def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[str, object]) -> None:
+    shape = read(tmp_path, LLAMA | spelling)
+    assert shape.rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 512)
+    assert shape.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (LLAMA | {"attention_bias": True}, "attention_bias=true is not supported for llama"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias=true is not supported for qwen3"),
+        (
+            LLAMA | {"mlp_bias": True, "hidden_act": "gelu"},
+            "mlp_bias=true .*; hidden_act='gelu' .* known: silu",
+        ),
+        (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' .* for llama; known: default, llama3"),
+        (QWEN2 | {"rope_scaling": SCALING}, "rope type 'llama3' is not supported for qwen2; known: default"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+        (
+            LLAMA | {"rope_scaling": {**SCALING, "high_freq_factor": 1.0}},
+            "low_freq_factor < high_freq_factor",
+        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "the key 'factor' is missing"),
+        (
+            QWEN2 | {"use_sliding_window": True, "max_window_layers": 3},
+            "1 of 4 layers have sliding_attention; only full attention",
+        ),
+        (
+            QWEN3 | {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "2 of 4 layers have sliding_attention",
+        ),
+        (
+            LLAMA | {"architectures": ["MistralForCausalLM"]},
+            "MistralForCausalLM has no layout; known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
+    ],
+)
+def test_variants_that_are_not_covered_are_refused(tmp_path: Path, raw: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read(tmp_path, raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        QWEN2,
+        QWEN2 | {"attention_bias": True},  # transformers does not look at it
+        QWEN2 | {"use_sliding_window": True, "sliding_window": None},
+        QWEN2 | {"use_sliding_window": True},  # from layer 28 on, and there are 4
+        QWEN2 | {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 4},
+    ],
+)
+def test_a_window_that_no_layer_uses_is_no_obstacle(tmp_path: Path, raw: dict[str, object]) -> None:
+    assert read(tmp_path, raw).family == "qwen2"
