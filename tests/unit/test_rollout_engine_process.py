@@ -115,7 +115,7 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    environment = engine_environment(settings, tmp_path, "secret")
+    environment = engine_environment(settings, 0, tmp_path, "secret")
     assert environment["RPG_ENGINE_TOKEN"] == "secret"
     assert environment["RPG_BRIDGE_DIR"] == str(tmp_path)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
@@ -127,11 +127,31 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     more = settings.model_copy(
         update={"engine": settings.engine.model_copy(update={"replicas": 2, "tensor": 2})}
     )
-    assert engine_environment(more, tmp_path, "secret")["OMP_NUM_THREADS"] == "3"
+    assert engine_environment(more, 0, tmp_path, "secret")["OMP_NUM_THREADS"] == "3"
     fixed = settings.model_copy(update={"engine": settings.engine.model_copy(update={"cpu_threads": 5})})
-    assert engine_environment(fixed, tmp_path, "secret")["OMP_NUM_THREADS"] == "5"
-    gpu = engine_environment(settings.model_copy(update={"device": "cuda"}), tmp_path, "secret")
+    assert engine_environment(fixed, 0, tmp_path, "secret")["OMP_NUM_THREADS"] == "5"
+    gpu = engine_environment(settings.model_copy(update={"device": "cuda"}), 0, tmp_path, "secret")
     assert gpu["OMP_NUM_THREADS"] == "64"
+
+
+def test_engines_have_the_gpus_behind_the_ranks(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings.model_copy(
+        update={
+            "device": "cuda",
+            "parallel": settings.parallel.model_copy(update={"tensor": 2}),
+            "engine": settings.engine.model_copy(update={"replicas": 2, "tensor": 2}),
+        }
+    )
+
+    def gpus(index: int) -> str:
+        return engine_environment(settings, index, tmp_path, "secret")["CUDA_VISIBLE_DEVICES"]
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [gpus(0), gpus(1)] == ["2,3", "4,5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, 6,5,4,3,2")
+    assert [gpus(0), gpus(1)] == ["5,4", "3,2"]
 
 
 def test_context_is_capped_by_the_model(config_file: Path) -> None:
