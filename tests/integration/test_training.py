@@ -274,3 +274,22 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
             logits = model(whole[None, :-1]).logits[0, len(prompt) - 1 :]
         wanted = torch.log_softmax(logits, -1).gather(1, whole[len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(sample.logprobs, wanted.numpy(), atol=1e-4)
+
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not at {GSM8K}")
+def test_real_problems_take_the_same_path(tmp_path: Path) -> None:
+    """The tiny model fails them all; nothing else may fail."""
+    config = QUICKSTART.parent / "gsm8k_smoke.yaml"
+    command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(config)]
+    command += [f"data.path={GSM8K}", f"runs={tmp_path}", "name=gsm8k"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=environment(""), check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "gsm8k-001" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert all(r["mismatch/logp_max"] <= 1e-3 for r in rows[1:])
+    assert (tmp_path / "gsm8k-001" / "hf" / "step_000002" / "model.safetensors").exists()
