@@ -26,12 +26,11 @@ def load_hf_weights(
     *,
     tensor: int,
     tensor_rank: int,
-    layer_offset: int,
     vocab_multiple: int,
 ) -> int:
     """Fill parameters in place from a checkpoint; returns the bytes read from its files.
 
-    params: (name, tensor) as from ``GPTModel.named_parameters()``, any device and floating-point dtype;
+    params: (name, tensor) as from ``Policy.named_parameters()``, any device and floating-point dtype;
     values are cast. Vocabulary padding rows become zero. Not a collective: every rank reads its slices by
     itself, and nobody holds more than one slice at a time next to its parameters.
     Raises UserError if the checkpoint does not fit the model (see ``verify_hf_checkpoint``) or cannot be
@@ -52,7 +51,6 @@ def load_hf_weights(
                 name,
                 tensor=tensor,
                 tensor_rank=tensor_rank,
-                layer_offset=layer_offset,
                 vocab_multiple=vocab_multiple,
             )
             if sum(p.local.numel for p in pieces) == param.numel():
@@ -63,7 +61,7 @@ def load_hf_weights(
                 if piece.hf_name not in stored:
                     raise LayoutError(
                         f"{name} maps to {piece.hf_name}, which the model does not have; "
-                        f"is the layer offset {layer_offset} right?"
+                        "are the layers numbered through the whole model?"
                     )
                 source = stored[piece.hf_name]
                 if source.file not in handles:

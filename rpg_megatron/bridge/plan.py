@@ -109,8 +109,6 @@ class Placement:
     """Tensor-parallel size."""
     tensor_rank: int
     pipeline_rank: int
-    layer_offset: int
-    """Global index of this stage's first transformer layer."""
     data_rank: int
     context_rank: int
     vocab_multiple: int
@@ -174,7 +172,6 @@ def local_pieces(layout: Layout, placement: Placement, param: str, shape: Sequen
         param,
         tensor=p.tensor,
         tensor_rank=p.tensor_rank,
-        layer_offset=p.layer_offset,
         vocab_multiple=p.vocab_multiple,
     )
 
@@ -198,7 +195,7 @@ def assign_sources(layout: Layout, holdings: Iterable[Holding]) -> dict[str, lis
                 if piece.hf_name not in sources:
                     raise LayoutError(
                         f"rank {holding.placement.rank}: {param} maps to {piece.hf_name}, which the model "
-                        f"does not have; is the layer offset {holding.placement.layer_offset} right?"
+                        "does not have; are the layers numbered through the whole model?"
                     )
                 sources[piece.hf_name].setdefault(piece.hf, Source(holding.placement.rank, param, piece))
     for name, shape in layout.hf_tensors().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from rpg_megatron.config import ModelShape, Settings
@@ -25,6 +25,8 @@ TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
 """(logp [n], the rest of what is known of these n response tokens) -> loss of each."""
 Aggregator = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(loss of each token [n], sequences [n]) -> (sum, count) that add up over micro-batches and ranks."""
+
+_LOCAL_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 
 _MEANS = (
     "abs_loss",
@@ -80,7 +82,6 @@ class Policy:
         """
         self.mesh, self.device, self.settings = mesh, device, settings
         config = transformer_config(shape, settings.parallel, settings.precision)
-        self.layer_offset = get_transformer_layer_offset(config)
         self._module = build_model(shape, config, settings.model, mesh).to(device)
         load(self)
         self._model = wrap_data_parallel(self._module, settings.optimizer)
@@ -90,8 +91,10 @@ class Policy:
         self._align = mesh.tensor if settings.parallel.sequence else 1
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters under Megatron's names; layer numbers count from this stage's first."""
-        return self._module.named_parameters()
+        """This rank's parameters under Megatron's names, layers numbered through the whole model."""
+        first = self._module.decoder.layers[0].layer_number - 1 if len(self._module.decoder.layers) else 0
+        for name, parameter in self._module.named_parameters():
+            yield _LOCAL_LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + first}", name), parameter
 
     def pack(self, trajectories: Sequence[Trajectory]) -> Pack:
         """A micro-batch on this rank's device."""

@@ -82,7 +82,6 @@ class Run:
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,
             pipeline_rank=mesh.pipeline_rank,
-            layer_offset=self.policy.layer_offset,
             data_rank=mesh.data_rank,
             context_rank=0,
             vocab_multiple=settings.model.vocab_multiple,
@@ -110,7 +109,6 @@ class Run:
             self._layout,
             tensor=self.mesh.tensor,
             tensor_rank=self.mesh.tensor_rank,
-            layer_offset=policy.layer_offset,
             vocab_multiple=self.settings.model.vocab_multiple,
         )
 

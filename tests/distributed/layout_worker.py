@@ -47,7 +47,6 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
             layout,
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,
-            layer_offset=policy.layer_offset,
             vocab_multiple=settings.model.vocab_multiple,
         )
 
@@ -97,7 +96,6 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         tensor=mesh.tensor,
         tensor_rank=mesh.tensor_rank,
         pipeline_rank=mesh.pipeline_rank,
-        layer_offset=policy.layer_offset,
         data_rank=mesh.data_rank,
         context_rank=0,
         vocab_multiple=settings.model.vocab_multiple,
@@ -106,14 +104,14 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         export_hf(folder / what / name, settings.model.path, params, layout, placement, dtype=torch.float32)
     everyone: list = [None] * mesh.world
     dist.all_gather_object(everyone, scored if mesh.reports else {})
-    offsets: list = [None] * mesh.world
-    dist.all_gather_object(offsets, policy.layer_offset)
+    names: list = [None] * mesh.world
+    dist.all_gather_object(names, [name for name, _ in policy.named_parameters()])
     mpu.destroy_model_parallel()
     return {
         "scored": {k: v for part in everyone for k, v in part.items()},
         "after": after,
         "anchored": anchored,
-        "layer_offsets": sorted(set(offsets)),
+        "names": names,
         "update": {
             "grad_norm": update.grad_norm,
             "tokens": update.tokens,

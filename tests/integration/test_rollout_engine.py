@@ -204,12 +204,10 @@ def published(bridge: Path, model: Path) -> Iterator[Manifest]:
     """A checkpoint's weights as one trainer rank would publish them."""
     layout = layout_for(read_model_shape(model))
     cut = {"tensor": 1, "vocab_multiple": 1}
-    shapes = layout.stage_params(layers=layout.shape.num_layers, first=True, last=True, **cut)
+    shapes = layout.stage_params(layers=range(layout.shape.num_layers), first=True, last=True, **cut)
     params = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_hf_weights(model, params.items(), layout, tensor_rank=0, layer_offset=0, **cut)
-    ranks = dict.fromkeys(
-        ("rank", "tensor_rank", "pipeline_rank", "layer_offset", "data_rank", "context_rank"), 0
-    )
+    load_hf_weights(model, params.items(), layout, tensor_rank=0, **cut)
+    ranks = dict.fromkeys(("rank", "tensor_rank", "pipeline_rank", "data_rank", "context_rank"), 0)
     placement = Placement(**ranks, **cut)
     publisher = SharedMemoryPublisher(bridge, placement, params, layout, torch.float32)
     try:

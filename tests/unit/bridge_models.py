@@ -6,7 +6,6 @@ converters do. It shares no arithmetic with ``rpg_megatron.bridge``, so agreemen
 
 import json
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from safetensors.torch import save_file
@@ -51,7 +50,7 @@ def random_state_dict(layout: Layout, dtype=torch.float32, seed=0) -> dict[str, 
     return {n: torch.randn(s, generator=g).to(dtype) for n, s in layout.hf_tensors().items()}
 
 
-def megatron_value(name, sd, shape, *, tensor, tensor_rank, layer_offset, vocab_multiple):
+def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple):
     """The value of one local Megatron parameter, from a full HF state dict."""
 
     def rows(w):
@@ -71,7 +70,7 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, layer_offset, vocab_
     if name == "decoder.final_layernorm.weight":
         return sd["model.norm.weight"]
     _, _, index, rest = name.split(".", 3)
-    p = f"model.layers.{int(index) + layer_offset}."
+    p = f"model.layers.{index}."
     if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
         parts = [sd[f"{p}self_attn.{x}_proj.{rest.rpartition('.')[2]}"] for x in "qkv"]
         groups = torch.cat([w.unflatten(0, (shape.num_kv_heads, -1)) for w in parts], 1)
@@ -89,15 +88,12 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, layer_offset, vocab_
 
 
 def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1) -> list[Placement]:
-    layers = shape.stage_layers(pipeline)
-    offsets = list(accumulate(layers, initial=0))
     return [
         Placement(
             rank=p * tensor + t,
             tensor=tensor,
             tensor_rank=t,
             pipeline_rank=p,
-            layer_offset=offsets[p],
             data_rank=0,
             context_rank=0,
             vocab_multiple=vocab_multiple,
@@ -108,8 +104,10 @@ def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1)
 
 
 def stage_shapes(layout: Layout, place: Placement, pipeline: int) -> dict[str, tuple[int, ...]]:
+    counts = layout.shape.stage_layers(pipeline)
+    first = sum(counts[: place.pipeline_rank])
     return layout.stage_params(
-        layers=layout.shape.stage_layers(pipeline)[place.pipeline_rank],
+        layers=range(first, first + counts[place.pipeline_rank]),
         first=place.pipeline_rank == 0,
         last=place.pipeline_rank == pipeline - 1,
         tensor=place.tensor,
@@ -125,7 +123,6 @@ def stage_values(layout: Layout, place: Placement, pipeline: int, sd) -> dict[st
             layout.shape,
             tensor=place.tensor,
             tensor_rank=place.tensor_rank,
-            layer_offset=place.layer_offset,
             vocab_multiple=place.vocab_multiple,
         ).clone()
         for name in stage_shapes(layout, place, pipeline)

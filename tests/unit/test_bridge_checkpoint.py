@@ -42,7 +42,6 @@ def load(folder, layout, place, pipeline, dtype=torch.float32):
         layout,
         tensor=place.tensor,
         tensor_rank=place.tensor_rank,
-        layer_offset=place.layer_offset,
         vocab_multiple=place.vocab_multiple,
     )
     return params, read
@@ -145,15 +144,12 @@ def test_missing_files_are_named(tmp_path):
 def test_a_model_built_with_other_sizes_is_refused(tmp_path):
     layout = layout_for(TINY)
     write_checkpoint(tmp_path, TINY, random_state_dict(layout))
-    kw = {"tensor": 1, "tensor_rank": 0, "layer_offset": 0, "vocab_multiple": 1}
+    kw = {"tensor": 1, "tensor_rank": 0, "vocab_multiple": 1}
     with pytest.raises(LayoutError, match=r"decoder\.final_layernorm\.weight has shape \(25,\)"):
         load_hf_weights(tmp_path, [("decoder.final_layernorm.weight", torch.zeros(25))], layout, **kw)
-    with pytest.raises(LayoutError, match="layer offset 9"):
+    with pytest.raises(LayoutError, match="numbered through the whole model"):
         load_hf_weights(
-            tmp_path,
-            [("decoder.layers.0.input_layernorm.weight", torch.zeros(24))],
-            layout,
-            **{**kw, "layer_offset": 9},
+            tmp_path, [("decoder.layers.9.input_layernorm.weight", torch.zeros(24))], layout, **kw
         )
 
 

@@ -51,7 +51,6 @@ def test_hf_to_shards_and_back_is_bit_exact(tensor, queries, groups, pipeline, t
                 name,
                 tensor=tensor,
                 tensor_rank=place.tensor_rank,
-                layer_offset=place.layer_offset,
                 vocab_multiple=vocab_multiple,
             ):
                 built[piece.local.slices()] = sd[piece.hf_name][piece.hf.slices()]
@@ -77,7 +76,7 @@ def test_tied_copy_on_the_last_stage_loads_the_embedding_but_is_not_a_source():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_norm_names_of_transformer_engine_map_to_the_same_tensors(family):
     layout = layout_for(tiny_shape(family))
-    kw = {"tensor": 2, "tensor_rank": 1, "layer_offset": 2, "vocab_multiple": 1}
+    kw = {"tensor": 2, "tensor_rank": 1, "vocab_multiple": 1}
     for fused, plain in (
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -150,8 +149,9 @@ def test_wrong_shape_wrong_name_and_wrong_offset_name_rank_and_parameter():
         assign_sources(layout, [Holding(place, tuple(wrong.items()))])
     with pytest.raises(LayoutError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
         assign_sources(layout, [Holding(place, (("decoder.layers.0.mlp.router.weight", (1,)),))])
-    with pytest.raises(LayoutError, match="layer offset 2"):
-        assign_sources(layout, [Holding(replace(place, layer_offset=2), tuple(shapes.items()))])
+    beyond = {**shapes, "decoder.layers.4.input_layernorm.weight": (24,)}
+    with pytest.raises(LayoutError, match="numbered through the whole model"):
+        assign_sources(layout, [Holding(place, tuple(beyond.items()))])
 
 
 def test_cover_check_finds_gaps_overlaps_and_overhang():

@@ -6,7 +6,7 @@ Nothing here imports torch: the preflight asks these questions on a login node.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from rpg_megatron.bridge.layouts.llama import llama_layout
@@ -23,7 +23,8 @@ __all__ = ["Layout", "check_layout", "layout_for"]
 class Layout(Protocol):
     """The table of one model: which HF tensors it has, and how one rank's parameters are cut from them.
 
-    Parameter names are those of ``GPTModel.named_parameters()``, local layer indices included.
+    Parameter names are those of ``GPTModel.named_parameters()``, but layers are numbered through the whole
+    model and not from the first of a pipeline stage: a name says which parameter it is, wherever it lies.
     """
 
     @property
@@ -36,18 +37,19 @@ class Layout(Protocol):
         ...
 
     def stage_params(
-        self, *, layers: int, first: bool, last: bool, tensor: int, vocab_multiple: int
+        self, *, layers: Iterable[int], first: bool, last: bool, tensor: int, vocab_multiple: int
     ) -> dict[str, Shape]:
-        """Names and local shapes of a pipeline stage's parameters (Megatron's local layer spec)."""
+        """Names and local shapes of the parameters of some layers and, where said, of the model's ends.
+
+        With Megatron's local layer spec.
+        """
         ...
 
     def local_shape(self, param_name: str, *, tensor: int, vocab_multiple: int) -> Shape:
         """Shape of one parameter on one rank. LayoutError if the name is unknown."""
         ...
 
-    def pieces(
-        self, param_name: str, *, tensor: int, tensor_rank: int, layer_offset: int, vocab_multiple: int
-    ) -> list[Piece]:
+    def pieces(self, param_name: str, *, tensor: int, tensor_rank: int, vocab_multiple: int) -> list[Piece]:
         """The parts of one local parameter and where they lie in HF tensors; padding rows have none.
 
         LayoutError if the name is unknown.

@@ -11,7 +11,7 @@ A family file adds the parameters that only its layers have. Outside the layers:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rpg_megatron.bridge.layouts.parts import Columns, GateUp, Part, Qkv, Shape, Whole, band, same
@@ -58,11 +58,11 @@ class DenseLayout:
         return out
 
     def stage_params(
-        self, *, layers: int, first: bool, last: bool, tensor: int, vocab_multiple: int
+        self, *, layers: Iterable[int], first: bool, last: bool, tensor: int, vocab_multiple: int
     ) -> dict[str, Shape]:
-        """Names and local shapes of a pipeline stage's parameters (Megatron's local layer spec)."""
+        """See ``Layout``."""
         names = ["embedding.word_embeddings.weight"] if first else []
-        names += [f"decoder.layers.{i}.{rest}" for i in range(layers) for rest in self.layer]
+        names += [f"decoder.layers.{i}.{rest}" for i in layers for rest in self.layer]
         if last:
             names.append("decoder.final_layernorm.weight")
             # With one stage, a tied output layer reads the embedding's parameter and has none of its own.
@@ -79,9 +79,7 @@ class DenseLayout:
             return (s.hidden_size,)
         return self._part(param_name)[1].local_shape(s, tensor)
 
-    def pieces(
-        self, param_name: str, *, tensor: int, tensor_rank: int, layer_offset: int, vocab_multiple: int
-    ) -> list[Piece]:
+    def pieces(self, param_name: str, *, tensor: int, tensor_rank: int, vocab_multiple: int) -> list[Piece]:
         """The parts of one local parameter and where they lie in HF tensors; padding rows have none."""
         s = self.shape
         if param_name == "decoder.final_layernorm.weight":
@@ -94,10 +92,10 @@ class DenseLayout:
             name = "lm_head.weight" if own_head else "model.embed_tokens.weight"
             return [band(name, first, 0, (rows, s.hidden_size))] if rows > 0 else []
         index, part = self._part(param_name)
-        return part.pieces(s, f"model.layers.{index + layer_offset}.", tensor, tensor_rank)
+        return part.pieces(s, f"model.layers.{index}.", tensor, tensor_rank)
 
     def _part(self, param_name: str) -> tuple[int, Part]:
-        """Local index of the layer, and the part that the parameter is."""
+        """Index of the layer, and the part that the parameter is."""
         match = _LAYER.fullmatch(param_name)
         part = match and self.layer.get(FUSED.get(match[2], match[2]))
         if not match or part is None:
