@@ -1,7 +1,7 @@
-"""What a publication says of itself: which file holds which box of which HF tensor. No torch.
+"""What a publication says of itself: which trainer rank holds which box of which HF tensor. No torch.
 
-The manifest is a JSON file next to the weight files. It names them without a folder, so that a reader
-decides for itself where it looks.
+It travels as JSON: in a file next to the weight files where memory is shared, in the trainers' key-value
+store where it is not. It names files without a folder, so that a reader decides for itself where it looks.
 """
 
 from __future__ import annotations
@@ -19,33 +19,40 @@ HEADER_BYTES = 64
 """Start of each weight file; its first 8 bytes are the generation, as a native signed integer."""
 
 WRITING = -1
-"""Generation word of a file that is being overwritten."""
+"""Generation word of a file whose weights are not, or no longer, to be read."""
 
 CHECKSUM_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
-class PublishedFile:
-    """One trainer rank's weight file."""
+class Shard:
+    """One trainer rank's part of a publication."""
 
-    name: str
-    size: int
-    """In bytes, header included."""
     rank: int
-    """Trainer rank that writes it."""
+    """Trainer rank that holds it."""
+    size: int
+    """In bytes; of a file, header included."""
+    name: str = ""
+    """Of the file, where there is one."""
+    handles: tuple[str, ...] = ()
+    """CUDA IPC handles of the rank's parameters, where they are read on their GPU."""
+
+    def __str__(self) -> str:
+        """For messages: whose it is, and which file."""
+        return f"{self.name} of trainer rank {self.rank}" if self.name else f"trainer rank {self.rank}"
 
 
 @dataclass(frozen=True)
 class PublishedBox:
     """One box of an HF tensor inside one shard."""
 
-    file: int
-    """Index into ``Manifest.files``."""
+    shard: int
+    """Index into ``Manifest.shards``."""
     offset: int
-    """Byte at which the whole shard (not the box) begins in the file."""
-    shard_shape: tuple[int, ...]
+    """Where the parameter is that holds the box: byte in the file, or index of the handle."""
+    param_shape: tuple[int, ...]
     local: Box
-    """The box within the shard."""
+    """The box within the parameter."""
     hf: Box
     """The box within the HF tensor."""
     checksum: int
@@ -69,61 +76,67 @@ class PublishedTensor:
 class Manifest:
     """One generation of published weights."""
 
-    path: Path
+    transport: str
+    """``shared_memory``, ``cuda_ipc`` or ``process_group``."""
+    place: dict[str, Any]
+    """What a reader needs to find it; see the transport."""
     generation: int
-    files: tuple[PublishedFile, ...]
+    shards: tuple[Shard, ...]
     tensors: dict[str, PublishedTensor]
 
-    def write(self) -> None:
-        """Write the file and rename it into place: readers see the old one or the new one, never half."""
+    def to_json(self) -> str:
+        """For ``read_manifest``; ``place`` is not in it, since who reads it has found it."""
         tensors = {
             name: {
                 "dtype": t.dtype,
                 "shape": t.shape,
-                "checksum": t.checksum,
                 "boxes": [
-                    {
-                        "file": b.file,
-                        "offset": b.offset,
-                        "shard_shape": b.shard_shape,
-                        "local_start": b.local.start,
-                        "hf_start": b.hf.start,
-                        "extent": b.hf.extent,
-                        "checksum": b.checksum,
-                    }
+                    [b.shard, b.offset, b.param_shape, b.local.start, b.hf.start, b.hf.extent, b.checksum]
                     for b in t.boxes
                 ],
             }
             for name, t in self.tensors.items()
         }
-        files = [{"name": f.name, "size": f.size, "rank": f.rank} for f in self.files]
-        text = json.dumps({"generation": self.generation, "files": files, "tensors": tensors})
-        write_private(self.path, text)
+        shards = [{"rank": s.rank, "size": s.size, "name": s.name, "handles": s.handles} for s in self.shards]
+        whole = {
+            "transport": self.transport,
+            "generation": self.generation,
+            "shards": shards,
+            "tensors": tensors,
+        }
+        return json.dumps(whole)
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read a manifest. Raises OSError if it is missing, ValueError if it is not a manifest."""
-    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
+    """The manifest that ``to_json`` wrote. Raises ValueError if it is none."""
     try:
-        files = tuple(PublishedFile(str(f["name"]), int(f["size"]), int(f["rank"])) for f in raw["files"])
+        raw: dict[str, Any] = json.loads(text)
+        shards = tuple(
+            Shard(int(s["rank"]), int(s["size"]), str(s["name"]), tuple(s["handles"])) for s in raw["shards"]
+        )
         tensors = {
             name: PublishedTensor(str(t["dtype"]), tuple(t["shape"]), tuple(map(_box, t["boxes"])))
             for name, t in raw["tensors"].items()
         }
-        return Manifest(path, int(raw["generation"]), files, tensors)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path}: not a manifest of published weights ({type(e).__name__}: {e})") from None
+        return Manifest(str(raw["transport"]), place, int(raw["generation"]), shards, tensors)
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise ValueError(f"not a manifest of published weights ({type(e).__name__}: {e})") from None
 
 
-def _box(raw: dict[str, Any]) -> PublishedBox:
-    extent = tuple(raw["extent"])
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file. Raises OSError if it is missing, ValueError if it is none."""
+    return parse_manifest(path.read_text(encoding="utf-8"), {"manifest": str(path)})
+
+
+def _box(raw: list[Any]) -> PublishedBox:
+    shard, offset, shape, local, hf, extent, total = raw
     return PublishedBox(
-        int(raw["file"]),
-        int(raw["offset"]),
-        tuple(raw["shard_shape"]),
-        Box(tuple(raw["local_start"]), extent),
-        Box(tuple(raw["hf_start"]), extent),
-        int(raw["checksum"]),
+        int(shard),
+        int(offset),
+        tuple(shape),
+        Box(tuple(local), tuple(extent)),
+        Box(tuple(hf), tuple(extent)),
+        int(total),
     )
 
 

@@ -1,4 +1,4 @@
-"""Engine side of the live bridge: read-only views of published shards.
+"""Engine side of the live bridge where memory is shared: read-only views of published shards.
 
 Files are mapped, not read: a slice costs what its bytes cost. A map is kept between syncs as long as the
 file is the same inode, because mapping anew pays the page faults of the whole model again.
@@ -10,20 +10,80 @@ import mmap
 import os
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from rpg_megatron.bridge.checksum import MODULUS, checksum
-from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, PublishedFile, read_manifest
+from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, Shard, parse_manifest
 from rpg_megatron.bridge.plan import Box, check_cover
+
+Sums = dict[str, tuple[int, int]]
+"""What a worker read of each HF tensor: checksum and bytes."""
 
 
 class ShardError(Exception):
     """A publication cannot be read: wrong generation, owner or place, or files that do not fit it."""
+
+
+class Reader(Protocol):
+    """How an engine worker gets at published weights; one implementation for each transport."""
+
+    manifest: Manifest | None
+    """Of the open publication."""
+
+    def open(self, place: dict[str, Any], generation: int) -> Manifest:
+        """Find a publication. Raises ShardError if it is not there or holds another generation."""
+        ...
+
+    def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
+        """Make sure that all of ``wanted`` can be read; returns what was summed, if it was read already.
+
+        Raises ShardError. Nothing of the model is touched.
+        """
+        ...
+
+    def begin(self) -> None:
+        """Start to read what was checked, once, in the same order. Raises ShardError."""
+        ...
+
+    def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
+        """The parts of a box of an HF tensor, as (values, their box in the HF tensor).
+
+        They cover it exactly. Values may be gone when the next part is asked for; do not write to them.
+        """
+        ...
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A full HF tensor, as a copy of its own."""
+        ...
+
+    def end(self) -> Sums:
+        """Confirm that what was read since ``begin`` is the generation; returns what was summed only now.
+
+        Raises ShardError.
+        """
+        ...
+
+    def release(self) -> None:
+        """An update stopped half way: forget it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Element type of a published tensor by its name in the manifest. Raises ShardError if it is unknown."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ShardError(f"unknown element type {name}")
+    return found
 
 
 @dataclass
@@ -43,22 +103,23 @@ class ShardReader:
         self._maps: dict[Path, _Mapped] = {}
         self._files: list[torch.Tensor] = []
 
-    def open(self, path: Path, generation: int) -> Manifest:
+    def open(self, place: dict[str, Any], generation: int) -> Manifest:
         """Map the files of a manifest, after checking place, owner and generation.
 
         Raises ShardError with the reason; views of an earlier publication stay valid.
         """
         self.manifest, self._files = None, []
+        path = Path(str(place.get("manifest", "")))
         real = path.resolve()
         if not real.is_relative_to(self.root):
             raise ShardError(f"{path}: lies outside {self.root}, the engine's RPG_BRIDGE_DIR")
         try:
-            manifest = read_manifest(real)
+            manifest = parse_manifest(real.read_text(encoding="utf-8"), place)
         except (OSError, ValueError) as e:
-            raise ShardError(f"{path}: cannot be read as a manifest ({e})") from None
+            raise ShardError(f"{path}: cannot be read as a manifest: {e}") from None
         if manifest.generation != generation:
             raise ShardError(f"{path}: holds generation {manifest.generation}, asked for {generation}")
-        self._files = [self._map(real.parent, f) for f in manifest.files]
+        self._files = [self._map(real.parent, f) for f in manifest.shards]
         for name, tensor in manifest.tensors.items():
             check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
         self.manifest = manifest
@@ -68,20 +129,37 @@ class ShardReader:
     def check_generation(self) -> None:
         """Raise ShardError unless every file holds the manifest's generation: before and after reading."""
         manifest = self._opened()
-        for info, memory in zip(manifest.files, self._files, strict=True):
+        for info, memory in zip(manifest.shards, self._files, strict=True):
             word = int(memory[:8].view(torch.int64))
             if word != manifest.generation:
-                state = "is being written" if word < 0 else f"holds generation {word}"
+                state = "is not to be read now" if word < 0 else f"holds generation {word}"
                 raise ShardError(
                     f"{info.name} (trainer rank {info.rank}) {state}, asked for {manifest.generation}"
                 )
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Element type of a published tensor."""
-        found = getattr(torch, self._opened().tensors[name].dtype)
-        if not isinstance(found, torch.dtype):
-            raise ShardError(f"{name}: unknown element type {self._opened().tensors[name].dtype}")
-        return found
+    def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
+        """Sum exactly what will be read."""
+        sums: Sums = {}
+        for name, box in wanted:
+            total, nbytes = sums.get(name, (0, 0))
+            for part, where in self.cut(name, box):
+                total = (total + checksum(part, where.start)) % MODULUS
+                nbytes += part.nbytes
+            sums[name] = (total, nbytes)
+        self.check_generation()
+        return sums
+
+    def begin(self) -> None:
+        """Make sure that it still is what was checked."""
+        self.check_generation()
+
+    def end(self) -> Sums:
+        """Make sure that it was so to the end; all was summed before."""
+        self.check_generation()
+        return {}
+
+    def release(self) -> None:
+        """Nothing is under way."""
 
     def cut(self, name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
         """The parts of a box of an HF tensor: (read-only view into a shard, its box in the HF tensor).
@@ -96,16 +174,16 @@ class ShardReader:
     def whole(self, name: str) -> torch.Tensor:
         """A full HF tensor, as a copy of its own."""
         tensor = self._opened().tensors[name]
-        out = torch.empty(tensor.shape, dtype=self.dtype(name))
+        out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
         for part, box in self.cut(name, Box.whole(tensor.shape)):
             out[box.slices()].copy_(part)
         return out
 
-    def damaged_files(self, name: str) -> list[PublishedFile]:
-        """Files whose present bytes of a tensor do not have the published checksum."""
+    def damaged(self, name: str) -> list[Shard]:
+        """Shards whose present bytes of a tensor do not have the published checksum."""
         manifest = self._opened()
         return [
-            manifest.files[box.file]
+            manifest.shards[box.shard]
             for box in manifest.tensors[name].boxes
             if checksum(self._view(name, box, box.hf), box.hf.start) % MODULUS != box.checksum
         ]
@@ -122,16 +200,16 @@ class ShardReader:
         return self.manifest
 
     def _view(self, name: str, box: PublishedBox, part: Box) -> torch.Tensor:
-        dtype = self.dtype(name)
-        nbytes = dtype.itemsize * Box.whole(box.shard_shape).numel
-        memory = self._files[box.file][box.offset : box.offset + nbytes]
+        dtype = torch_dtype(self._opened().tensors[name].dtype)
+        nbytes = dtype.itemsize * Box.whole(box.param_shape).numel
+        memory = self._files[box.shard][box.offset : box.offset + nbytes]
         if memory.numel() != nbytes:
-            raise ShardError(f"{name}: its shard reaches past the end of file {box.file}")
-        shard = memory.view(dtype).view(box.shard_shape)
+            raise ShardError(f"{name}: its box reaches past the end of {self._opened().shards[box.shard]}")
+        shard = memory.view(dtype).view(box.param_shape)
         start = tuple(a + b for a, b in zip(box.local.start, part.offset_in(box.hf), strict=True))
         return shard[Box(start, part.extent).slices()]
 
-    def _map(self, folder: Path, info: PublishedFile) -> torch.Tensor:
+    def _map(self, folder: Path, info: Shard) -> torch.Tensor:
         if info.name != os.path.basename(info.name) or info.size < HEADER_BYTES:
             raise ShardError(f"manifest names an impossible file {info.name!r} of {info.size} bytes")
         path = folder / info.name

@@ -1,9 +1,10 @@
 """Controller side of the live bridge: take one engine from the weights it serves to a published generation.
 
-    pause -> start -> check -> compare checksums -> apply -> finish -> reset the prefix cache -> resume
+    pause -> start -> check -> apply -> finish -> reset the prefix cache -> resume
 
-A failure up to the comparison leaves the engine serving its old weights. A failure after it means that the
-engine may hold a mixture: it stays paused and must be restarted.
+Checksums are compared after *check* where memory is shared, and after *apply* where weights are sent. A
+failure up to *check* leaves the engine serving its old weights. A later one means that the engine may hold a
+mixture: it stays paused and must be restarted.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.bridge.manifest import CHECKSUM_MODULUS, Manifest
+from rpg_megatron.bridge.stream import ITEM_BYTES
 
 Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 """``await post(path, json body or None, timeout in seconds)`` -> (HTTP status, text)."""
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class SyncError(Exception):
@@ -50,6 +50,9 @@ class SyncReport:
     mode: str = ""
     """``slices``, or ``whole`` if some worker had to load whole tensors."""
     bytes_per_worker: tuple[int, ...] = ()
+    """Bytes that each worker brought into its model."""
+    bytes_checked: tuple[int, ...] = ()
+    """Bytes that each worker read, beforehand, to check them; 0 where they are checked as they come."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase: pause, start, check, apply, finish, resume."""
     workers: tuple[dict[str, Any], ...] = ()
@@ -75,7 +78,12 @@ async def sync_engine(
     session = uuid.uuid4().hex
     report = SyncReport(generation)
     call = _Caller(post, timeout)
-    info = {"manifest": str(manifest.path), "generation": generation, "session": session}
+    info = {
+        "transport": manifest.transport,
+        "place": manifest.place,
+        "generation": generation,
+        "session": session,
+    }
 
     try:
         with _clock(report, "pause"):
@@ -91,11 +99,10 @@ async def sync_engine(
     with _clock(report, "check"):
         try:
             await call("/update_weights", {"update_info": {**info, "phase": "check"}})
+            checked = await _acks(call, session, "check", engine_tensor)
+            problem = _failures(checked) or await _verdict(manifest, checked)
         except _CallFailed as e:
             problem = str(e)
-        acks = _take_acks(manifest.path.parent, session, "check", engine_tensor)
-        if problem is None:
-            problem = await _verdict(manifest, generation, acks)
     if problem is not None:
         try:
             await call("/collective_rpc", {"method": "rpg_abort"})
@@ -107,9 +114,11 @@ async def sync_engine(
     try:
         with _clock(report, "apply"):
             await call("/update_weights", {"update_info": {**info, "phase": "apply"}})
-            done = _take_acks(manifest.path.parent, session, "apply", engine_tensor)
-            if failed := _failures(done):
-                raise _CallFailed(failed)
+            done = await _acks(call, session, "apply", engine_tensor)
+            if wrong := _failures(done) or await _verdict(manifest, done):
+                raise _CallFailed(wrong)
+            if not any(a["sums"] for a in (*checked, *done)):
+                raise _CallFailed("no worker says what it read")
         with _clock(report, "finish"):
             await call("/finish_weight_update")
         with _clock(report, "resume"):
@@ -120,7 +129,8 @@ async def sync_engine(
     except _CallFailed as e:
         raise ApplyFailed(f"generation {generation}: {e}; restart the engine") from None
     report.mode = "whole" if any(a["mode"] == "whole" for a in done) else "slices"
-    report.bytes_per_worker = tuple(int(a["bytes"]) for a in acks)
+    report.bytes_per_worker = tuple(int(a["bytes"]) for a in done)
+    report.bytes_checked = tuple(int(a["bytes"]) for a in checked)
     report.workers = tuple({k: v for k, v in a.items() if k != "sums"} for a in done)
     return report
 
@@ -178,46 +188,52 @@ class _clock:
         self.report.seconds[self.phase] = time.perf_counter() - self.began
 
 
-def _take_acks(folder: Path, session: str, phase: str, workers: int) -> list[dict[str, Any]]:
-    """Each worker's answer, in rank order; the files are removed. A missing answer becomes a failed one."""
-    acks = []
-    for rank in range(workers):
-        file = folder / f"ack-{session}-{phase}-{rank}.json"
-        try:
-            acks.append(json.loads(file.read_text(encoding="utf-8")))
-            file.unlink()
-        except (OSError, ValueError) as e:
-            acks.append({"rank": rank, "ok": False, "error": f"no acknowledgement ({type(e).__name__})"})
-    return acks
+async def _acks(call: _Caller, session: str, phase: str, workers: int) -> list[dict[str, Any]]:
+    """Each worker's answer to a phase, in rank order. A missing one becomes a failed one.
+
+    A call of its own, for the route that starts a phase passes no answers on.
+    """
+    text = await call("/collective_rpc", {"method": "rpg_ack"})
+    try:
+        given = {int(a["rank"]): a for a in json.loads(text)["results"]}
+    except (ValueError, KeyError, TypeError) as e:
+        raise _CallFailed(f"the workers' answers cannot be read ({type(e).__name__}: {e})") from None
+    missing = {"ok": False, "error": f"did not run {phase}"}
+    return [
+        ack if (ack.get("session"), ack.get("phase")) == (session, phase) else {"rank": rank, **missing}
+        for rank, ack in ((r, given.get(r, {})) for r in range(workers))
+    ]
 
 
 def _failures(acks: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"worker rank {a['rank']}: {a.get('error')}" for a in acks if not a.get("ok"))
 
 
-async def _verdict(manifest: Manifest, generation: int, acks: Sequence[dict[str, Any]]) -> str | None:
-    """Why these weights must not be applied, or None."""
-    if failed := _failures(acks):
-        return failed
+async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | None:
+    """Why what the workers read is not what was published; None if it is, or if they read nothing yet."""
+    if not any(a["sums"] for a in acks):
+        return None
     wrong = compare_checksums(manifest, acks)
     if not wrong:
         return None
     named = []
     for name, why in list(wrong.items())[:5]:
-        files = await asyncio.to_thread(_damaged_files, manifest, generation, name)
-        named.append(f"{name}: {why}{files}")
+        named.append(f"{name}: {why}{await asyncio.to_thread(_blame, manifest, name)}")
     more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
     return "; ".join(named) + more
 
 
-def _damaged_files(manifest: Manifest, generation: int, name: str) -> str:
-    """Say which trainer's file is damaged, by reading the tensor once more here."""
+def _blame(manifest: Manifest, name: str) -> str:
+    """Say whose part of a tensor is damaged: by reading it once more here, where memory is shared."""
+    if manifest.transport != "shared_memory":
+        ranks = sorted({manifest.shards[b.shard].rank for b in manifest.tensors[name].boxes})
+        return f" (sent by trainer ranks {', '.join(map(str, ranks))})"
     from rpg_megatron.bridge.reader import ShardError, ShardReader
 
-    reader = ShardReader(manifest.path.parent)
+    reader = ShardReader(Path(manifest.place["manifest"]).parent)
     try:
-        reader.open(manifest.path, generation)
-        files = sorted({f"{f.name} of trainer rank {f.rank}" for f in reader.damaged_files(name)})
+        reader.open(manifest.place, manifest.generation)
+        files = sorted(map(str, reader.damaged(name)))
     except ShardError as e:
         return f" ({e})"
     finally:

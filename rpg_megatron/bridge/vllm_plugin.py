@@ -11,7 +11,7 @@ and, in its environment, RPG_BRIDGE_DIR (the only folder that manifests are take
 
 Two rules shape this file. A worker must never raise: at tensor parallel size two and more, vLLM leaves the
 other workers' replies queued when one raises, and every later answer is one call late for good. So each
-worker answers by a JSON file next to the manifest. And between *start* and *apply* nothing of the model is
+worker keeps its answer until it is asked for it. And between *start* and *apply* nothing of the model is
 touched, so a failed check needs no repair.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -35,9 +34,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
-from rpg_megatron.bridge.checksum import MODULUS, checksum
-from rpg_megatron.bridge.manifest import write_private
-from rpg_megatron.bridge.reader import ShardReader
+from rpg_megatron.bridge.group_reader import GroupReader
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.reader import Reader, ShardError, ShardReader
 from rpg_megatron.bridge.vllm_plugin_model import ModelPlan, load_published, record_plan, restore_layers
 
 BACKEND = "rpg_pull"
@@ -56,7 +55,9 @@ class PullInit(WeightTransferInitInfo):
 class PullUpdate(WeightTransferUpdateInfo):
     """One phase of one sync."""
 
-    manifest: str
+    transport: str
+    place: dict[str, Any]
+    """Where the publication is found; see ``Manifest``."""
     generation: int
     phase: str
     """``check`` or ``apply``."""
@@ -75,9 +76,10 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         folder = os.environ.get(DIR_VARIABLE)
         if not folder:
             raise RuntimeError(f"{DIR_VARIABLE} is not set: it names the folder that weights are pulled from")
-        self.reader = ShardReader(Path(folder))
+        self._folder = Path(folder)
+        self._readers: dict[str, Reader] = {}
         self.generation: int | None = None
-        self.stats: dict[str, Any] = {}
+        self.ack: dict[str, Any] = {}
         self._plan: ModelPlan | None = None
         self._checked: tuple[str, int] | None = None
 
@@ -89,9 +91,9 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         self._checked = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Run one phase and acknowledge it in a file. Never raises (see the module's docstring)."""
+        """Run one phase and note the outcome in ``ack``. Never raises (see the module's docstring)."""
         began = time.perf_counter()
-        ack: dict[str, Any] = {"rank": self.parallel_config.rank, "pid": os.getpid(), "ok": False}
+        self.ack = ack = {"rank": self.parallel_config.rank, "pid": os.getpid(), "ok": False, "sums": {}}
         try:
             ack.update({k: update_info.get(k) for k in ("session", "generation", "phase")})
             self.receive_weights(self.parse_update_info(update_info), ack)
@@ -101,8 +103,6 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             logger.exception("Weight update failed: %s", update_info)
             self.abort()
         ack["seconds"] = time.perf_counter() - began
-        self.stats = {**ack, "sums": None}
-        self._acknowledge(update_info, ack)
 
     def receive_weights(self, update_info: PullUpdate, ack: dict[str, Any] | None = None) -> None:
         """One phase; may raise, unlike ``update_weights``. ``ack`` is filled with what was done."""
@@ -110,22 +110,23 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         session = (update_info.session, update_info.generation)
         if update_info.phase == "check":
             self._checked = None
-            self.reader.open(Path(update_info.manifest), update_info.generation)
-            plan = self._current_plan()
-            ack["sums"] = self._sum_slices(plan)
+            reader = self._reader(update_info.transport)
+            plan = self._current_plan(reader.open(update_info.place, update_info.generation))
+            ack["sums"] = reader.check(plan.boxes())
             ack["bytes"] = sum(n for _, n in ack["sums"].values())
-            self.reader.check_generation()
             self._checked = session
         elif update_info.phase == "apply":
             if self._checked != session:
                 raise RuntimeError(f"session {session} was not checked (last check: {self._checked})")
             self._checked = None
-            self.reader.check_generation()
+            reader, plan = self._reader(update_info.transport), self._plan
+            assert plan is not None
+            reader.begin()
             # From here on a failure leaves a mixture, whose generation is nobody's.
             self.generation = None
-            plan = self._current_plan()
-            load_published(self.model, self.model_config, self.device, plan, self.reader)
-            self.reader.check_generation()
+            load_published(self.model, self.model_config, self.device, plan, reader)
+            ack["sums"] = reader.end()
+            ack["bytes"] = plan.nbytes
             self.generation = update_info.generation
         else:
             raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")
@@ -143,56 +144,41 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         """Give every module its own tensors back, whatever state an update stopped in. Never raises."""
         self._checked = None
         try:
+            for reader in self._readers.values():
+                reader.release()
             restore_layers(self.model)
         except BaseException:
             logger.exception("Could not restore the model; the engine must be restarted")
             self.generation = None
 
     def shutdown(self) -> None:
-        """Unmap the shards."""
-        self.reader.close()
+        """Let go of the trainers' weights."""
+        for reader in self._readers.values():
+            reader.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
         """Not used: trainers publish, they do not send."""
         raise NotImplementedError("rpg_pull: trainers publish with rpg_megatron.bridge.publish")
 
-    def _current_plan(self) -> ModelPlan:
-        manifest = self.reader.manifest
-        assert manifest is not None
+    def _reader(self, transport: str) -> Reader:
+        """The transport's reader, made at its first use. Raises ShardError if the name is unknown."""
+        if transport not in self._readers:
+            if transport == "shared_memory":
+                self._readers[transport] = ShardReader(self._folder)
+            elif transport == "process_group":
+                self._readers[transport] = GroupReader(self.device)
+            else:
+                raise ShardError(f"this engine knows no transport {transport!r}")
+        return self._readers[transport]
+
+    def _current_plan(self, manifest: Manifest) -> ModelPlan:
         signature = tuple((n, t.dtype, t.shape) for n, t in manifest.tensors.items())
         if self._plan is None or self._plan.signature != signature:
             self._plan = record_plan(self.model, self.device, signature)
             if self._plan.reason:
                 logger.warning("Loading whole tensors: %s", self._plan.reason)
         return self._plan
-
-    def _sum_slices(self, plan: ModelPlan) -> dict[str, tuple[int, int]]:
-        """Checksum and bytes, by tensor, of exactly what *apply* will read."""
-        sums: dict[str, tuple[int, int]] = {}
-        for name, box in plan.boxes():
-            total, nbytes = sums.get(name, (0, 0))
-            for part, where in self.reader.cut(name, box):
-                total = (total + checksum(part, where.start)) % MODULUS
-                nbytes += part.nbytes
-            sums[name] = (total, nbytes)
-        return sums
-
-    def _acknowledge(self, update_info: dict[str, Any], ack: dict[str, Any]) -> None:
-        try:
-            folder = Path(str(update_info.get("manifest", ""))).resolve().parent
-            if not folder.is_relative_to(self.reader.root):
-                folder = self.reader.root
-            write_private(folder / ack_name(update_info, ack["rank"]), json.dumps(ack))
-        except BaseException:
-            logger.exception("Could not acknowledge; the controller will take this worker for failed")
-
-
-def ack_name(update_info: dict[str, Any], rank: int) -> str:
-    """File name of a worker's answer; what cannot be in a name becomes an underscore."""
-    parts = (str(update_info.get(k, "")) for k in ("session", "phase"))
-    clean = ("".join(c if c.isalnum() else "_" for c in p)[:64] for p in parts)
-    return f"ack-{'-'.join(clean)}-{rank}.json"
 
 
 class WorkerExtension:
@@ -208,9 +194,9 @@ class WorkerExtension:
         self._weight_update_active = False
         return {"rank": engine.parallel_config.rank, "generation": engine.generation}
 
-    def rpg_stats(self) -> dict[str, Any]:
-        """What the last phase did."""
-        return self.weight_transfer_engine.stats
+    def rpg_ack(self) -> dict[str, Any]:
+        """What the last phase did, and whether it went well."""
+        return self.weight_transfer_engine.ack
 
     def rpg_generation(self) -> dict[str, Any]:
         """Generation of the weights being served; None before the first sync and after a failed *apply*."""

@@ -38,7 +38,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from rpg_megatron.bridge.plan import Box
-from rpg_megatron.bridge.reader import ShardError, ShardReader
+from rpg_megatron.bridge.reader import Reader, ShardError
 from rpg_megatron.bridge.recording import Fill, LoadRecorder, NotRecordable, SliceCopy
 
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -73,6 +73,12 @@ class ModelPlan:
         if self.layers is None:
             return [(name, Box.whole(shape)) for name, _, shape in self.signature]
         return [(copy.hf_name, copy.box) for plan in self.layers for _, copy in plan.copies]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a sync brings into the model."""
+        item = {name: getattr(torch, dtype).itemsize for name, dtype, _ in self.signature}
+        return sum(item[name] * box.numel for name, box in self.boxes())
 
 
 def record_plan(model: torch.nn.Module, device: torch.device, signature: Signature) -> ModelPlan:
@@ -120,7 +126,7 @@ def record_plan(model: torch.nn.Module, device: torch.device, signature: Signatu
 
 @torch.no_grad()
 def load_published(
-    model: torch.nn.Module, model_config: Any, device: torch.device, plan: ModelPlan, reader: ShardReader
+    model: torch.nn.Module, model_config: Any, device: torch.device, plan: ModelPlan, reader: Reader
 ) -> None:
     """Put the open publication's weights into the model. A failure leaves it half loaded."""
     with torch.device(device):
@@ -255,7 +261,7 @@ def _reloading(layer: torch.nn.Module) -> Iterator[None]:
     info.reset()
 
 
-def _copy_slices(plan: LayerPlan, reader: ShardReader) -> None:
+def _copy_slices(plan: LayerPlan, reader: Reader) -> None:
     for name, fill in plan.fills:
         fill.target.on(getattr(plan.layer, name).data).fill_(fill.value)
     for name, copy in plan.copies:
@@ -265,7 +271,7 @@ def _copy_slices(plan: LayerPlan, reader: ShardReader) -> None:
             target[position.slices()].copy_(part, non_blocking=True)
 
 
-def _load_whole(model: torch.nn.Module, model_config: Any, reader: ShardReader) -> None:
+def _load_whole(model: torch.nn.Module, model_config: Any, reader: Reader) -> None:
     """Let the model's loaders cut full tensors: copies, since padded layers read theirs only in finalize."""
     assert reader.manifest is not None
     initialize_layerwise_reload(model)

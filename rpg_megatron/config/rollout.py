@@ -98,6 +98,21 @@ class EngineSettings(Section):
     """Further vLLM server arguments, passed on unchanged."""
 
 
+class BridgeSettings(Section):
+    """How weights get from the trainers into the engines."""
+
+    transport: Literal["shared_memory", "process_group"] = "shared_memory"
+    """shared_memory: engines on the trainers' node read their memory. process_group: trainers send, over gloo
+    on a CPU and NCCL on GPUs, to engines wherever they are.
+    """
+    address: str = "127.0.0.1"
+    """process_group: host name or IP of this node under which engines reach the trainers."""
+    timeout: float = Field(120.0, gt=0)
+    """process_group: seconds that one message may take before the other end counts as dead."""
+    bucket_mib: int = Field(256, ge=1)
+    """process_group: memory for messages under way at each engine worker, in MiB."""
+
+
 class ExportSettings(Section):
     """The Hugging Face checkpoint written at the end."""
 

@@ -25,6 +25,7 @@ from rpg_megatron.config.objective import (
 )
 from rpg_megatron.config.policy import ModelSettings, OptimizerSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.config.rollout import (
+    BridgeSettings,
     DataSettings,
     EngineSettings,
     EvaluationSettings,
@@ -79,6 +80,8 @@ class Settings(Section):
     """Held-out evaluation; null for none."""
     guards: GuardSettings = GuardSettings()
     """Checks that stop a run."""
+    bridge: BridgeSettings = BridgeSettings()
+    """From the trainers' weights to the engines'."""
     export: ExportSettings = ExportSettings()
     """The final Hugging Face checkpoint."""
 
@@ -105,6 +108,10 @@ class Settings(Section):
             yield "aggregation.constant has no effect unless aggregation.type is constant"
         if kind == "gspo" and self.aggregation.type != "sequence_mean":
             yield "objective.type gspo gives each sequence one loss; set aggregation.type to sequence_mean"
+        if self.bridge.transport != "process_group":
+            for key, field in BridgeSettings.model_fields.items():
+                if getattr(self.bridge, key) != field.default:
+                    yield f"bridge.{key} has no effect unless bridge.transport is process_group"
         correction = self.correction
         unused = CorrectionSettings.model_fields["low"].default
         if correction is not None and correction.type == "truncate" and correction.low != unused:

@@ -24,7 +24,7 @@ from rpg_megatron.bridge.hf_export import export_hf
 from rpg_megatron.bridge.hf_import import load_hf_weights
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.bridge.publish import SharedMemoryPublisher
+from rpg_megatron.bridge.publish import open_publisher, published
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.trajectory import Trajectory
@@ -86,12 +86,14 @@ class Run:
             context_rank=0,
             vocab_multiple=settings.model.vocab_multiple,
         )
-        self._publisher = SharedMemoryPublisher(
+        self._publisher = open_publisher(
+            settings.bridge,
             bridge,
             self._placement,
             dict(self.policy.named_parameters()),
             self._layout,
             DTYPES[settings.precision.dtype],
+            adopt=not settings.optimizer.distributed,  # the distributed one keeps views of the parameters
         )
         held = settings.anchor.type != "old"
         self._anchor = (
@@ -127,13 +129,14 @@ class Run:
         if self.mesh.rank == 0:
             self.events.phase("sync", 0, self.settings.engine.replicas)
         start = time.monotonic()
-        manifest = self._publisher.publish(version)
-        if self.mesh.rank:
+        reports = []
+        with published(self._publisher, version) as manifest:
+            if manifest is not None:  # rank 0
+                reports = self._sampler.sync(manifest, version)
+            # The weights must stay as they are until every engine has them.
             dist.barrier()
+        if self.mesh.rank:
             return {}
-        reports = self._sampler.sync(manifest, version)
-        # The shards must stay as they are until every engine has them.
-        dist.barrier()
         return {
             "sync/seconds": time.monotonic() - start,
             "sync/bytes": float(sum(sum(r.bytes_per_worker) for r in reports)),

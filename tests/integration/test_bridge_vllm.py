@@ -38,7 +38,7 @@ from rpg_megatron.bridge.hf_import import verify_hf_checkpoint
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.manifest import read_manifest
 from rpg_megatron.bridge.plan import Box, Piece, Placement
-from rpg_megatron.bridge.publish import SharedMemoryPublisher
+from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
 from rpg_megatron.bridge.sync import ApplyFailed, CheckFailed, sync_engine
 from rpg_megatron.config.model_shape import read_model_shape
 
@@ -266,9 +266,12 @@ class Engine:
         return torch.tensor([x[str(t)]["logprob"] for t, x in zip(PROMPT[1:], found, strict=True)])
 
     def generations(self):
-        status, text = self.call("POST", "/collective_rpc", {"method": "rpg_generation"})
+        return [r["generation"] for r in self.rpc("rpg_generation")]
+
+    def rpc(self, method):
+        status, text = self.call("POST", "/collective_rpc", {"method": method})
         assert status == 200, text
-        return [r["generation"] for r in json.loads(text)["results"]]
+        return json.loads(text)["results"]
 
     def sync(self, generation, manifest=None):
         manifest = manifest or read_manifest(self.bridge / "manifest.json")
@@ -381,7 +384,6 @@ def check_two_syncs(rig, mode):
     workers = rig.engine.tensor
     expected = total + norms * (workers - 1) if mode == "slices" else total * workers
     assert sum(report.bytes_per_worker) == expected, "each worker reads its slices and no more"
-    assert list(rig.engine.bridge.glob("ack-*")) == []
 
 
 def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
@@ -391,7 +393,7 @@ def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
     name = "model.layers.1.mlp.down_proj.weight"
     manifest = read_manifest(rig.engine.bridge / "manifest.json")
     box = manifest.tensors[name].boxes[1]
-    with (rig.engine.bridge / manifest.files[box.file].name).open("r+b") as f:
+    with (rig.engine.bridge / manifest.shards[box.shard].name).open("r+b") as f:
         f.seek(box.offset + 333)
         byte = f.read(1)[0]
         f.seek(-1, 1)
@@ -412,13 +414,8 @@ def test_stale_generations_and_foreign_folders_are_refused(rig, tmp_path):
         rig.engine.sync(21)
     shutil.copytree(rig.engine.bridge, tmp_path / "copy")
     manifest = read_manifest(tmp_path / "copy" / "manifest.json")
-    with pytest.raises(CheckFailed, match="no acknowledgement"):
+    with pytest.raises(CheckFailed, match="lies outside"):
         rig.engine.sync(20, manifest)
-    answers = [json.loads(f.read_text()) for f in rig.engine.bridge.glob("ack-*")]
-    assert answers
-    assert all("lies outside" in a["error"] for a in answers)
-    for f in rig.engine.bridge.glob("ack-*"):
-        f.unlink()
     assert rig.error(6) < TOLERANCE
 
 
@@ -449,20 +446,19 @@ def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovere
     rig.trainers.publish(seed=7, generation=30)
     rig.engine.sync(30)
     rig.trainers.publish(seed=8, generation=31)
-    info = {"manifest": str(rig.engine.bridge / "manifest.json"), "generation": 31, "session": "by-hand"}
-    for path, body in (
-        ("/pause?mode=keep", None),
-        ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {**info, "phase": "apply"}}),
-        ("/update_weights", {"update_info": {**info, "phase": "check", "surplus": 1}}),
+    place = read_manifest(rig.engine.bridge / "manifest.json").place
+    info = {"transport": "shared_memory", "place": place, "generation": 31, "session": "by-hand"}
+    for path in ("/pause?mode=keep", "/start_weight_update"):
+        assert rig.engine.call("POST", path)[0] == 200
+    for change, says in (
+        ({"phase": "apply"}, "was not checked"),
+        ({"phase": "check", "surplus": 1}, "surplus"),
+        ({"phase": "check", "transport": "pigeon"}, "knows no transport 'pigeon'"),
     ):
-        assert rig.engine.call("POST", path, body)[0] == 200, "a worker must never raise"
-    (answer, *_) = [json.loads(f.read_text()) for f in rig.engine.bridge.glob("ack-*-apply-*")]
-    assert "was not checked" in answer["error"]
-    (answer, *_) = [json.loads(f.read_text()) for f in rig.engine.bridge.glob("ack-*-check-*")]
-    assert "surplus" in answer["error"]
-    for f in rig.engine.bridge.glob("ack-*"):
-        f.unlink()
+        body = {"update_info": {**info, **change}}
+        assert rig.engine.call("POST", "/update_weights", body)[0] == 200, "a worker must never raise"
+        for answer in rig.engine.rpc("rpg_ack"):
+            assert says in answer["error"]
     # The controller ends here, with the session open and the engine paused; the next one finds it so.
     report = rig.engine.sync(31)
     assert rig.error(8) < TOLERANCE
@@ -498,7 +494,7 @@ def test_a_failing_apply_is_not_resumed(rig):
         return await rig.engine.post(path, body, timeout)
 
     manifest = read_manifest(rig.engine.bridge / "manifest.json")
-    with pytest.raises(ApplyFailed, match=r"shard-00001\.bin \(trainer rank 1\) is being written"):
+    with pytest.raises(ApplyFailed, match=r"shard-00001\.bin \(trainer rank 1\) is not to be read now"):
         asyncio.run(sync_engine(post, manifest, generation=40, engine_tensor=rig.engine.tensor, timeout=60))
     assert json.loads(rig.engine.call("GET", "/is_paused")[1])["is_paused"] is True
 
@@ -541,7 +537,7 @@ def test_other_ways_into_the_engine(stand_in, mode):
     for rig in start_rig(tied=True, tensor=1, stand_in=stand_in):
         check_two_syncs(rig, mode)
         test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig)
-        stats = json.loads(rig.engine.call("POST", "/collective_rpc", {"method": "rpg_stats"})[1])["results"]
+        stats = rig.engine.rpc("rpg_ack")
         if mode == "slices":
             assert stats[0]["layers_processed"] == 0
         else:
@@ -557,7 +553,7 @@ def test_a_module_that_shares_the_embedding_is_repacked_too():
         make_tied_llama(work / "model")
         engine = Engine(work / "model", work, tensor=1)
         params = state_dict(work / "model", 1)
-        place = Placement(0, 1, 0, 0, 0, 0, 0, 1)
+        place = Placement(0, 1, 0, 0, 0, 0, 1)
         publisher = SharedMemoryPublisher(engine.bridge, place, params, AsStored(params), torch.float32)
         engine.wait()
         for generation in (1, 2):

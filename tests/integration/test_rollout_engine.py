@@ -30,7 +30,7 @@ from rpg_megatron.bridge.hf_import import load_hf_weights
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.bridge.publish import SharedMemoryPublisher
+from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.channel import SOCKET, SamplerClient

@@ -17,8 +17,8 @@ from rpg_megatron.bridge.checksum import MODULUS, checksum
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.manifest import read_manifest
 from rpg_megatron.bridge.plan import Box
-from rpg_megatron.bridge.publish import SharedMemoryPublisher
 from rpg_megatron.bridge.reader import ShardError, ShardReader
+from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config.errors import UserError
 
 
@@ -42,7 +42,7 @@ def test_reader_returns_every_tensor_and_any_box_of_it(folder):
     manifest = pub.publish(3)
     assert manifest == read_manifest(folder / "manifest.json")
     reader = ShardReader(folder)
-    reader.open(manifest.path, 3)
+    reader.open(manifest.place, 3)
     for name, want in sd.items():
         assert torch.equal(reader.whole(name), want)
         assert manifest.tensors[name].checksum == checksum(want, (0,) * want.dim())
@@ -60,19 +60,19 @@ def test_reader_returns_every_tensor_and_any_box_of_it(folder):
 def test_publishing_again_reuses_the_file_and_the_readers_map(folder):
     pub, params, sd = publisher(folder, dtype=torch.bfloat16)
     reader = ShardReader(folder)
-    reader.open(pub.publish(1).path, 1)
+    reader.open(pub.publish(1).place, 1)
     before = reader._files[0]
     with torch.no_grad():
         params["decoder.final_layernorm.weight"].add_(1)
     manifest = pub.publish(2)
     with pytest.raises(ShardError, match="holds generation 2, asked for 1"):
         reader.check_generation()
-    reader.open(manifest.path, 2)
+    reader.open(manifest.place, 2)
     assert reader._files[0] is before
     assert torch.equal(reader.whole("model.norm.weight"), (sd["model.norm.weight"] + 1).bfloat16())
     # A new trainer replaces the file; the old map must not be taken for it.
     pub2, _, sd2 = publisher(folder, sd=random_state_dict(layout_for(TINY), seed=9))
-    reader.open(pub2.publish(5).path, 5)
+    reader.open(pub2.publish(5).place, 5)
     assert reader._files[0] is not before
     assert torch.equal(reader.whole("lm_head.weight"), sd2["lm_head.weight"])
 
@@ -80,51 +80,51 @@ def test_publishing_again_reuses_the_file_and_the_readers_map(folder):
 def test_reader_refuses_what_is_stale_foreign_or_misplaced(folder, tmp_path):
     pub, _, _ = publisher(folder)
     manifest = pub.publish(1)
-    shard = folder / manifest.files[0].name
+    shard = folder / manifest.shards[0].name
     reader = ShardReader(folder)
     with pytest.raises(ShardError, match="holds generation 1, asked for 2"):
-        reader.open(manifest.path, 2)
+        reader.open(manifest.place, 2)
     pub._word.fill_(-1)
-    with pytest.raises(ShardError, match=r"shard-00000\.bin \(trainer rank 0\) is being written"):
-        reader.open(manifest.path, 1)
+    with pytest.raises(ShardError, match=r"shard-00000\.bin \(trainer rank 0\) is not to be read now"):
+        reader.open(manifest.place, 1)
     pub._word.fill_(1)
     with pytest.raises(ShardError, match="outside"):
-        ShardReader(tmp_path / "elsewhere").open(manifest.path, 1)
+        ShardReader(tmp_path / "elsewhere").open(manifest.place, 1)
     (folder / "link.json").symlink_to(tmp_path / "outside.json")
     with pytest.raises(ShardError, match="outside"):
-        reader.open(folder / "link.json", 1)
+        reader.open({"manifest": str(folder / "link.json")}, 1)
     shard.chmod(0o644)
     with pytest.raises(ShardError, match="not a private file"):
-        reader.open(manifest.path, 1)
+        reader.open(manifest.place, 1)
     shard.chmod(0o600)
-    raw = json.loads(manifest.path.read_text())
-    (folder / "other.json").write_text(json.dumps({**raw, "files": [{**raw["files"][0], "name": "../x"}]}))
+    raw = json.loads((folder / "manifest.json").read_text())
+    (folder / "other.json").write_text(json.dumps({**raw, "shards": [{**raw["shards"][0], "name": "../x"}]}))
     with pytest.raises(ShardError, match="impossible file"):
-        reader.open(folder / "other.json", 1)
+        reader.open({"manifest": str(folder / "other.json")}, 1)
     (folder / "other.json").write_text('{"generation": 1}')
     with pytest.raises(ShardError, match="not a manifest"):
-        reader.open(folder / "other.json", 1)
-    os.truncate(shard, manifest.files[0].size - 64)
+        reader.open({"manifest": str(folder / "other.json")}, 1)
+    os.truncate(shard, manifest.shards[0].size - 64)
     with pytest.raises(ShardError, match="bytes, its manifest says"):
-        reader.open(manifest.path, 1)
+        reader.open(manifest.place, 1)
     target = tmp_path / "moved.bin"
     shard.rename(target)
     shard.symlink_to(target)
     with pytest.raises(ShardError, match="cannot be opened"):
-        reader.open(manifest.path, 1)
+        reader.open(manifest.place, 1)
 
 
 def test_damage_is_traced_to_the_file(folder):
     pub, _, _ = publisher(folder)
     manifest = pub.publish(1)
     reader = ShardReader(folder)
-    reader.open(manifest.path, 1)
+    reader.open(manifest.place, 1)
     name = "model.layers.2.mlp.down_proj.weight"
-    assert reader.damaged_files(name) == []
+    assert reader.damaged(name) == []
     shard = pub._shards["decoder.layers.2.mlp.linear_fc2.weight"]
     shard.view(torch.int32)[3, 7] ^= 1
-    assert [f.rank for f in reader.damaged_files(name)] == [0]
-    assert reader.damaged_files("model.layers.2.mlp.up_proj.weight") == []
+    assert [f.rank for f in reader.damaged(name)] == [0]
+    assert reader.damaged("model.layers.2.mlp.up_proj.weight") == []
 
 
 def test_folder_must_be_private_and_memory_must_suffice(tmp_path, folder, monkeypatch):
@@ -164,14 +164,14 @@ def test_two_ranks_publish_one_model(tmp_path):
     mp.spawn(_publish_rank, (tmp_path, True), nprocs=2)
     layout = layout_for(tiny_shape(tied_embeddings=True))
     manifest = read_manifest(tmp_path / "bridge" / "manifest.json")
-    assert [f.rank for f in manifest.files] == [0, 1]
+    assert [s.rank for s in manifest.shards] == [0, 1]
     sd = random_state_dict(layout)
     assert list(manifest.tensors) == list(sd)
     for name, tensor in manifest.tensors.items():
         assert tensor.checksum % MODULUS == checksum(sd[name].bfloat16(), (0,) * sd[name].dim())
     # Both ranks hold the norms; they are published once.
     assert len(manifest.tensors["model.norm.weight"].boxes) == 1
-    assert manifest.files[1].size < manifest.files[0].size
+    assert manifest.shards[1].size < manifest.shards[0].size
     reader = ShardReader(tmp_path / "bridge")
     with pytest.raises(ShardError, match="asked for 7"):
-        reader.open(manifest.path, 7)
+        reader.open(manifest.place, 7)

@@ -6,6 +6,7 @@ can be made at will. Not covered: vLLM itself (tests/integration).
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from bridge_models import TINY, grid, random_state_dict, stage_values
 from rpg_megatron.bridge.checksum import MODULUS, checksum
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.plan import Box
-from rpg_megatron.bridge.publish import SharedMemoryPublisher
 from rpg_megatron.bridge.reader import ShardError, ShardReader
+from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
 from rpg_megatron.bridge.sync import ApplyFailed, CheckFailed, EngineLost, compare_checksums, sync_engine
 
 
@@ -24,7 +25,7 @@ class StandInEngine:
 
     def __init__(self, folder, fail=None, status=None, skip=()):
         self.folder, self.fail, self.status, self.skip = folder, fail, status or {}, skip
-        self.calls = []
+        self.calls, self.acks = [], {}
 
     async def post(self, path, body, timeout):
         self.calls.append(path if body is None or "method" not in body else body["method"])
@@ -33,22 +34,24 @@ class StandInEngine:
         if path == "/update_weights":
             for rank in range(2):
                 self.work(rank, body["update_info"])
+        if self.calls[-1] == "rpg_ack":
+            return 200, json.dumps({"results": list(self.acks.values())})
         return 200, '{"success": true}'
 
     def work(self, rank, info):
         ack = {"rank": rank, "ok": True, "mode": "slices", "bytes": 0, "sums": {}}
+        ack.update(session=info["session"], phase=info["phase"])
         if self.fail == (info["phase"], rank):
             ack.update(ok=False, error="out of memory")
         elif info["phase"] == "check":
             reader = ShardReader(self.folder)
             try:
-                manifest = reader.open(self.folder / "manifest.json", info["generation"])
+                manifest = reader.open(info["place"], info["generation"])
                 ack["sums"] = {n: self.read(reader, n, t, rank) for n, t in manifest.tensors.items()}
             except ShardError as e:
                 ack.update(ok=False, error=str(e))
         if self.fail != ("silent", rank):
-            name = f"ack-{info['session']}-{info['phase']}-{rank}.json"
-            (self.folder / name).write_text(json.dumps(ack))
+            self.acks[rank] = ack
 
     def read(self, reader, name, tensor, rank):
         box = Box.whole(tensor.shape)
@@ -81,14 +84,16 @@ def sync(engine, manifest, generation=4):
 
 def test_a_sync_makes_these_calls_in_this_order(published):
     _, manifest = published
-    engine = StandInEngine(manifest.path.parent)
+    engine = StandInEngine(Path(manifest.place["manifest"]).parent)
     report = sync(engine, manifest)
     assert engine.calls == [
         "/pause?mode=keep",
         "rpg_abort",
         "/start_weight_update",
         "/update_weights",
+        "rpg_ack",
         "/update_weights",
+        "rpg_ack",
         "/finish_weight_update",
         "/reset_prefix_cache?reset_running_requests=true",
         "/resume",
@@ -96,21 +101,20 @@ def test_a_sync_makes_these_calls_in_this_order(published):
     assert report.generation == 4
     assert report.mode == "slices"
     assert list(report.seconds) == ["pause", "start", "check", "apply", "finish", "resume"]
-    assert [f.name for f in manifest.path.parent.glob("ack-*")] == []
 
 
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
         ({"fail": ("check", 1)}, "worker rank 1: out of memory"),
-        ({"fail": ("silent", 0)}, "worker rank 0: no acknowledgement"),
+        ({"fail": ("silent", 0)}, "worker rank 0: did not run check"),
         ({"status": {"/update_weights": 500}}, "/update_weights answered 500"),
         ({"skip": ["lm_head.weight"]}, r"lm_head\.weight: workers read 0 bytes"),
     ],
 )
 def test_failed_checks_leave_the_engine_running(published, engine, says):
     _, manifest = published
-    engine = StandInEngine(manifest.path.parent, **engine)
+    engine = StandInEngine(Path(manifest.place["manifest"]).parent, **engine)
     with pytest.raises(CheckFailed, match=says):
         sync(engine, manifest)
     assert engine.calls[-2:] == ["rpg_abort", "/resume"]
@@ -119,7 +123,7 @@ def test_failed_checks_leave_the_engine_running(published, engine, says):
 def test_a_flipped_bit_names_tensor_worker_and_file(published):
     pub, manifest = published
     pub._shards["decoder.layers.3.self_attention.linear_proj.weight"].view(torch.int16)[20, 5] ^= 64
-    engine = StandInEngine(manifest.path.parent)
+    engine = StandInEngine(Path(manifest.place["manifest"]).parent)
     with pytest.raises(
         CheckFailed,
         match=r"model\.layers\.3\.self_attn\.o_proj\.weight: checksum differs .* worker rank 0, 1 "
@@ -130,11 +134,11 @@ def test_a_flipped_bit_names_tensor_worker_and_file(published):
 
 def test_a_stale_or_half_written_publication_is_refused(published):
     pub, manifest = published
-    engine = StandInEngine(manifest.path.parent)
+    engine = StandInEngine(Path(manifest.place["manifest"]).parent)
     with pytest.raises(CheckFailed, match="holds generation 4, asked for 5"):
         sync(engine, manifest, generation=5)
     pub._word.fill_(-1)
-    with pytest.raises(CheckFailed, match="is being written"):
+    with pytest.raises(CheckFailed, match="is not to be read now"):
         sync(engine, manifest)
 
 
@@ -151,7 +155,7 @@ def test_a_stale_or_half_written_publication_is_refused(published):
 def test_an_engine_that_cannot_be_trusted_is_not_resumed(published, engine, error):
     _, manifest = published
     resumes = engine.get("status", {}).get("/resume")
-    engine = StandInEngine(manifest.path.parent, **engine)
+    engine = StandInEngine(Path(manifest.place["manifest"]).parent, **engine)
     with pytest.raises(error) as e:
         sync(engine, manifest)
     assert e.type is error

@@ -1,0 +1,215 @@
+"""Trainer side of the live bridge where engines share no memory with it: each source rank sends slices.
+
+Nothing is gathered and no full copy is made: a slice is packed from the live parameters into a bucket when it
+is its turn. A thread a link, so that a slow worker holds up no other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rpg_megatron.bridge.agreement import agree, describe
+from rpg_megatron.bridge.collective import gather_objects, run_together
+from rpg_megatron.bridge.layouts import Layout
+from rpg_megatron.bridge.link import SENDER, Link, Meeting
+from rpg_megatron.bridge.manifest import Manifest, Shard
+from rpg_megatron.bridge.plan import Box, Piece, Placement
+from rpg_megatron.bridge.stream import Part, largest, room_of
+
+logger = logging.getLogger("rpg_megatron.bridge")
+
+_POLL_SECONDS = 0.005
+
+
+def inbox(generation: int, rank: int) -> str:
+    """Queue in which workers leave their requests to a trainer rank."""
+    return f"requests/{generation}/{rank}"
+
+
+class GroupPublisher:
+    """Serves this rank's parameters to whoever asks, from ``publish`` until ``retract``.
+
+    Every rank constructs one and calls every method in the same order; only sources serve.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        placement: Placement,
+        params: Mapping[str, torch.Tensor],
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        timeout: float,
+        bucket_bytes: int,
+    ) -> None:
+        """Agree on who gives what; rank 0 starts the store at ``address``, one of its own.
+
+        params: live parameters by Megatron name. dtype: what engines are to receive. timeout: seconds that a
+        message may take. bucket_bytes: memory for messages under way, at each worker.
+        """
+        self.placement, self.layout, self.dtype = placement, layout, dtype
+        self._params = params
+        self._device = next((p.device for p in params.values()), torch.device("cpu"))
+        self._agreement = agree(placement, params, layout)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        hosted = run_together(
+            lambda: Meeting.host(address, timeout=timeout, backend=backend) if placement.rank == 0 else None
+        )
+        place = gather_objects(hosted.place | {"bucket_bytes": bucket_bytes} if hosted else None)[0]
+        self._meeting = run_together(lambda: hosted or Meeting.join(place))
+        self._meeting.place = place
+        self._pieces: dict[str, list[tuple[str, Piece]]] = {}
+        for name, _, param, piece in self._agreement.mine():
+            self._pieces.setdefault(name, []).append((param, piece))
+        sizes = dict.fromkeys(self._agreement.ranks, 0)
+        for found in self._agreement.sources.values():
+            for s in found:
+                sizes[s.rank] += s.piece.hf.numel * dtype.itemsize
+        self._shards = tuple(Shard(r, size) for r, size in sizes.items())
+        self._offsets = {(s.rank, s.param): 0 for found in self._agreement.sources.values() for s in found}
+        self._links: dict[str, _Sender] = {}
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what this rank gives; 0 for ranks that are no source."""
+        return next((s.size for s in self._shards if s.rank == self.placement.rank), 0)
+
+    @torch.no_grad()
+    def publish(self, generation: int) -> Manifest | None:
+        """Serve the present weights; returns the manifest on rank 0, else None.
+
+        The weights must not change before ``retract``. A failure on one rank is raised on all.
+        """
+        if generation < 0:
+            raise ValueError(f"generation {generation}: must not be negative")
+        sums = run_together(lambda: self._agreement.sum_boxes(self._params, self.dtype))
+        gathered = gather_objects((self.placement.rank, sums))
+        manifest = None
+        if self.placement.rank == 0:
+            manifest = describe(
+                self._agreement,
+                self.layout,
+                self.dtype,
+                self._shards,
+                self._offsets,
+                dict(gathered),
+                transport="process_group",
+                place=self._meeting.place,
+                generation=generation,
+            )
+            self._meeting.store.set("manifest", manifest.to_json())
+        self._stopping.clear()
+        if self.nbytes:
+            self._start(self._listen, generation)
+        return manifest
+
+    def retract(self) -> None:
+        """Stop serving, when what is under way is through: from here on the weights may change."""
+        self._stopping.set()
+        while self._threads:
+            self._threads.pop().join()
+
+    def close(self) -> None:
+        """Hang up all links and let go of the store."""
+        self.retract()
+        for sender in self._links.values():
+            sender.link.close()
+        self._links.clear()
+
+    def _start(self, work: Any, *arguments: Any) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _listen(self, generation: int) -> None:
+        """Take requests as they come, and answer each in a thread of its own."""
+        store = self._meeting.again().store
+        key = inbox(generation, self.placement.rank)
+        while not self._stopping.is_set():
+            if not store.queue_len(key):
+                self._stopping.wait(_POLL_SECONDS)
+                continue
+            request = json.loads(store.queue_pop(key))
+            self._start(self._answer, request, generation)
+
+    @torch.no_grad()
+    def _answer(self, request: dict[str, Any], generation: int) -> None:
+        """One request: ``hello`` makes a link and says what will come over it, ``stream`` sends it."""
+        name = str(request["link"])
+        try:
+            if request["kind"] == "hello":
+                sender = self._links.get(name)
+                if sender is None:
+                    link = self._meeting.again().connect(name, SENDER, self._device)
+                    sender = self._links[name] = _Sender(link)
+                if request["buckets"] is not None:
+                    sender.plan(self._find(request["buckets"]))
+                sender.greet(generation)
+            else:
+                self._links[name].stream(self._params, self.dtype)
+        except Exception as e:
+            logger.warning("rank %d, link %s: %s: %s", self.placement.rank, name, type(e).__name__, e)
+            if (broken := self._links.pop(name, None)) is not None:
+                broken.link.close()
+
+    def _find(self, buckets: list[list[Any]]) -> list[list[tuple[Part, str, Box]]]:
+        """Where the parts of a request lie in this rank's parameters."""
+        return [[self._locate(*part) for part in bucket] for bucket in buckets]
+
+    def _locate(self, name: str, start: list[int], extent: list[int]) -> tuple[Part, str, Box]:
+        wanted = Box(tuple(start), tuple(extent))
+        for param, piece in self._pieces.get(name, []):
+            cut = piece.cut(wanted)
+            if cut is not None and cut.hf == wanted:
+                return Part(name, wanted, wanted.numel * self.dtype.itemsize), param, cut.local
+        raise ValueError(
+            f"a worker asks rank {self.placement.rank} for {name} {wanted}, which it does not hold"
+        )
+
+
+class _Sender:
+    """This rank's end of one link."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._buckets: list[list[tuple[Part, str, Box]]] = []
+        self._buffers: list[torch.Tensor] = []
+
+    def plan(self, buckets: list[list[tuple[Part, str, Box]]]) -> None:
+        """What to send from now on; memory for two buckets: one is packed while one is sent."""
+        self._buckets = buckets
+        size = largest([tuple(p for p, _, _ in b) for b in buckets])
+        self._buffers = [self.link.buffer(size) for _ in range(min(2, len(buckets)))]
+
+    def greet(self, generation: int) -> None:
+        """Tell the worker that this rank serves a generation, and how many bytes of it are for the worker."""
+        total = sum(p.nbytes for bucket in self._buckets for p, _, _ in bucket)
+        message = self.link.buffer(16)
+        message.view(torch.int64).copy_(torch.tensor([generation, total]))
+        self.link.finish(self.link.send(message))
+
+    def stream(self, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """Send all buckets, once."""
+        under_way: list[Any] = [None, None]
+        for i, bucket in enumerate(self._buckets):
+            if under_way[i % 2] is not None:
+                self.link.finish(under_way[i % 2])
+            message = self._buffers[i % 2][: room_of(tuple(p for p, _, _ in bucket))]
+            at = 0
+            for part, param, local in bucket:
+                values = params[param].detach()[local.slices()]
+                message[at : at + part.nbytes].view(dtype).view(local.extent).copy_(values)
+                at += part.room
+            under_way[i % 2] = self.link.send(message)
+        for work in under_way:
+            if work is not None:
+                self.link.finish(work)

@@ -1,0 +1,246 @@
+"""Weights sent from two trainer ranks to engine workers arrive whole, once, and failures name the rank.
+
+The trainers are two gloo processes with shards cut by other means than the layouts (``bridge_models``); the
+workers are readers in the test's process, without vLLM (tests/integration has that). Not covered: NCCL.
+"""
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bridge_models import grid, random_state_dict, stage_values, tiny_shape
+
+from rpg_megatron.bridge.checksum import MODULUS
+from rpg_megatron.bridge.group_publisher import GroupPublisher
+from rpg_megatron.bridge.group_reader import GroupReader
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, PublishedTensor, Shard
+from rpg_megatron.bridge.plan import Box
+from rpg_megatron.bridge.reader import ShardError
+from rpg_megatron.bridge.stream import plan_streams, room_of
+
+SHAPE = tiny_shape(tied_embeddings=True)
+LAYOUT = layout_for(SHAPE)
+
+
+def _rank(rank, folder, commands, answers, bucket_bytes, dtype):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    place = grid(SHAPE, 2, 1, vocab_multiple=16)[rank]
+    params = stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT))
+    publisher = GroupPublisher(
+        "127.0.0.1", place, params, LAYOUT, dtype, timeout=4.0, bucket_bytes=bucket_bytes
+    )
+    while (command := commands[rank].get()) is not None:
+        if command == "retract":
+            publisher.retract()
+            answers.put(rank)
+            continue
+        seed, generation = command
+        for name, value in stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT, seed=seed)).items():
+            params[name].copy_(value)
+        manifest = publisher.publish(generation)
+        answers.put(manifest or rank)
+    publisher.close()
+    os._exit(0)
+
+
+class Trainers:
+    def __init__(self, folder: Path, bucket_bytes: int = 3000, dtype: torch.dtype = torch.float32):
+        context = mp.get_context("spawn")
+        self.commands, self.answers = [context.Queue() for _ in range(2)], context.Queue()
+        self.processes = [
+            context.Process(target=_rank, args=(r, folder, self.commands, self.answers, bucket_bytes, dtype))
+            for r in range(2)
+        ]
+        for p in self.processes:
+            p.start()
+
+    def tell(self, command):
+        for q in self.commands:
+            q.put(command)
+        return [self.answers.get(timeout=120) for _ in range(2)]
+
+    def publish(self, seed, generation) -> Manifest:
+        return next(a for a in self.tell((seed, generation)) if isinstance(a, Manifest))
+
+    def stop(self):
+        for q in self.commands:
+            q.put(None)
+        for p in self.processes:
+            p.join(20)
+            if p.is_alive():
+                p.kill()
+
+
+@pytest.fixture
+def trainers(tmp_path):
+    made = []
+
+    def make(**kw):
+        made.append(Trainers(tmp_path, **kw))
+        return made[-1]
+
+    yield make
+    for t in made:
+        t.stop()
+
+
+def halves(rank):
+    """What worker ``rank`` of two reads: half the rows of matrices, all of vectors."""
+    out = []
+    for name, shape in LAYOUT.hf_tensors().items():
+        box = Box.whole(shape)
+        if len(shape) == 2:
+            half = shape[0] // 2
+            box = Box((rank * half, 0), (half if rank == 0 else shape[0] - half, shape[1]))
+        out.append((name, box))
+    return out
+
+
+def read(reader, manifest, wanted):
+    """One sync of one worker: the boxes it asked for, and what it summed."""
+    reader.open(manifest.place, manifest.generation)
+    assert reader.check(wanted) == {}
+    reader.begin()
+    got = {}
+    for name, box in wanted:
+        got[name] = torch.full(box.extent, float("nan"))
+        for part, where in reader.cut(name, box):
+            got[name][Box(where.offset_in(box), where.extent).slices()] = part.float()
+    return got, reader.end()
+
+
+@pytest.mark.parametrize(("bucket_bytes", "dtype"), [(600, torch.float32), (1 << 20, torch.bfloat16)])
+def test_workers_get_their_slices_again_and_again(trainers, bucket_bytes, dtype):
+    t = trainers(bucket_bytes=bucket_bytes, dtype=dtype)
+    readers = [GroupReader(torch.device("cpu")) for _ in range(2)]
+    for generation in range(3):
+        manifest = t.publish(generation + 5, generation)
+        sd = random_state_dict(LAYOUT, seed=generation + 5)
+        total = dict.fromkeys(sd, 0)
+        moved = 0
+        for rank, reader in enumerate(readers):
+            wanted = halves(rank)
+            got, sums = read(reader, manifest, wanted)
+            for name, box in wanted:
+                assert torch.equal(got[name], sd[name][box.slices()].to(dtype).float()), name
+                total[name] = (total[name] + sums[name][0]) % MODULUS
+            moved += sum(n for _, n in sums.values())
+        for name, tensor in manifest.tensors.items():
+            assert total[name] == tensor.checksum * (1 if len(tensor.shape) == 2 else 2) % MODULUS, name
+        vectors = sum(v.numel() for v in sd.values() if v.dim() == 1)
+        assert moved == dtype.itemsize * (sum(v.numel() for v in sd.values()) + vectors)
+        t.tell("retract")
+    # A worker that comes back as another process makes links of its own; the others' go on.
+    manifest = t.publish(1, 9)
+    readers[0] = GroupReader(torch.device("cpu"))
+    for rank, reader in enumerate(readers):
+        read(reader, manifest, halves(rank))
+    t.tell("retract")
+
+
+def test_a_check_without_an_apply_leaves_nothing_behind(trainers):
+    t = trainers()
+    reader = GroupReader(torch.device("cpu"))
+    manifest = t.publish(1, 1)
+    reader.open(manifest.place, 1)
+    reader.check(halves(0))
+    reader.release()
+    t.tell("retract")
+    manifest = t.publish(2, 2)
+    got, _ = read(reader, manifest, halves(1))
+    sd = random_state_dict(LAYOUT, seed=2)
+    assert all(torch.equal(got[n], sd[n][b.slices()]) for n, b in halves(1))
+    # Half way through an apply: the links are given up, and the next sync makes new ones.
+    reader.check(halves(0))
+    reader.begin()
+    next(reader.cut(*halves(0)[0]))
+    reader.release()
+    t.tell("retract")
+    manifest = t.publish(3, 3)
+    got, _ = read(reader, manifest, halves(0))
+    sd = random_state_dict(LAYOUT, seed=3)
+    assert all(torch.equal(got[n], sd[n][b.slices()]) for n, b in halves(0))
+    t.tell("retract")
+
+
+def test_what_is_stale_or_elsewhere_is_refused(trainers):
+    t = trainers()
+    reader = GroupReader(torch.device("cpu"))
+    manifest = t.publish(1, 4)
+    with pytest.raises(ShardError, match="serve generation 4, asked for 5"):
+        reader.open(manifest.place, 5)
+    with pytest.raises(ShardError, match="published nothing"):
+        reader.open(manifest.place | {"secret": "guessed"}, 4)
+    with pytest.raises(ShardError, match=r"no trainer answers at 127\.0\.0\.1:1 "):
+        reader.open(manifest.place | {"port": 1}, 4)
+    with pytest.raises(ShardError, match="no publication is open"):
+        reader.check(halves(0))
+    t.tell("retract")
+    # The trainers are busy with something else: nobody serves what the manifest promises.
+    reader.open(manifest.place, 4)
+    began = time.monotonic()
+    with pytest.raises(ShardError, match="trainer rank 0 does not answer"):
+        reader.check(halves(0))
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("when", ["before the check", "before the apply", "in the apply"])
+def test_a_dead_trainer_rank_is_named_within_the_timeout(trainers, when):
+    t = trainers()
+    reader = GroupReader(torch.device("cpu"))
+    manifest = t.publish(1, 1)
+    read(reader, manifest, halves(0))
+    reader.open(manifest.place, 1)
+
+    def sync():
+        for phase in ("before the check", "before the apply", "in the apply"):
+            if phase == when:
+                t.processes[1].kill()
+                t.processes[1].join()
+            if phase == "before the check":
+                reader.check(halves(0))
+            elif phase == "before the apply":
+                reader.begin()
+            else:
+                for name, box in halves(0):
+                    list(reader.cut(name, box))
+
+    with pytest.raises(ShardError, match="trainer rank 1"):
+        sync()
+
+
+def test_streams_send_every_element_once_in_order_of_the_reads():
+    whole = (Box((0, 0), (7, 10)), Box((7, 0), (6, 10)))
+    boxes = tuple(PublishedBox(i, 0, b.extent, Box((0, 0), b.extent), b, 0) for i, b in enumerate(whole))
+    tensors = {
+        "w": PublishedTensor("float32", (13, 10), boxes),
+        "n": PublishedTensor(
+            "float32", (5,), (PublishedBox(1, 0, (5,), Box((0,), (5,)), Box((0,), (5,)), 0),)
+        ),
+    }
+    manifest = Manifest("process_group", {}, 0, (Shard(0, HEADER_BYTES), Shard(1, HEADER_BYTES)), tensors)
+    wanted = [("n", Box((1,), (3,))), ("w", Box((2, 3), (9, 4)))]
+    for most in (1, 40, 100, 10_000):
+        streams = plan_streams(manifest, wanted, most)
+        seen = {name: torch.zeros(t.shape) for name, t in tensors.items()}
+        for shard, buckets in streams.items():
+            parts = list(itertools.chain(*buckets))
+            assert [p.hf_name for p in parts] == sorted((p.hf_name for p in parts), key="nw".index)
+            for bucket in buckets:
+                assert room_of(bucket) <= most or len(bucket) == 1
+            for part in parts:
+                assert part.nbytes == 4 * part.box.numel
+                seen[part.hf_name][part.box.slices()] += 1
+                if part.hf_name == "w":
+                    part.box.offset_in(whole[shard])
+        for name, box in wanted:
+            want = torch.zeros(tensors[name].shape)
+            want[box.slices()] = 1
+            assert torch.equal(seen[name], want)
