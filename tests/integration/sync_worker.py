@@ -1,0 +1,224 @@
+"""One trainer rank of test_bridge_matrix: Megatron weights, changed at random, brought into real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.plan import Placement
+from rpg_megatron.bridge.publish import open_publisher, published
+from rpg_megatron.bridge.sync import SyncReport, sync_engine
+from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.model import start_mesh
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.rollout.client import EngineClient, Sample
+
+PROMPTS = [[3 + (7 * i + k) % 90 for i in range(9 + 5 * k)] for k in range(3)]
+
+
+class Engines:
+    """Rank 0's line to the engines: coroutines run in a thread, so that requests go on while ranks work."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.tensor = case["engines"]
+        token = case["token"]
+        self.clients = [EngineClient(i, Path(s), token, timeout=120) for i, s in enumerate(case["sockets"])]
+
+    def start(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    async def sync(self, manifest: Any, generation: int) -> list[SyncReport]:
+        return await asyncio.gather(
+            *[
+                sync_engine(c.post, manifest, generation=generation, engine_tensor=t, timeout=120)
+                for c, t in zip(self.clients, self.tensor, strict=True)
+            ]
+        )
+
+    async def generate(self, seed: int, tokens: int) -> list[list[list[Sample]]]:
+        """[engine][prompt] -> two responses each."""
+        return await asyncio.gather(
+            *[
+                asyncio.gather(
+                    *[
+                        c.generate(p, n=2, max_tokens=tokens, temperature=1.0, seed=seed + 10 * i)
+                        for i, p in enumerate(PROMPTS)
+                    ]
+                )
+                for c in self.clients
+            ]
+        )
+
+
+def perturb(policy: Policy, seed: int, tied: bool) -> None:
+    """Add noise to every weight: the same to copies of one, whichever ranks hold them."""
+    for name, p in policy.named_parameters():
+        shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        cut = policy.mesh.tensor_rank if getattr(p, "tensor_model_parallel", False) else 0
+        key = f"{'vocabulary' if shared else name}/{cut}/{seed}".encode()
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(zlib.crc32(key)))
+        with torch.no_grad():
+            p.add_(0.05 * noise)
+
+
+def score(policy: Policy, samples: list[list[list[Sample]]]) -> list[np.ndarray]:
+    """The trainer's log-probs of every response, in order; every rank calls it."""
+    trajectories = [
+        Trajectory(
+            prompt_id=0,
+            sample=0,
+            group=0,
+            prompt=np.array(prompt, np.int32),
+            response=sample.tokens,
+            behaviour=sample.logprobs,
+            versions=np.zeros(len(sample.tokens), np.int32),
+            finish=sample.finish,
+            text="",
+            reward=0.0,
+            correct=False,
+        )
+        for engine in samples
+        for prompt, group in zip(PROMPTS, engine, strict=True)
+        for sample in group
+    ]
+    packs = [policy.pack(trajectories[i : i + 4]) for i in range(0, len(trajectories), 4)]
+    scored = zip(packs, policy.logprobs(packs), strict=True)
+    return [part.numpy() for pack, values in scored for _, part in pack.split(values[0])]
+
+
+def from_rank_0(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def behaviours(samples: list[list[list[Sample]]]) -> list[np.ndarray]:
+    return [s.logprobs for engine in samples for group in engine for s in group]
+
+
+def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device, engines: Any) -> dict:
+    settings = Settings.model_validate({**case["settings"], "parallel": parallel})
+    mesh = start_mesh(settings.parallel)
+    shape = read_model_shape(settings.model.path)
+    layout = layout_for(shape)
+
+    def load(policy: Policy) -> None:
+        load_hf_weights(
+            settings.model.path,
+            policy.named_parameters(),
+            layout,
+            tensor=mesh.tensor,
+            tensor_rank=mesh.tensor_rank,
+            vocab_multiple=settings.model.vocab_multiple,
+        )
+
+    policy = Policy(settings, shape, mesh, device, load)
+    placement = Placement(
+        rank=mesh.rank,
+        tensor=mesh.tensor,
+        tensor_rank=mesh.tensor_rank,
+        pipeline_rank=mesh.pipeline_rank,
+        data_rank=mesh.data_rank,
+        context_rank=0,
+        vocab_multiple=settings.model.vocab_multiple,
+    )
+    params = dict(policy.named_parameters())
+    publishers = {
+        kind: open_publisher(
+            settings.bridge.model_copy(update={"transport": kind, "timeout": 60.0, "bucket_mib": 1}),
+            Path(case["bridge"]),
+            placement,
+            params,
+            layout,
+            torch.float32,
+            adopt=True,
+        )
+        for kind in ("shared_memory", "process_group")
+    }
+    out: dict[str, Any] = {"mismatch": [], "switched": [], "bytes": [], "checked": []}
+    generation = case["generation"]
+
+    def bring(kind: str, asked: Any = None) -> None:
+        nonlocal generation
+        generation += 1
+        with published(publishers[kind], generation) as manifest:
+            reports = engines.start(engines.sync(manifest, generation)).result() if manifest else []
+            dist.barrier()
+        out["bytes"].append([sum(r.bytes_per_worker) for r in reports])
+        out["checked"].append([sum(r.bytes_checked) for r in reports])
+
+    for change in range(case["perturbations"]):
+        for kind in publishers:
+            perturb(policy, 2 * change + (kind == "process_group"), shape.tied_embeddings)
+            bring(kind)
+            asked = engines.start(engines.generate(change, 12)).result() if engines else None
+            samples = from_rank_0(asked)
+            errors = [
+                float(np.abs(a - b).max())
+                for a, b in zip(score(policy, samples), behaviours(samples), strict=True)
+            ]
+            out["mismatch"].append(max(errors))
+    for kind in publishers:
+        under_way = engines.start(engines.generate(99, case["long_response"])) if engines else None
+        time.sleep(case["head_start"])
+        dist.barrier()
+        old = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
+        perturb(policy, 1000, shape.tied_embeddings)
+        bring(kind)
+        samples = from_rank_0(under_way.result() if engines else None)
+        new_logp = score(policy, samples)
+        with old.swapped_in():
+            old_logp = score(policy, samples)
+        for engine, was, now in zip(behaviours(samples), old_logp, new_logp, strict=True):
+            is_new = np.abs(engine - now) < 1e-4
+            switch = len(is_new) - int(
+                np.cumprod(is_new[::-1]).sum()
+            )  # from here on all are the new weights'
+            before = np.abs(engine - was)[:switch]
+            out["switched"].append([switch, len(is_new), float(before.max()) if switch else 0.0])
+    for publisher in publishers.values():
+        publisher.close()
+    mpu.destroy_model_parallel()
+    return out
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    device = start_device("cpu")
+    start_process_group(device)
+    case = json.loads((folder / "case.json").read_text())
+    engines = Engines(case) if dist.get_rank() == 0 else None
+    results = {}
+    for name, parallel in case["layouts"].items():
+        results[name] = measure(case, parallel, device, engines)
+        case["generation"] += 1000
+        dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps(results))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # threads of links that are gone must not hold the process up
+
+
+if __name__ == "__main__":
+    main()
