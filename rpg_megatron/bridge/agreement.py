@@ -74,24 +74,22 @@ def describe(
     layout: Layout,
     dtype: torch.dtype,
     shards: tuple[Shard, ...],
-    offsets: Mapping[tuple[int, str], int],
+    where: Mapping[tuple[int, str], tuple[int, int]],
     sums: Mapping[int, Sums],
     **found_by: Any,
 ) -> Manifest:
     """The manifest of a publication.
 
-    offsets: ``PublishedBox.offset`` of each (rank, parameter). sums: each rank's ``sum_boxes``. found_by: the
-    manifest's transport, place and generation.
+    where: of each (rank, parameter), the index of its shard and the byte in it where it begins. sums: each
+    rank's ``sum_boxes``. found_by: the manifest's transport, place and generation.
     """
-    index = {s.rank: i for i, s in enumerate(shards)}
     tensors = {
         name: PublishedTensor(
             str(dtype).removeprefix("torch."),
             shape,
             tuple(
                 PublishedBox(
-                    index[s.rank],
-                    offsets[s.rank, s.param],
+                    *where[s.rank, s.param],
                     agreement.shapes[s.rank, s.param],
                     s.piece.local,
                     s.piece.hf,

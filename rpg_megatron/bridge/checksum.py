@@ -25,6 +25,8 @@ import torch
 MODULUS = 1 << 64
 BLOCK_BYTES = 1 << 20
 """Unaligned slices are copied into aligned blocks of about this size (fits a core's cache)."""
+DEVICE_BLOCK_BYTES = 64 << 20
+"""Temporary memory of the sums on a GPU."""
 
 _ROW_SEED = 0x9E3779B97F4A7C15
 _WORD_SEED = 0xD1B54A32D192ED03
@@ -33,7 +35,7 @@ _WORD_SEED = 0xD1B54A32D192ED03
 def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
     """Contribution of one slice to its tensor's checksum; add the slices' results modulo 2**64.
 
-    values: the slice, on the CPU, with at most two dimensions and any strides; elements of 1, 2, 4 or 8
+    values: the slice, on any device, with at most two dimensions and any strides; elements of 1, 2, 4 or 8
     bytes.
     start: index of its first element in the full tensor. A vector counts as one row.
     """
@@ -55,7 +57,7 @@ def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
     if aligned is not None:
         return _weighted_sum(aligned, row_weights, word_weights)
     step = max(1, BLOCK_BYTES // (8 * words))
-    block = torch.zeros((min(step, rows), words * per_word), dtype=values.dtype)
+    block = torch.zeros((min(step, rows), words * per_word), dtype=values.dtype, device=values.device)
     total = 0
     for row in range(0, rows, step):
         part = values[row : row + step]
@@ -66,7 +68,7 @@ def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
     return total % MODULUS
 
 
-def _as_words(values: torch.Tensor) -> npt.NDArray[np.uint64] | None:
+def _as_words(values: torch.Tensor) -> torch.Tensor | None:
     """The same memory as 64-bit words, or None if strides or addresses do not allow it."""
     row_bytes = values.stride(0) * values.element_size()
     contiguous = values.stride(1) == 1 or values.shape[1] == 1
@@ -74,14 +76,29 @@ def _as_words(values: torch.Tensor) -> npt.NDArray[np.uint64] | None:
         return None
     if values.element_size() != 8:
         values = values.view(torch.int64)
-    return values.view(torch.int64).numpy().view(np.uint64)
+    return values.view(torch.int64)
 
 
 def _weighted_sum(
-    words: npt.NDArray[np.uint64], row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
+    words: torch.Tensor, row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
 ) -> int:
+    if words.device.type != "cpu":
+        return _weighted_sum_on_device(words, row_weights, word_weights)
     # einsum multiplies and adds in one pass without a temporary; numpy's integers wrap as the modulus wants.
-    return int(np.einsum("ij,j->i", words, word_weights).dot(row_weights))
+    return int(np.einsum("ij,j->i", words.numpy().view(np.uint64), word_weights).dot(row_weights))
+
+
+def _weighted_sum_on_device(
+    words: torch.Tensor, row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
+) -> int:
+    """The same with torch's signed integers, which wrap alike; some megabytes of temporaries at a time."""
+    by_row = torch.from_numpy(row_weights.view(np.int64)).to(words.device)
+    by_word = torch.from_numpy(word_weights.view(np.int64)).to(words.device)
+    step = max(1, (DEVICE_BLOCK_BYTES // 8) // words.shape[1])
+    sums = [
+        ((w * by_word).sum(1) * r).sum() for w, r in zip(words.split(step), by_row.split(step), strict=True)
+    ]
+    return int(torch.stack(sums).sum()) % MODULUS
 
 
 @lru_cache(maxsize=64)

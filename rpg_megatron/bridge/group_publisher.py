@@ -73,7 +73,10 @@ class GroupPublisher:
             for s in found:
                 sizes[s.rank] += s.piece.hf.numel * dtype.itemsize
         self._shards = tuple(Shard(r, size) for r, size in sizes.items())
-        self._offsets = {(s.rank, s.param): 0 for found in self._agreement.sources.values() for s in found}
+        index = {s.rank: i for i, s in enumerate(self._shards)}
+        self._where = {
+            (s.rank, s.param): (index[s.rank], 0) for found in self._agreement.sources.values() for s in found
+        }
         self._links: dict[str, _Sender] = {}
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -100,7 +103,7 @@ class GroupPublisher:
                 self.layout,
                 self.dtype,
                 self._shards,
-                self._offsets,
+                self._where,
                 dict(gathered),
                 transport="process_group",
                 place=self._meeting.place,

@@ -26,20 +26,20 @@ CHECKSUM_MODULUS = 1 << 64
 
 @dataclass(frozen=True)
 class Shard:
-    """One trainer rank's part of a publication."""
+    """One piece of a trainer rank's memory, or all that it sends."""
 
     rank: int
     """Trainer rank that holds it."""
     size: int
     """In bytes; of a file, header included."""
-    name: str = ""
-    """Of the file, where there is one."""
-    handles: tuple[str, ...] = ()
-    """CUDA IPC handles of the rank's parameters, where they are read on their GPU."""
+    file: str = ""
+    """Name of the file, where there is one."""
+    handle: str = ""
+    """CUDA IPC handle of the memory, where it is read on its GPU: see ``cuda_ipc``."""
 
     def __str__(self) -> str:
         """For messages: whose it is, and which file."""
-        return f"{self.name} of trainer rank {self.rank}" if self.name else f"trainer rank {self.rank}"
+        return f"{self.file} of trainer rank {self.rank}" if self.file else f"trainer rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PublishedBox:
     shard: int
     """Index into ``Manifest.shards``."""
     offset: int
-    """Where the parameter is that holds the box: byte in the file, or index of the handle."""
+    """Byte of the shard at which the whole parameter (not the box) begins; 0 where parameters are sent."""
     param_shape: tuple[int, ...]
     local: Box
     """The box within the parameter."""
@@ -97,7 +97,7 @@ class Manifest:
             }
             for name, t in self.tensors.items()
         }
-        shards = [{"rank": s.rank, "size": s.size, "name": s.name, "handles": s.handles} for s in self.shards]
+        shards = [{"rank": s.rank, "size": s.size, "file": s.file, "handle": s.handle} for s in self.shards]
         whole = {
             "transport": self.transport,
             "generation": self.generation,
@@ -112,7 +112,7 @@ def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
     try:
         raw: dict[str, Any] = json.loads(text)
         shards = tuple(
-            Shard(int(s["rank"]), int(s["size"]), str(s["name"]), tuple(s["handles"])) for s in raw["shards"]
+            Shard(int(s["rank"]), int(s["size"]), str(s["file"]), str(s["handle"])) for s in raw["shards"]
         )
         tensors = {
             name: PublishedTensor(str(t["dtype"]), tuple(t["shape"]), tuple(map(_box, t["boxes"])))

@@ -51,7 +51,8 @@ def open_publisher(
     *,
     adopt: bool,
 ) -> Publisher:
-    """The publisher of the configured transport; see ``SharedMemoryPublisher`` and ``GroupPublisher``.
+    """The publisher of the configured transport; see ``SharedMemoryPublisher``, ``CudaIpcPublisher``,
+    ``GroupPublisher``.
 
     folder: the engines' RPG_BRIDGE_DIR. adopt: whether parameters may be moved into shared memory for good.
     """
@@ -67,6 +68,10 @@ def open_publisher(
             timeout=settings.timeout,
             bucket_bytes=settings.bucket_mib * 1024**2,
         )
+    if settings.transport == "cuda_ipc":
+        from rpg_megatron.bridge.cuda_ipc import CudaIpcPublisher
+
+        return CudaIpcPublisher(folder, placement, params, layout, dtype)
     from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
 
     return SharedMemoryPublisher(folder, placement, params, layout, dtype, adopt=adopt)

@@ -1,7 +1,8 @@
-"""Engine side of the live bridge where memory is shared: read-only views of published shards.
+"""Engine side of the live bridge where memory is shared: views of published shards, to be read only.
 
 Files are mapped, not read: a slice costs what its bytes cost. A map is kept between syncs as long as the
-file is the same inode, because mapping anew pays the page faults of the whole model again.
+file is the same inode, because mapping anew pays the page faults of the whole model again. Memory of a GPU is
+opened by its handle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from rpg_megatron.bridge.checksum import MODULUS, checksum
+from rpg_megatron.bridge.cuda_ipc import HandleError, open_memory
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, Shard, parse_manifest
 from rpg_megatron.bridge.plan import Box, check_cover
 
@@ -102,6 +104,7 @@ class ShardReader:
         self.manifest: Manifest | None = None
         self._maps: dict[Path, _Mapped] = {}
         self._files: list[torch.Tensor] = []
+        self._written = 0
 
     def open(self, place: dict[str, Any], generation: int) -> Manifest:
         """Map the files of a manifest, after checking place, owner and generation.
@@ -119,7 +122,14 @@ class ShardReader:
             raise ShardError(f"{path}: cannot be read as a manifest: {e}") from None
         if manifest.generation != generation:
             raise ShardError(f"{path}: holds generation {manifest.generation}, asked for {generation}")
-        self._files = [self._map(real.parent, f) for f in manifest.shards]
+        if manifest.transport == "cuda_ipc":
+            try:
+                self._files = [open_memory(s) for s in manifest.shards]
+            except HandleError as e:
+                raise ShardError(str(e)) from None
+        else:
+            self._files = [self._map(real.parent, s) for s in manifest.shards]
+        self._written = real.stat().st_mtime_ns
         for name, tensor in manifest.tensors.items():
             check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
         self.manifest = manifest
@@ -127,14 +137,23 @@ class ShardReader:
         return manifest
 
     def check_generation(self) -> None:
-        """Raise ShardError unless every file holds the manifest's generation: before and after reading."""
+        """Raise ShardError unless all still is the manifest's generation: before and after reading."""
         manifest = self._opened()
+        if manifest.transport == "cuda_ipc":
+            # On a GPU there is no word that the trainer's CPU could set: it removes the manifest.
+            try:
+                unchanged = Path(manifest.place["manifest"]).stat().st_mtime_ns == self._written
+            except OSError:
+                unchanged = False
+            if not unchanged:
+                raise ShardError(f"generation {manifest.generation} is not to be read now")
+            return
         for info, memory in zip(manifest.shards, self._files, strict=True):
             word = int(memory[:8].view(torch.int64))
             if word != manifest.generation:
                 state = "is not to be read now" if word < 0 else f"holds generation {word}"
                 raise ShardError(
-                    f"{info.name} (trainer rank {info.rank}) {state}, asked for {manifest.generation}"
+                    f"{info.file} (trainer rank {info.rank}) {state}, asked for {manifest.generation}"
                 )
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
@@ -174,7 +193,8 @@ class ShardReader:
     def whole(self, name: str) -> torch.Tensor:
         """A full HF tensor, as a copy of its own."""
         tensor = self._opened().tensors[name]
-        out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+        device = self._files[0].device
+        out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)
         for part, box in self.cut(name, Box.whole(tensor.shape)):
             out[box.slices()].copy_(part)
         return out
@@ -210,9 +230,9 @@ class ShardReader:
         return shard[Box(start, part.extent).slices()]
 
     def _map(self, folder: Path, info: Shard) -> torch.Tensor:
-        if info.name != os.path.basename(info.name) or info.size < HEADER_BYTES:
-            raise ShardError(f"manifest names an impossible file {info.name!r} of {info.size} bytes")
-        path = folder / info.name
+        if info.file != os.path.basename(info.file) or info.size < HEADER_BYTES:
+            raise ShardError(f"manifest names an impossible file {info.file!r} of {info.size} bytes")
+        path = folder / info.file
         try:
             # Not a link, so that the folder's privacy is the file's; not blocking, should it be a pipe.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

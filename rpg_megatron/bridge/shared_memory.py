@@ -110,12 +110,13 @@ class SharedMemoryPublisher:
         if self.placement.rank != 0:
             return None
         path = self.folder / MANIFEST
+        index = {f.rank: i for i, f in enumerate(self._files)}
         manifest = describe(
             self._agreement,
             self.layout,
             self.dtype,
             self._files,
-            self._offsets,
+            {key: (index[key[0]], offset) for key, offset in self._offsets.items()},
             dict(gathered),
             transport="shared_memory",
             place={"manifest": str(path)},

@@ -225,9 +225,9 @@ async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | 
 
 def _blame(manifest: Manifest, name: str) -> str:
     """Say whose part of a tensor is damaged: by reading it once more here, where memory is shared."""
-    if manifest.transport != "shared_memory":
+    if manifest.transport != "shared_memory":  # a GPU's memory cannot be read again from here
         ranks = sorted({manifest.shards[b.shard].rank for b in manifest.tensors[name].boxes})
-        return f" (sent by trainer ranks {', '.join(map(str, ranks))})"
+        return f" (from trainer ranks {', '.join(map(str, ranks))})"
     from rpg_megatron.bridge.reader import ShardError, ShardReader
 
     reader = ShardReader(Path(manifest.place["manifest"]).parent)

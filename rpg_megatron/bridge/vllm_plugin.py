@@ -164,7 +164,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
     def _reader(self, transport: str) -> Reader:
         """The transport's reader, made at its first use. Raises ShardError if the name is unknown."""
         if transport not in self._readers:
-            if transport == "shared_memory":
+            if transport in ("shared_memory", "cuda_ipc"):
                 self._readers[transport] = ShardReader(self._folder)
             elif transport == "process_group":
                 self._readers[transport] = GroupReader(self.device)

@@ -101,9 +101,10 @@ class EngineSettings(Section):
 class BridgeSettings(Section):
     """How weights get from the trainers into the engines."""
 
-    transport: Literal["shared_memory", "process_group"] = "shared_memory"
-    """shared_memory: engines on the trainers' node read their memory. process_group: trainers send, over gloo
-    on a CPU and NCCL on GPUs, to engines wherever they are.
+    transport: Literal["shared_memory", "cuda_ipc", "process_group"] = "shared_memory"
+    """shared_memory: engines on the trainers' node read files in shared memory (where the trainers are on
+    GPUs, copies of their weights). cuda_ipc: they read the trainers' GPU memory. process_group: trainers
+    send, over gloo on a CPU and NCCL on GPUs, to engines wherever they are.
     """
     address: str = "127.0.0.1"
     """process_group: host name or IP of this node under which engines reach the trainers."""

@@ -108,6 +108,8 @@ class Settings(Section):
             yield "aggregation.constant has no effect unless aggregation.type is constant"
         if kind == "gspo" and self.aggregation.type != "sequence_mean":
             yield "objective.type gspo gives each sequence one loss; set aggregation.type to sequence_mean"
+        if self.bridge.transport == "cuda_ipc" and self.device != "cuda":
+            yield "bridge.transport cuda_ipc needs device cuda; use shared_memory"
         if self.bridge.transport != "process_group":
             for key, field in BridgeSettings.model_fields.items():
                 if getattr(self.bridge, key) != field.default:

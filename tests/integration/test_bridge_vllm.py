@@ -393,7 +393,7 @@ def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
     name = "model.layers.1.mlp.down_proj.weight"
     manifest = read_manifest(rig.engine.bridge / "manifest.json")
     box = manifest.tensors[name].boxes[1]
-    with (rig.engine.bridge / manifest.shards[box.shard].name).open("r+b") as f:
+    with (rig.engine.bridge / manifest.shards[box.shard].file).open("r+b") as f:
         f.seek(box.offset + 333)
         byte = f.read(1)[0]
         f.seek(-1, 1)

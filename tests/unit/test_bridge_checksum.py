@@ -9,7 +9,15 @@ import random
 import pytest
 import torch
 
-from rpg_megatron.bridge.checksum import _ROW_SEED, _WORD_SEED, MODULUS, _weights, checksum
+from rpg_megatron.bridge.checksum import (
+    _ROW_SEED,
+    _WORD_SEED,
+    MODULUS,
+    _weighted_sum,
+    _weighted_sum_on_device,
+    _weights,
+    checksum,
+)
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -97,3 +105,12 @@ def test_every_bit_flip_and_every_swap_is_seen(dtype):
 def test_more_than_two_dimensions_are_refused():
     with pytest.raises(ValueError, match="3 dimensions"):
         checksum(torch.zeros(2, 2, 2), (0, 0, 0))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (300, 40)])
+def test_the_sum_for_gpus_is_the_same(shape, monkeypatch):
+    """Its arithmetic runs anywhere; here on the CPU, in blocks of a few rows."""
+    monkeypatch.setattr("rpg_megatron.bridge.checksum.DEVICE_BLOCK_BYTES", 1000)
+    words = torch.randint(-(2**63), 2**63 - 1, shape)
+    by_row, by_word = _weights(5, shape[0], _ROW_SEED), _weights(9, shape[1], _WORD_SEED)
+    assert _weighted_sum_on_device(words, by_row, by_word) == _weighted_sum(words, by_row, by_word) % MODULUS

@@ -80,7 +80,7 @@ def test_publishing_again_reuses_the_file_and_the_readers_map(folder):
 def test_reader_refuses_what_is_stale_foreign_or_misplaced(folder, tmp_path):
     pub, _, _ = publisher(folder)
     manifest = pub.publish(1)
-    shard = folder / manifest.shards[0].name
+    shard = folder / manifest.shards[0].file
     reader = ShardReader(folder)
     with pytest.raises(ShardError, match="holds generation 1, asked for 2"):
         reader.open(manifest.place, 2)
@@ -98,7 +98,7 @@ def test_reader_refuses_what_is_stale_foreign_or_misplaced(folder, tmp_path):
         reader.open(manifest.place, 1)
     shard.chmod(0o600)
     raw = json.loads((folder / "manifest.json").read_text())
-    (folder / "other.json").write_text(json.dumps({**raw, "shards": [{**raw["shards"][0], "name": "../x"}]}))
+    (folder / "other.json").write_text(json.dumps({**raw, "shards": [{**raw["shards"][0], "file": "../x"}]}))
     with pytest.raises(ShardError, match="impossible file"):
         reader.open({"manifest": str(folder / "other.json")}, 1)
     (folder / "other.json").write_text('{"generation": 1}')
