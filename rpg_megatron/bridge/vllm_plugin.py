@@ -201,7 +201,11 @@ class WorkerExtension:
     def rpg_generation(self) -> dict[str, Any]:
         """Generation of the weights being served; None before the first sync and after a failed *apply*."""
         engine = self.weight_transfer_engine
-        return {"rank": engine.parallel_config.rank, "generation": engine.generation}
+        return {
+            "rank": engine.parallel_config.rank,
+            "pid": os.getpid(),
+            "generation": engine.generation,
+        }
 
 
 class BearerAuth:
