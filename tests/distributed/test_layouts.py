@@ -39,7 +39,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "PP2": (2, {"pipeline": 2}, 7),
     "DP2, 7 micro-batches": (2, {"data": 2}, 7),
     "DP2, packed to a budget": (2, {"data": 2}, 0),
+    "PP2xVPP2": (2, {"pipeline": 2, "virtual": 2}, 7),
     "TP2xPP2": (4, {"tensor": 2, "pipeline": 2}, 3),
+    "TP2xPP2xVPP2+SP": (4, {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True}, 5),
     "TP2xDP2+SP": (4, {"tensor": 2, "data": 2, "sequence": True}, 3),
 }
 """Name -> (ranks, parallel settings, micro-batches; 0: packed to a token budget)."""
