@@ -250,7 +250,7 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str) -> 
     ("kind", "layouts"),
     [
         ("adamw", ("DP2, 7 micro-batches", "TP2")),
-        ("adamw, distributed", ("DP2, 7 micro-batches", "TP2+SP", "PP2xVPP2")),
+        ("adamw, distributed", ("DP2, 7 micro-batches", "TP2+SP", "PP2xVPP2xDP2, packed to a budget")),
         ("schedule_free_adamw", ("DP2, 7 micro-batches", "PP2")),
     ],
 )

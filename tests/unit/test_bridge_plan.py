@@ -54,8 +54,7 @@ def test_hf_to_shards_and_back_is_bit_exact(tensor, queries, groups, pipeline, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("tied", "fused"), [(False, False), (True, True)])
 @pytest.mark.parametrize(("tensor", "queries", "groups"), WIDE)
 def test_up_to_eight_tensor_parallel_ranks(tensor, queries, groups, tied, family, fused):
     # 840: every number up to 8 divides it.
