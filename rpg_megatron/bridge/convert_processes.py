@@ -327,15 +327,18 @@ class Ranks:
 
     def _explain(self, codes: list[int | None]) -> None:
         logs = [log.read_text(encoding="utf-8", errors="replace") for log in self._logs]
+        mark = "\nerror: "
         said = {
-            log[log.rindex("error: ") + 7 :].strip()
-            for log, code in zip(logs, codes, strict=True)
-            if code == 2 and "error: " in log
+            log.rpartition(mark)[2].strip()
+            for log, code in zip(("\n" + log for log in logs), codes, strict=True)
+            if code == 2 and mark in log
         }
         if said:
             # The rank that met the problem says it plainly; the others repeat it after "rank N: ".
             raise UserError(min(said, key=len))
         rank = next(r for r, code in enumerate(codes) if code not in (0, None))
+        killed = " (killed; perhaps memory ran out)" if codes[rank] == -signal.SIGKILL else ""
         raise ConversionFailed(
-            f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}\n{logs[rank][-4000:].strip()}"
+            f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}{killed}\n"
+            f"{logs[rank][-4000:].strip()}"
         )

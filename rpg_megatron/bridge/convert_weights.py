@@ -26,11 +26,11 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.policy.checkpoint import load_weights, save_weights, stored_dtype
-from rpg_megatron.policy.checkpoint_folder import read_contents
+from rpg_megatron.policy.checkpoint_folder import find_short_files, read_contents
 from rpg_megatron.policy.logits import raw_logits
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Conversion:
@@ -59,7 +59,7 @@ class Conversion:
 
     def _import(self, out: Path) -> None:
         job = self._job
-        dtype = DTYPES[job.dtype]
+        dtype = _DTYPES[job.dtype]
         model = self._build(dtype)
         parameters = list(named_parameters(model))
         self._phase("reading", self._whole_bytes(parameters), "told")
@@ -78,10 +78,7 @@ class Conversion:
 
     def _export(self, checkpoint: Path) -> None:
         job = self._job
-        stored = run_together(lambda: stored_dtype(read_contents(checkpoint)))
-        if stored not in DTYPES:
-            raise UserError(f"{checkpoint}: weights are {stored}; known: {', '.join(DTYPES)}")
-        dtype = DTYPES[stored]
+        dtype = run_together(lambda: _check_files(checkpoint))
         model = self._build(dtype)
         parameters = list(named_parameters(model))
         self._phase("reading", self._whole_bytes(parameters), "read")
@@ -152,3 +149,14 @@ class Conversion:
         self._tell(
             "memory", self._mesh.rank, sum(p.nbytes for _, p in parameters), self._baseline, memory()[1]
         )
+
+
+def _check_files(checkpoint: Path) -> torch.dtype:
+    """Dtype of the weights, after a look at the index and at the length of the files that it needs."""
+    contents = read_contents(checkpoint)
+    if short := find_short_files(checkpoint, contents):
+        raise UserError(f"{checkpoint}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(short))
+    stored = stored_dtype(contents)
+    if stored not in _DTYPES:
+        raise UserError(f"{checkpoint}: weights are {stored}; known: {', '.join(_DTYPES)}")
+    return _DTYPES[stored]

@@ -82,7 +82,7 @@ def export_hf(
                 save_file(tensors, part / names[mine], metadata={"format": "pt"})
 
         run_together(write)
-        del tensors
+        del tensors, write  # or the next round would be assembled while this one's file is still held
     run_together(
         lambda: _finish(out_dir, part, source_dir, plan, sizes, dtype, replace) if rank == 0 else None
     )

@@ -78,9 +78,7 @@ class Inspection:
             lines.append(f"model: {_describe(self.model)}")
         if self.facts:
             lines.append("written: " + ", ".join(f"{k}={v}" for k, v in self.facts.items()))
-        lines.append(
-            f"tensors: {len(self.tensors)}, {self.parameters:,} parameters, {self.size / 1e6:,.1f} MB"
-        )
+        lines.append(f"tensors: {len(self.tensors)}, {self.parameters:,} numbers, {self.size / 1e6:,.1f} MB")
         if self.problems:
             lines += ["DAMAGED:", *(f"  {p}" for p in self.problems)]
         else:
@@ -99,7 +97,7 @@ def _inspect_hf(folder: Path) -> Inspection:
         shape = read_model_shape(folder)
     except UserError as e:
         raise UserError(str(e).removeprefix("model.path: ")) from None
-    found.model = asdict(shape)
+    found.model = _model(shape)
     stored = _attempt(found, lambda: list_checkpoint(folder)) or {}
     found.tensors = [
         Row(n, HF_DTYPES.get(t.dtype, t.dtype), list(t.shape), t.file.name) for n, t in stored.items()
@@ -118,7 +116,7 @@ def _inspect_megatron(folder: Path) -> Inspection:
         found.problems += find_damage(folder, manifest[1])
     if (folder / HF).is_dir():
         shape: ModelShape | None = _attempt(found, lambda: read_model_shape(folder / HF))
-        found.model = asdict(shape) if shape else None
+        found.model = _model(shape) if shape else None
     contents = _attempt(found, lambda: read_contents(folder))
     if contents:
         found.tensors = [
@@ -141,9 +139,15 @@ def _attempt[T](found: Inspection, step: Callable[[], T]) -> T | None:
         return None
 
 
+def _model(shape: ModelShape) -> dict[str, Any]:
+    tensors = layout_for(shape).hf_tensors().values()
+    return asdict(shape) | {"parameters": sum(math.prod(t) for t in tensors)}
+
+
 def _describe(model: dict[str, Any]) -> str:
     return (
-        f"{model['family']}, {model['num_layers']} layers, hidden {model['hidden_size']}, "
+        f"{model['family']}, {model['parameters']:,} parameters, {model['num_layers']} layers, "
+        f"hidden {model['hidden_size']}, "
         f"{model['num_heads']}/{model['num_kv_heads']} heads of {model['head_dim']}, "
         f"feed-forward {model['ffn_hidden_size']}, vocabulary {model['vocab_size']}"
         f"{', tied embeddings' if model['tied_embeddings'] else ''}"
