@@ -172,7 +172,7 @@ def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> R
                 if file.name != INDEX:
                     shutil.copyfile(file, folder / HF / file.name)
         verification = _compare(job, source.config, progress) if verify else None
-        progress.phase("checksums", _bytes(source))
+        progress.phase("checksums", sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()))
         facts = Facts(_megatron_version(), source.dtype, source.tensor, source.pipeline)
         write_manifest(folder, facts, progress.advance)
         (place.result / LATEST).write_text(RELEASE, encoding="utf-8")

@@ -160,7 +160,7 @@ class Progress:
                 transient=True,
             )
         self._task: rich.progress.TaskID | None = None
-        self._at = time.monotonic()
+        self._total = 0
 
     def __enter__(self) -> Progress:
         if self._bar:
@@ -173,6 +173,7 @@ class Progress:
 
     def phase(self, name: str, total: int) -> None:
         """Begin something of ``total`` bytes; 0 if it cannot be counted."""
+        self._total = total
         if self._bar:
             if self._task is not None:
                 self._bar.remove_task(self._task)
@@ -189,7 +190,7 @@ class Progress:
     def reach(self, done: int) -> None:
         """So many bytes in all."""
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done)
+            self._bar.update(self._task, completed=min(done, self._total))
 
 
 def start_child(module: str, log: Path, share: int, **environment: str) -> subprocess.Popen[str]:

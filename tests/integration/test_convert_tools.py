@@ -159,7 +159,7 @@ GRID = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2, 3)]
 def test_every_layout(tmp_path: Path, family: str, written: tuple[int, int]) -> None:
     """6/2 heads where they fit, 12/2 at TP4; read back as written."""
     source = write_model(tmp_path / "hf", family, **(CUT_GROUPS if written[0] == 4 else {}))
-    there_and_back(tmp_path, source, written, None, "both")
+    there_and_back(tmp_path, source, written, None, "hf_to_megatron")
 
 
 @pytest.mark.long
