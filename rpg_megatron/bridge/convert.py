@@ -10,9 +10,10 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rpg_megatron.bridge.convert_processes import (
     ConversionFailed,
@@ -140,13 +141,18 @@ def open_megatron(
     """
     folder = find_checkpoint(megatron)
     manifest = read_manifest(folder)
-    if config is None and not (folder / HF).is_dir():
+    if config is None and manifest is None and not (folder / HF).is_dir():
         raise UserError(
             f"{folder}: has no {HF}/ with config.json and tokenizer, so it was not converted from an HF "
             "checkpoint by this tool; give an HF folder of the same model with --config"
         )
     source = config or folder / HF
-    shape = _read_shape(source)
+    try:
+        shape = _read_shape(source)
+    except UserError:
+        if manifest:  # it may be one damage of several
+            _refuse_damage(folder, manifest[1])
+        raise
     facts = manifest[0] if manifest else Facts("", "", 1, 1)
     tensor, pipeline = tensor or facts.tensor, pipeline or facts.pipeline
     check_layout(shape, tensor, pipeline)
@@ -192,10 +198,7 @@ def convert_to_hf(
         if manifest := read_manifest(source.folder):
             files = manifest[1]
             progress.phase("checking", sum(f["bytes"] for f in files.values()))
-            if damage := find_damage(source.folder, files, progress.advance):
-                raise UserError(
-                    f"{source.folder}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(damage)
-                )
+            _refuse_damage(source.folder, files, progress.advance)
         job = _job(source, "megatron_to_hf", place.result, place.work, verify=verify, bound=max_shard_bytes)
         with Ranks(job, progress, watch=place.work) as ranks:
             memory = [Memory(*m) for m in ranks.wait()]
@@ -239,6 +242,13 @@ def _read_shape(folder: Path) -> ModelShape:
         return read_model_shape(folder)
     except UserError as e:
         raise UserError(str(e).removeprefix("model.path: ")) from None
+
+
+def _refuse_damage(
+    folder: Path, files: dict[str, dict[str, Any]], count: Callable[[int], None] = lambda n: None
+) -> None:
+    if damage := find_damage(folder, files, count):
+        raise UserError(f"{folder}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(damage))
 
 
 def _range(box: Box) -> str:

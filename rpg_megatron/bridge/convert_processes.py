@@ -102,6 +102,8 @@ class Workplace:
                 raise UserError(
                     f"{self._out}: another conversion is writing it; wait or choose another folder"
                 ) from None
+            except OSError:
+                pass  # a shared file system without locks: two conversions of one name are the user's affair
             for entry in self.work.iterdir():
                 if entry.name != "lock":
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -184,7 +184,7 @@ class Contents:
     @property
     def weights(self) -> dict[str, StoredWeight]:
         """The model's tensors alone."""
-        return {n: t for n, t in self.tensors.items() if not n.startswith("optimizer.")}
+        return {n: t for n, t in self.tensors.items() if not n.startswith(("optimizer.", "chained_"))}
 
 
 def read_contents(folder: Path) -> Contents:

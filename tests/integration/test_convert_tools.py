@@ -240,6 +240,11 @@ def test_a_damaged_megatron_checkpoint_is_refused_in_one_message(
     error = fail("megatron_to_hf", "--megatron", release, "--out", tmp_path / "back")
     for part in damage:
         assert part in error
+    (release / "hf" / "config.json").unlink()  # without it not even the model's shape is known
+    damage = (*damage, "hf/config.json is missing")
+    error = fail("megatron_to_hf", "--megatron", release, "--out", tmp_path / "back")
+    for part in damage:
+        assert part in error
     assert not list(tmp_path.glob("*back*"))
     shown = run("inspect_checkpoint", release)
     assert shown.returncode == 2
