@@ -52,10 +52,11 @@ def write_model(folder: Path, layers: int, bucket: int) -> int:
     generator = torch.Generator().manual_seed(0)
     index = {}
     for i, names in enumerate(group_shards(sizes, bucket)):
-        tensors = {n: torch.randn(shapes[n], generator=generator).to(torch.bfloat16) for n in names}
+        noise = {n: 0.02 * torch.randn(shapes[n], generator=generator) for n in names}
+        tensors = {n: (x + ("norm" in n)).to(torch.bfloat16) for n, x in noise.items()}
         save_file(tensors, folder / f"model-{i}.safetensors")
         index |= dict.fromkeys(names, f"model-{i}.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return sum(sizes.values())
 
 
