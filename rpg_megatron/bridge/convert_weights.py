@@ -61,7 +61,7 @@ class Conversion:
         job = self._job
         dtype = _DTYPES[job.dtype]
         model = self._build(dtype)
-        parameters = list(named_parameters(model))
+        parameters = list(named_parameters([model]))
         self._phase("reading", self._whole_bytes(parameters), "told")
         load_hf_weights(
             Path(job.source),
@@ -80,7 +80,7 @@ class Conversion:
         job = self._job
         dtype = run_together(lambda: _check_files(checkpoint))
         model = self._build(dtype)
-        parameters = list(named_parameters(model))
+        parameters = list(named_parameters([model]))
         self._phase("reading", self._whole_bytes(parameters), "read")
         load_weights(checkpoint, [model], self._shape.vocab_size)
         placement = Placement(
@@ -120,7 +120,9 @@ class Conversion:
         # No values yet: they are about to be read. float16 is not among the precisions of training.
         config.perform_initialization = False
         config.params_dtype = config.pipeline_dtype = dtype
-        return build_model(self._shape, config, ModelSettings(path=Path(self._job.config)), self._mesh)
+        settings = ModelSettings(path=Path(self._job.config))
+        (model,) = build_model(self._shape, config, settings, self._mesh)
+        return model
 
     # -- reports -------------------------------------------------------------------------------------------
 
