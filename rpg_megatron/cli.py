@@ -73,6 +73,48 @@ def _train(file: Path, overrides: list[str] | None, signals: StopSignals) -> Non
 
 
 @app.command()
+def audit(
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN|CONFIG", help="Folder of a run, or YAML file with settings.")
+    ],
+    overrides: Overrides = None,
+    engine_model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The engines load this Hugging Face checkpoint; no sync."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here as well.")] = None,
+) -> None:
+    """Find where trainer and engine part, layer by layer. Exit code 0: they agree; 1: they do not; 3: it could not be found out."""
+    from rpg_megatron.launch.supervision import Interrupted, StopSignals
+
+    with StopSignals() as signals:
+        try:
+            _audit(target, overrides, engine_model, json, signals)
+        except Interrupted as e:
+            print(f"stopped: {e}", file=sys.stderr)
+            raise typer.Exit(e.exit_code) from None
+
+
+def _audit(
+    target: Path,
+    overrides: list[str] | None,
+    engine_model: Path | None,
+    json: Path | None,
+    signals: StopSignals,
+) -> None:
+    from rpg_megatron.launch import launcher
+    from rpg_megatron.launch.audit import audit
+
+    try:
+        clean = audit(target, overrides, signals, engine_model, json)
+    except launcher.RunFailed as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(3) from None
+    if not clean:
+        raise typer.Exit(1)
+
+
+@app.command()
 def config(config: ConfigFile, overrides: Overrides = None) -> None:
     """Print the settings of a run, defaults included."""
     from rpg_megatron.config import load_settings
