@@ -84,7 +84,10 @@ def audit(
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here as well.")] = None,
 ) -> None:
-    """Find where trainer and engine part, layer by layer. Exit code 0: they agree; 1: they do not; 3: it could not be found out."""
+    """Find where trainer and engine part, layer by layer.
+
+    Exit code 0: they agree; 1: they do not; 3: a process died before that was known.
+    """
     from rpg_megatron.launch.supervision import Interrupted, StopSignals
 
     with StopSignals() as signals:

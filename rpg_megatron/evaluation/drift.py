@@ -40,8 +40,10 @@ TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2}
 """Largest relative error of a module that rounding explains. Measured on clean pairs, see docs/audit.md: the
 largest of any module is 2e-6 in float32 and 6e-3 in bfloat16; larger models round more.
 """
-CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-3}
-"""Largest relative error of a norm's channel on average over the tokens, where single roundings cancel."""
+CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3}
+"""Largest relative error of a norm's channel on average over the tokens, where roundings cancel unless all
+tokens are the same. Without that, two roundings to bfloat16, as in Hugging Face's norm, are 3.9e-3 at most.
+"""
 
 Weights = Callable[[str], Tensor]
 """HF name -> the whole tensor, in the checkpoint's dtype."""
@@ -74,7 +76,7 @@ class StoredWeights:
 
 @dataclass
 class Side:
-    """What one side, engine or trainer, made of the same tokens. Sequences lie end to end: t places in all."""
+    """What engine or trainer made of the same tokens. Sequences lie end to end: t places in all."""
 
     name: str
     trace: Trace

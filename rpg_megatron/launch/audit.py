@@ -21,6 +21,7 @@ REQUEST, REPORT = "audit_request.json", "audit.json"
 """As ``training/audit.py``, which cannot be imported here without torch, names them."""
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
 """A compiled model does not call its modules, and a cached prefix passes none of them."""
+_SHOWN = 6  # findings of an engine
 _MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps", "dtype", "max_positions")
 _COLUMNS = {
     "input": ("input",),
@@ -150,8 +151,10 @@ def show(report: dict[str, Any], console: Console) -> None:
         name = f"engine {engine['engine']}: " if len(engines) > 1 else ""
         if engine["clean"]:
             _say(console, f"{name}clean: every module of both sides follows from its input; they agree")
-        for finding in engine["findings"]:
+        for finding in engine["findings"][:_SHOWN]:
             _say(console, f"{name}{finding['kind']}: {finding['text']}.\n  What to do: {finding['advice']}.")
+        if (more := len(engine["findings"]) - _SHOWN) > 0:
+            _say(console, f"{name}and {more} more findings, see the report")
 
 
 def _table(engine: dict[str, Any]) -> str:

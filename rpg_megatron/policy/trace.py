@@ -16,7 +16,7 @@ from rpg_megatron.data.trace import FINAL_INPUT, FINAL_NORM, Trace, layer_site, 
 from rpg_megatron.policy.packed import Pack
 from rpg_megatron.policy.policy import Policy
 
-_QKV, _GATE_UP = "qkv", "gate_up"
+_QKV, _GATE_UP = "qkv", "gate_up"  # Megatron computes these together; see _join
 _HEADS = ("query_norm", "key_norm", "query_rope", "key_rope", "attention", "activation")
 """Cut by heads or columns over the tensor ranks, in rank order. The rest is whole on each of them, but for
 the tokens, which sequence parallelism cuts.
@@ -72,11 +72,14 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
 
         return module.register_forward_hook(after)
 
-    def norm(before: str, after: str) -> Callable[[Any, Any], dict[str, Tensor]]:
-        return lambda args, out: {before: args[0], after: out}
-
     def first(site: str) -> Callable[[Any, Any], dict[str, Tensor]]:
+        """The result; linear layers give a bias as well."""
         return lambda args, out: {site: out[0] if isinstance(out, tuple) else out}
+
+    def entering(*sites: str) -> Callable[[Any, Any], dict[str, Tensor]]:
+        """What goes in, and the result."""
+        *before, after = sites
+        return lambda args, out: {**dict(zip(before, args, strict=False)), **first(after)(args, out)}
 
     for chunk in chunks:
         decoder: Any = chunk.decoder
@@ -86,28 +89,18 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
                 return layer_site(i, part)
 
             attention, mlp = layer.self_attention, layer.mlp
-            yield keep(layer.input_layernorm, norm(at("input"), at("input_norm")))
+            yield keep(layer.input_layernorm, entering(at("input"), at("input_norm")))
             yield keep(attention.linear_qkv, first(at(_QKV)))
             if attention.q_layernorm is not None:
                 yield keep(attention.q_layernorm, first(at("query_norm")))
                 yield keep(attention.k_layernorm, first(at("key_norm")))
-            rope = at("query_rope"), at("key_rope"), at("attention")
-            yield keep(
-                attention.core_attention,
-                lambda args, out, names=rope: dict(zip(names, (args[0], args[1], out), strict=True)),
-            )
+            yield keep(attention.core_attention, entering(at("query_rope"), at("key_rope"), at("attention")))
             yield keep(attention.linear_proj, first(at("attention_output")))
-            yield keep(layer.pre_mlp_layernorm, norm(at("middle"), at("mlp_norm")))
+            yield keep(layer.pre_mlp_layernorm, entering(at("middle"), at("mlp_norm")))
             yield keep(mlp.linear_fc1, first(at(_GATE_UP)))
-            yield keep(
-                mlp.linear_fc2,
-                lambda args, out, names=(at("activation"), at("mlp_output")): {
-                    names[0]: args[0],
-                    names[1]: out[0],
-                },
-            )
+            yield keep(mlp.linear_fc2, entering(at("activation"), at("mlp_output")))
         if getattr(decoder, "final_layernorm", None) is not None:
-            yield keep(decoder.final_layernorm, norm(FINAL_INPUT, FINAL_NORM))
+            yield keep(decoder.final_layernorm, entering(FINAL_INPUT, FINAL_NORM))
 
 
 def _join(site: str, shards: list[Tensor], shape: ModelShape, tokens: int) -> Trace:
@@ -121,7 +114,8 @@ def _join(site: str, shards: list[Tensor], shape: ModelShape, tokens: int) -> Tr
         return {layer_site(layer, n): x.flatten(1) for n, x in (("query", q), ("key", k), ("value", v))}
     if layer is not None and part == _GATE_UP:
         halves = [s.chunk(2, 1) for s in shards]
-        return {layer_site(layer, n): torch.cat([h[i] for h in halves], 1) for i, n in enumerate(_PAIR)}
+        both = (torch.cat(h, 1) for h in zip(*halves, strict=True))
+        return {layer_site(layer, n): x for n, x in zip(("gate", "up"), both, strict=True)}
     if part in _HEADS:
         # With more ranks than key/value heads, neighbours hold the same one.
         step = max(1, len(shards) // shape.num_kv_heads) if part.startswith("key") else 1
@@ -129,6 +123,3 @@ def _join(site: str, shards: list[Tensor], shape: ModelShape, tokens: int) -> Tr
     if shards[0].size(0) < tokens:
         return {site: torch.cat(shards)}
     return {site: shards[0]}
-
-
-_PAIR = ("gate", "up")

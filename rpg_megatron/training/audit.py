@@ -129,8 +129,8 @@ def audit_engine(
     reference = StoredWeights(weights)
     verdict = judge(
         _engine_side(traced),
-        _trainer_side(trajectories, packs, packed),
-        _trainer_side(trajectories, apart, alone),
+        trainer_side(trajectories, packs, packed),
+        trainer_side(trajectories, apart, alone),
         shape=shape,
         weights=reference,
         temperature=settings.rollout.temperature,
@@ -216,8 +216,9 @@ def _cut(trace: Trace, trajectory: Trajectory) -> Trace:
         wanted = sampled if site == LOGITS else places
         if values.size(0) < wanted:
             raise UserError(
-                f"the engine's trace has {values.size(0)} of {wanted} rows of {site}: it does not run all tokens "
-                "through its modules. Remove prefix caching, compilation and speculation from engine.arguments"
+                f"the engine's trace has {values.size(0)} of {wanted} rows of {site}: it does not run all "
+                "tokens through its modules; remove prefix caching, compilation and speculation from "
+                "engine.arguments"
             )
         out[site] = values[:wanted]
     return out
@@ -230,10 +231,12 @@ def _engine_side(traced: Sequence[Traced]) -> Side:
     return _side("engine", trajectories, trace, torch.from_numpy(logp))
 
 
-def _trainer_side(
+def trainer_side(
     trajectories: Sequence[Trajectory], packs: Sequence[Pack], found: Sequence[tuple[Trace, torch.Tensor]]
 ) -> Side:
-    """One or several packs that together hold the trajectories in order; what fills a pack up is cut off."""
+    """What the trainer made of one or several packs, which together hold the trajectories in order, by the
+    result of ``trace_policy``. What fills a pack up is cut off.
+    """
     used = [sum(t.length - 1 for t in p.trajectories) for p in packs]
     sites = found[0][0]
     trace = {s: torch.cat([f[0][s][:n] for f, n in zip(found, used, strict=True)]) for s in sites}
@@ -243,7 +246,9 @@ def _trainer_side(
 
 def _side(name: str, trajectories: Sequence[Trajectory], trace: Trace, logp: torch.Tensor) -> Side:
     whole = [np.concatenate([t.prompt, t.response]) for t in trajectories]
-    predicts = np.concatenate([np.arange(1, len(w)) >= len(t.prompt) for w, t in zip(whole, trajectories)])
+    predicts = np.concatenate(
+        [np.arange(1, len(w)) >= len(t.prompt) for w, t in zip(whole, trajectories, strict=True)]
+    )
     return Side(
         name=name,
         trace=trace,

@@ -1,8 +1,8 @@
 """One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [JOB]``.
 
-The launcher starts it. JOB is ``train`` or ``audit``. Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants
-them; RPG_ENGINE_TOKEN on rank 0. Exits with 0 when training is done, 2 with ``error: ...`` as its last line
-on a problem the user can mend.
+The launcher starts it. JOB is ``train`` (if it is missing) or ``audit``. Environment: RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants them; RPG_ENGINE_TOKEN on rank 0. Exits with 0 when the
+job is done, 2 with ``error: ...`` as its last line on a problem the user can mend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One trainer rank of test_audit: plants fault after fault in the engine or in the trainer, and audits each."""
+"""One trainer rank of test_audit: plants fault after fault, in the engine or in itself, and audits each."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def main() -> None:
     settings = load_settings(run_dir / "config.yaml")
     device = start_device("cpu")
     start_process_group(device)
-    run = Run(settings, run_dir, work, bridge, os.environ[TOKEN_VARIABLE], start_mesh(settings.parallel), device)
+    run = Run(
+        settings, run_dir, work, bridge, os.environ[TOKEN_VARIABLE], start_mesh(settings.parallel), device
+    )
     request = auditing.Request()
     given = auditing.choose_tokens(settings, request)[:3]
     true = run_dir / "weights"
