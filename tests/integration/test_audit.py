@@ -20,12 +20,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+from rpg_megatron.training.journal import write_rollouts
 from tests.distributed.spawn import free_port
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -53,7 +56,7 @@ def write_weights(folder: Path, change: Callable[[Weights], object], source: Pat
 def train_a_step(weights: Weights) -> None:
     g = torch.Generator().manual_seed(0)
     for name, w in weights.items():
-        weights[name] = w + 0.02 * w.std(correction=0).clamp(min=0.02) * torch.randn(w.shape, generator=g)
+        weights[name] = w + 0.05 * w.std(correction=0).clamp(min=0.02) * torch.randn(w.shape, generator=g)
 
 
 def scale(name: str, factor: float) -> Callable[[Weights], object]:
@@ -213,17 +216,18 @@ def test_a_clean_pair_is_clean(reports: dict[str, dict]) -> None:
     check_clean(reports["clean"])
 
 
-def check_norm(report: dict) -> None:
+def check_norm(report: dict, rounding: float = 1e-3) -> None:
     found = only_finding(report)
     assert (found["kind"], found["side"], found["layers"]) == ("weights", "engine", [1])
     assert found["parameters"] == ["model.layers.1.post_attention_layernorm.weight"]
-    assert found["values"]["factor"] == pytest.approx(1.01, abs=1e-3)
-    assert "1.0% too large" in found["text"]
+    assert found["values"]["factor"] == pytest.approx(1.01, abs=rounding)
+    assert "% too large" in found["text"]
     assert report["first"]["site"] == "layers.1.mlp_norm"
 
 
 def test_a_norm_that_is_one_percent_off(reports: dict[str, dict]) -> None:
     check_norm(reports["norm"])
+    assert "1.0% too large" in reports["norm"]["findings"][0]["text"]
 
 
 def test_one_channel_of_a_norm_that_is_one_percent_off(reports: dict[str, dict]) -> None:
@@ -280,6 +284,93 @@ def check_stale(report: dict) -> None:
 
 def test_a_stale_layer(reports: dict[str, dict]) -> None:
     check_stale(reports["stale"])
+
+
+def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_path: Path) -> None:
+    """A run's folder: its newest export and its journal; the engine loads weights of its own."""
+    run = tmp_path / "run-001"
+    (run / "rollouts").mkdir(parents=True)
+    shutil.copytree(checkpoints / "trained", run / "hf" / "step_000003")
+    (run / "config.yaml").write_text(load_settings(QUICKSTART, [*SMALL, "parallel.tensor=1"]).to_yaml())
+    numbers = np.arange(20, 30, dtype=np.int32)
+    some = [
+        Trajectory(
+            prompt_id=i,
+            sample=0,
+            prompt=numbers[: 3 + i],
+            response=numbers,
+            behaviour=np.zeros(10, np.float32),
+            versions=np.zeros(10, np.int32),
+            finish="length",
+            text="",
+            old=np.full(10, i, np.float32),
+            anchor=np.zeros(10, np.float32),
+        )
+        for i in range(8)
+    ]
+    write_rollouts(run / "rollouts" / "step_000003.jsonl.zst", some)
+    command = [sys.executable, "-m", "rpg_megatron.cli", "audit", str(run)]
+    command += ["--engine-model", str(checkpoints / "faults" / "norm"), "--json", str(tmp_path / "copy.json")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, env=environment(), check=False
+    )
+    assert (done.returncode, done.stderr) == (1, ""), done.stdout + done.stderr
+    assert (
+        "weights: model.layers.1.post_attention_layernorm.weight of the engine is 1.0% too large"
+        in done.stdout
+    )
+    assert "weights as the engine loaded them" in done.stdout
+    report = json.loads((tmp_path / "copy.json").read_text())
+    assert report["model"] == str(run / "hf" / "step_000003")
+    check_norm(report["engines"][0])
+    # The six worst responses, half of each; the last place of a sequence predicts and is not read.
+    given = sum(3 + i + 5 for i in range(2, 8))
+    assert report["engines"][0]["tokens"] == given + report["engines"][0]["logprobs"]["tokens"] - 6
+    folder = tmp_path / "quickstart-audit-001"
+    assert json.loads((folder / "audit.json").read_text()) == report
+    assert not (folder / "weights").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_path: Path, dtype: str) -> None:
+    layouts = {
+        "TP2+SP": ["parallel.tensor=2", "parallel.sequence=true"],
+        "PP2": ["parallel.pipeline=2"],
+        "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
+        "DP2": ["parallel.data=2"],
+    }
+    layouts = {name: [*overrides, f"precision.dtype={dtype}"] for name, overrides in layouts.items()}
+    cases = ["clean", "norm", "qkv", "stale", "rope", "temperature"]
+    engine = ("engine.tensor=2", f"precision.dtype={dtype}")
+    for reports in audit_faults(tmp_path, checkpoints, layouts, cases, *engine).values():
+        assert reports["clean"]["clean"], reports["clean"]["findings"]
+        check_norm(reports["norm"], rounding=1e-3 if dtype == "float32" else 6e-3)  # 2 ** -7 is one step
+        check_qkv(reports["qkv"])
+        check_stale(reports["stale"])
+        check_rope(reports["rope"])
+        check_temperature(reports["temperature"], "trainer", 0.8)
+
+
+@pytest.mark.long
+def test_an_engine_of_another_dtype_or_rope(checkpoints: Path, tmp_path: Path) -> None:
+    """The engine reads another base from its config.json, or was told to compute in bfloat16."""
+    other = tmp_path / "other"
+    shutil.copytree(checkpoints / "trained", other)
+    described = json.loads((other / "config.json").read_text())
+    described["rope_parameters"]["rope_theta"] = 20_000.0
+    (other / "config.json").write_text(json.dumps(described))
+    command = [sys.executable, "-m", "rpg_megatron.cli", "audit", str(QUICKSTART), *SMALL]
+    command += [f"model.path={checkpoints / 'trained'}", f"runs={tmp_path / 'runs'}", "parallel.tensor=1"]
+    for options, kind, said in (
+        (["--engine-model", str(other)], "rope", "the engine rotates positions with base 20,0"),
+        (["engine.arguments=['--dtype', 'bfloat16']"], "precision", "the engine computes in bfloat16"),
+    ):
+        done = subprocess.run(
+            [*command, *options], capture_output=True, text=True, timeout=500, env=environment(), check=False
+        )
+        assert (done.returncode, done.stderr) == (1, ""), done.stdout + done.stderr
+        assert f"{kind}: {said}" in done.stdout
 
 
 def test_further_faults_have_names_too(reports: dict[str, dict]) -> None:
