@@ -36,15 +36,17 @@ from rpg_megatron.data.trace import (
 )
 from rpg_megatron.policy.model import llama3_frequencies
 
-TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2, "float16": 2.5e-3}
 """Largest relative error of a module that rounding explains. Measured on clean pairs, see docs/audit.md: the
-largest of any module is 2e-6 in float32 and 6e-3 in bfloat16; larger models round more.
+largest of any module is 2e-6 in float32 and 6e-3 in bfloat16; larger models round more. float16 was not
+measured: its roundings are an eighth of bfloat16's.
 """
-CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3}
+CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3, "float16": 7.5e-4}
 """Largest relative error of a norm's channel on average over the tokens, where roundings cancel unless all
 tokens are the same. Without that, two roundings to bfloat16, as in Hugging Face's norm, are 3.9e-3 at most.
 """
 
+_CPU = torch.device("cpu")
 Weights = Callable[[str], Tensor]
 """HF name -> the whole tensor, in the checkpoint's dtype."""
 
@@ -102,8 +104,17 @@ class Side:
 class Chain:
     """One side's values, each to be compared with what its own earlier values make it."""
 
-    def __init__(self, side: Side, shape: ModelShape, weights: Weights, temperature: float):
+    def __init__(
+        self,
+        side: Side,
+        shape: ModelShape,
+        weights: Weights,
+        temperature: float,
+        device: torch.device = _CPU,
+    ):
+        """device: where to compute; values and weights are brought there when they are needed."""
         self.side, self.shape, self.weights, self.temperature = side, shape, weights, temperature
+        self._device = device
         # Exact enough that only the side's own rounding remains.
         self._wide = torch.float64 if side.dtype == "float32" else torch.float32
 
@@ -114,7 +125,7 @@ class Chain:
     def found(self, site: str) -> Tensor:
         """The side's values, wide; recomputed where it has none."""
         if site in self.side.trace:
-            return self.side.trace[site].to(self._wide)
+            return self.side.trace[site].to(self._device, self._wide)
         return self.expected(site)
 
     def expected(
@@ -137,9 +148,14 @@ class Chain:
             return self.found(layer_site(layer, name) if layer is not None else name)
 
         name = parameter_of(like or site, self.shape.tied_embeddings)
-        weight = None if name is None else (weights or self.weights)(name).to(self._wide)
+        source = weights or self.weights
+
+        def stored(hf_name: str) -> Tensor:
+            return source(hf_name).to(self._device, self._wide)
+
+        weight = None if name is None else stored(name)
         if part == "input" and weight is not None:
-            return weight[self.side.tokens]
+            return weight[self._on_device(self.side.tokens)]
         if part == "input":
             assert layer is not None
             return self.found(layer_site(layer - 1, "middle")) + self.found(
@@ -149,7 +165,7 @@ class Chain:
             last = self.shape.num_layers - 1
             return self.found(layer_site(last, "middle")) + self.found(layer_site(last, "mlp_output"))
         if part in NORMS:
-            source = {
+            from_part = {
                 "input_norm": "input",
                 "query_norm": "query",
                 "key_norm": "key",
@@ -157,12 +173,12 @@ class Chain:
                 FINAL_NORM: FINAL_INPUT,
             }
             assert weight is not None
-            return self._rms(before(source[part]), weight)
+            return self._rms(before(from_part[part]), weight)
         if part in ("query", "key", "value"):
             assert weight is not None
             out = before("input_norm") @ weight.t()
             if self.shape.qkv_bias and name is not None:
-                out = out + (weights or self.weights)(name.replace(".weight", ".bias")).to(self._wide)
+                out = out + stored(name.replace(".weight", ".bias"))
             return out
         if part in ("query_rope", "key_rope"):
             plain = part.removesuffix("_rope")
@@ -174,13 +190,13 @@ class Chain:
             return before("input") + before("attention_output")
         if part == "activation":
             return F.silu(before("gate")) * before("up")
-        source = {"attention_output": "attention", "gate": "mlp_norm", "up": "mlp_norm"} | {
+        from_part = {"attention_output": "attention", "gate": "mlp_norm", "up": "mlp_norm"} | {
             "mlp_output": "activation"
         }
         assert weight is not None
         if part == LOGITS:
-            return self.found(FINAL_NORM)[self.side.predicts] @ weight.t()
-        return before(source[part]) @ weight.t()
+            return self.found(FINAL_NORM)[self._on_device(self.side.predicts)] @ weight.t()
+        return before(from_part[part]) @ weight.t()
 
     def rotate(self, x: Tensor, theta: float | None = None, positions: Tensor | None = None) -> Tensor:
         """Rotary embedding of heads [t, heads * d], in the halves convention of Hugging Face."""
@@ -188,11 +204,11 @@ class Chain:
         base = theta or shape.rope_theta
         d = shape.head_dim
         if shape.rope_scaling is not None:
-            frequencies = llama3_frequencies(d, base, shape.rope_scaling).to(self._wide)
+            frequencies = llama3_frequencies(d, base, shape.rope_scaling)
         else:
             frequencies = base ** (-torch.arange(0, d, 2, dtype=self._wide) / d)
         places = self.side.positions if positions is None else positions
-        angles = places.to(self._wide)[:, None, None] * frequencies
+        angles = self._on_device(places)[:, None, None] * self._on_device(frequencies).to(self._wide)
         a, b = x.unflatten(1, (-1, d)).chunk(2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).flatten(1)
@@ -203,11 +219,15 @@ class Chain:
         padding: so many further columns, whose logit is 0, take part in the softmax.
         """
         logits = self.found(LOGITS).double() / (temperature or self.temperature)
-        picked = logits.gather(1, self.side.sampled[:, None])[:, 0]
+        picked = logits.gather(1, self._on_device(self.side.sampled)[:, None])[:, 0]
         total = logits.logsumexp(1)
         if padding > 0:
             total = torch.logaddexp(total, torch.full_like(total, math.log(padding)))
         return picked - total
+
+    def logp(self) -> Tensor:
+        """The log-probs that the side reports: float64 [n]."""
+        return self._on_device(self.side.logp).double()
 
     def error(self, site: str, expected: Tensor | None = None) -> float:
         """How far a site is from what it follows from; see ``distance``. NaN counts as infinite."""
@@ -227,7 +247,7 @@ class Chain:
         """
         expected = self.logprobs() if expected is None else expected
         size = max(1.0, (self.found(LOGITS).abs().max() / self.temperature).item())
-        worst = ((self.side.logp.double() - expected).abs().max() / size).item()
+        worst = ((self.logp() - expected).abs().max() / size).item()
         return worst if math.isfinite(worst) else math.inf
 
     def tolerance(self, site: str) -> float:
@@ -246,6 +266,9 @@ class Chain:
         width = self.shape.head_dim if per_head else expected.size(-1)
         f, e = self.found(site).reshape(-1, width), expected.reshape(-1, width)
         return (f * e).sum(0) / e.square().sum(0).clamp(min=1e-30)
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        return values.to(self._device)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         x = x.unflatten(1, (-1, weight.numel()))

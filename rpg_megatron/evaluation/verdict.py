@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from rpg_megatron.config import ModelShape
 from rpg_megatron.data.trace import FINAL_NORM, LOGITS, all_sites, parameter_of
@@ -34,8 +37,17 @@ class Verdict:
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"clean": self.clean, "first": self.broken[0] if self.broken else None} | asdict(self)
+        """Plain values; what is not finite, which JSON does not know, is None."""
+        plain = {"clean": self.clean, "first": self.broken[0] if self.broken else None} | asdict(self)
+        return cast(dict[str, Any], _finite(plain))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def judge(
@@ -49,16 +61,17 @@ def judge(
     dtype: str,
     bounds: tuple[float, float],
     others: Mapping[str, Weights],
+    device: torch.device,
 ) -> Verdict:
     """Compare an engine with the trainer on the same tokens.
 
     trainer: with the sequences packed as in training; alone: each in a row of its own. weights: the
     trainer's, under HF names. temperature, dtype: as configured. bounds: largest and mean |log-prob
     difference| that the run's guard allows, nats. others: further weights that may explain a wrong one, by
-    what to call them.
+    what to call them. device: where to compute.
     """
-    chains = {side.name: Chain(side, shape, weights, temperature) for side in (engine, trainer)}
-    apart = Chain(alone, shape, weights, temperature)
+    chains = {side.name: Chain(side, shape, weights, temperature, device) for side in (engine, trainer)}
+    apart = Chain(alone, shape, weights, temperature, device)
     links = {name: _links(chain) for name, chain in chains.items()}
     findings = [f for side in (engine, trainer) for f in _dtype(side, dtype)]
     for name, chain in chains.items():

@@ -170,7 +170,7 @@ class _StepDiagnosis:
         configured, tolerance = chain.temperature, chain.tolerance(LOGITS)
 
         def error(t: float) -> float:
-            return (side.logp.double() - chain.logprobs(t)).abs().max().item()
+            return (chain.logp() - chain.logprobs(t)).abs().max().item()
 
         temperature, _ = minimise(error, *_TEMPERATURES)
         if chain.logprob_error(chain.logprobs(temperature)) <= tolerance:
@@ -185,8 +185,8 @@ class _StepDiagnosis:
             )
         # A column whose logit is 0 adds 1 to the sum of the softmax.
         logits = chain.found(LOGITS).double() / configured
-        picked = logits.gather(1, side.sampled[:, None])[:, 0]
-        surplus = (picked - side.logp.double()).exp() - logits.logsumexp(1).exp()
+        picked = logits.gather(1, side.sampled.to(logits.device)[:, None])[:, 0]
+        surplus = (picked - chain.logp()).exp() - logits.logsumexp(1).exp()
         columns = statistics.median(surplus.tolist())
         if columns > 0.5 and chain.logprob_error(chain.logprobs(padding=columns)) <= tolerance:
             return Finding(

@@ -13,6 +13,8 @@ from rpg_megatron.data.trace import NORMS, layer_site, parameter_of, split_site
 from rpg_megatron.evaluation.drift import CHANNEL_TOLERANCE, Chain, Weights, distance
 from rpg_megatron.evaluation.finding import Finding, layers_of, ranges
 
+_MATRICES = ("query", "key", "value", "attention_output", "gate", "up", "mlp_output")
+
 
 def explain_weights(chain: Chain, broken: Sequence[str], others: Mapping[str, Weights]) -> list[Finding]:
     """Explain sites that a parameter makes and that are broken, given in the order of computation.
@@ -51,6 +53,8 @@ class _WeightDiagnosis:
                     parameters=self._parameters(broken),
                 )
             ]
+        if self._source(broken) is None and (quantised := self._quantised(broken)):
+            return [quantised]
         by_layer: dict[int | None, list[str]] = defaultdict(list)
         for site in broken:
             by_layer[split_site(site)[0]].append(site)
@@ -61,6 +65,23 @@ class _WeightDiagnosis:
             if layer not in whole:
                 found += self._single(sites)
         return found
+
+    def _quantised(self, broken: Sequence[str]) -> Finding | None:
+        """Every matrix of every layer is off a little and no norm is: what few bits do to weights."""
+        matrices = {s for s in self._chain.sites() if split_site(s)[1] in _MATRICES}
+        errors = [self._chain.error(s) for s in broken]
+        if not matrices <= set(broken) or any(split_site(s)[1] in NORMS for s in broken) or max(errors) > 0.3:
+            return None
+        return Finding(
+            "precision",
+            self._name,
+            f"all matrices of the {self._name} are off by {min(errors):.1%} to {max(errors):.1%}, and no norm "
+            "is: so are quantised weights",
+            "look for --quantization in engine.arguments; a quantised engine needs correction and wider "
+            "guards",
+            layers=layers_of(broken),
+            parameters=self._parameters(broken),
+        )
 
     def _whole_layers(self, layers: list[int], sites: list[str]) -> list[Finding]:
         """Layers most of whose parameters are wrong at once."""

@@ -137,14 +137,14 @@ def show(report: dict[str, Any], console: Console) -> None:
     head = "*" if _broken(worst, ("logits", "logprobs")) else ""
     _say(
         console,
-        f"\nfinal norm {_cell(worst, 'final_norm')}   log-probs {head}mean {logprobs['mean']:.1e}, "
-        f"max {logprobs['max']:.1e} nats over {logprobs['tokens']:.0f} sampled tokens\n",
+        f"\nfinal norm {_cell(worst, 'final_norm')}   log-probs {head}mean {_number(logprobs['mean'])}, "
+        f"max {_number(logprobs['max'])} nats over {logprobs['tokens']:.0f} sampled tokens\n",
     )
     if worst["first"]:
         first = worst["first"]
         _say(
             console,
-            f"first: {first['site']} of the {first['side']}, off by {first['error']:.1e} "
+            f"first: {first['site']} of the {first['side']}, off by {_number(first['error'])} "
             f"(rounding explains {first['tolerance']:.0e})",
         )
     for engine in engines:
@@ -171,7 +171,14 @@ def _table(engine: dict[str, Any]) -> str:
 
 def _cell(engine: dict[str, Any], *sites: str) -> str:
     values = [engine["drift"][site] for site in sites if site in engine["drift"]]
-    return f"{'*' if _broken(engine, sites) else ''}{max(values):.0e}" if values else "-"
+    if not values:
+        return "-"
+    return ("*" if _broken(engine, sites) else "") + _number(None if None in values else max(values), 0)
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    """None stands for what is not finite."""
+    return "nan" if value is None else f"{value:.{digits}e}"
 
 
 def _broken(engine: dict[str, Any], sites: tuple[str, ...]) -> bool:

@@ -92,7 +92,9 @@ class Run:
             self._guardian.guard_path(self._workspace.work)
             self._guardian.guard_path(self._workspace.bridge)
             self._progress = Progress(
-                self._workspace.work, steps=settings.training.steps, metrics=self.folder / METRICS
+                self._workspace.work,
+                steps=settings.training.steps if job == "train" else 0,
+                metrics=self.folder / METRICS,
             )
             self._supervisor = Supervisor(self._guardian, self.folder / LOGS)
         except BaseException:

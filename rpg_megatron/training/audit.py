@@ -137,6 +137,7 @@ def audit_engine(
         dtype=settings.precision.dtype,
         bounds=settings.guards.thresholds(settings.precision.dtype),
         others=others,
+        device=run.policy.device,
     )
     reference.close()
     return verdict, sum(t.length - 1 for t in trajectories)

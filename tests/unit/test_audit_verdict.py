@@ -8,6 +8,7 @@ here by the chain itself, from faulty weights. Not covered: hooks in real engine
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,6 +83,7 @@ def verdict_of(
         dtype=dtype,
         bounds=bounds,
         others={name: w.__getitem__ for name, w in (others or {}).items()},
+        device=torch.device("cpu"),
     )
 
 
@@ -203,6 +205,20 @@ def test_rounded_weights_and_a_side_of_another_dtype():
     assert found.text == "the engine computes in bfloat16, precision.dtype is float32"
 
 
+def test_weights_of_a_few_bits():
+    shape = tiny_shape()
+    weights = weights_of(shape)
+
+    def quantise(w: torch.Tensor) -> torch.Tensor:
+        step = w.abs().amax(1, keepdim=True) / 31
+        return (w / step).round() * step
+
+    wrong = {n: quantise(w) if w.dim() == 2 and ".layers." in n else w for n, w in weights.items()}
+    found = only(verdict_of(shape, weights, make_side(shape, wrong)))
+    assert (found.kind, found.layers) == ("precision", [0, 1, 2, 3])
+    assert "so are quantised weights" in found.text
+
+
 def test_rounding_that_adds_up_beyond_the_guard():
     shape = tiny_shape()
     weights = {n: w.bfloat16() for n, w in weights_of(shape).items()}
@@ -277,6 +293,7 @@ def test_nan_is_a_fault_where_it_first_is():
     verdict = verdict_of(shape, weights, make_side(shape, weights, spoil=spoil))
     assert not verdict.clean
     assert verdict.broken[0]["site"] == "layers.2.activation"
+    json.dumps(verdict.to_json(), allow_nan=False)
 
 
 def cut_for_workers(trace: Trace, shape: ModelShape, workers: int) -> list[Trace]:
