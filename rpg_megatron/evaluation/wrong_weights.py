@@ -75,8 +75,8 @@ class _WeightDiagnosis:
         return Finding(
             "precision",
             self._name,
-            f"all matrices of the {self._name} are off by {min(errors):.1%} to {max(errors):.1%}, and no norm "
-            "is: so are quantised weights",
+            f"all matrices of the {self._name} are off by {min(errors):.1%} to {max(errors):.1%}, and no "
+            "norm is: so are quantised weights",
             "look for --quantization in engine.arguments; a quantised engine needs correction and wider "
             "guards",
             layers=layers_of(broken),

@@ -332,13 +332,14 @@ def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_path: Path, dtype: str) -> None:
     layouts = {
         "TP2+SP": ["parallel.tensor=2", "parallel.sequence=true"],
-        "PP2": ["parallel.pipeline=2"],
+        "PP2": ["parallel.tensor=1", "parallel.pipeline=2"],
         "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
-        "DP2": ["parallel.data=2"],
+        "DP2": ["parallel.tensor=1", "parallel.data=2"],
     }
     layouts = {name: [*overrides, f"precision.dtype={dtype}"] for name, overrides in layouts.items()}
     cases = ["clean", "norm", "qkv", "stale", "rope", "temperature"]
@@ -353,6 +354,7 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_an_engine_of_another_dtype_or_rope(checkpoints: Path, tmp_path: Path) -> None:
     """The engine reads another base from its config.json, or was told to compute in bfloat16."""
     other = tmp_path / "other"
