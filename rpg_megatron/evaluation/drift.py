@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +218,19 @@ class Chain:
 
         padding: so many further columns, whose logit is 0, take part in the softmax.
         """
-        logits = self.found(LOGITS).double() / (temperature or self.temperature)
+        logits = self.logits / (temperature or self.temperature)
         picked = logits.gather(1, self._on_device(self.side.sampled)[:, None])[:, 0]
         total = logits.logsumexp(1)
         if padding > 0:
             total = torch.logaddexp(total, torch.full_like(total, math.log(padding)))
         return picked - total
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The side's logits, or what its last norm makes them: float64 [n, vocabulary]. Kept: they are large
+        and looked at many times.
+        """
+        return self.found(LOGITS).double()
 
     def logp(self) -> Tensor:
         """The log-probs that the side reports: float64 [n]."""
@@ -246,7 +253,7 @@ class Chain:
         that is what the logits' rounding is relative to.
         """
         expected = self.logprobs() if expected is None else expected
-        size = max(1.0, (self.found(LOGITS).abs().max() / self.temperature).item())
+        size = max(1.0, (self.logits.abs().max() / self.temperature).item())
         worst = ((self.logp() - expected).abs().max() / size).item()
         return worst if math.isfinite(worst) else math.inf
 

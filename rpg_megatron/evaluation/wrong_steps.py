@@ -184,7 +184,7 @@ class _StepDiagnosis:
                 values={"temperature": temperature},
             )
         # A column whose logit is 0 adds 1 to the sum of the softmax.
-        logits = chain.found(LOGITS).double() / configured
+        logits = chain.logits / configured
         picked = logits.gather(1, side.sampled.to(logits.device)[:, None])[:, 0]
         surplus = (picked - chain.logp()).exp() - logits.logsumexp(1).exp()
         columns = statistics.median(surplus.tolist())
