@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,7 +181,11 @@ def run_ranks(
             env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [p.wait(400) for p in ranks]
+        # One that fails leaves the others waiting in a collective.
+        end = time.monotonic() + 400
+        while None in (codes := {p.poll() for p in ranks}) and codes <= {None, 0} and time.monotonic() < end:
+            time.sleep(0.2)
+        codes = [p.poll() for p in ranks]
     finally:
         for p in ranks:
             p.kill()
