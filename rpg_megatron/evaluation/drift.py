@@ -46,6 +46,9 @@ CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3, "float16": 7.5e-4}
 tokens are the same. Without that, two roundings to bfloat16, as in Hugging Face's norm, are 3.9e-3 at most.
 """
 
+_TEMPERATURES = (0.02, 50.0, 80)  # lowest, highest, how many to try first
+_TEMPERATURE_TOLERANCE = 0.05
+"""Relative error of a temperature, fitted to rounded log-probs, that may be chance."""
 _CPU = torch.device("cpu")
 Weights = Callable[[str], Tensor]
 """HF name -> the whole tensor, in the checkpoint's dtype."""
@@ -226,6 +229,18 @@ class Chain:
         return picked - total
 
     @cached_property
+    def fitted_temperature(self) -> tuple[float, float]:
+        """The temperature whose log-probs are nearest to those reported, and how much of the differences at
+        the configured one it leaves, as a fraction of the root of their mean square.
+        """
+
+        def error(temperature: float) -> float:
+            return (self.logp() - self.logprobs(temperature)).square().mean().sqrt().item()
+
+        temperature, rest = minimise(error, *_TEMPERATURES)
+        return temperature, rest / max(error(self.temperature), 1e-30)
+
+    @cached_property
     def logits(self) -> Tensor:
         """The side's logits, or what its last norm makes them: float64 [n, vocabulary]. Kept: they are large
         and looked at many times.
@@ -251,8 +266,17 @@ class Chain:
     def logprob_error(self, expected: Tensor | None = None) -> float:
         """Largest |log-prob - what the logits make it|, in units of the largest logit over the temperature:
         that is what the logits' rounding is relative to.
+
+        A confident policy's log-probs hardly depend on the temperature, and the largest rounding would hide a
+        wrong one. So if another temperature explains most of what differs from the configured one's
+        log-probs, its distance counts as well.
         """
-        expected = self.logprobs() if expected is None else expected
+        if expected is None:
+            temperature, left = self.fitted_temperature
+            off = abs(math.log(temperature / self.temperature)) / _TEMPERATURE_TOLERANCE
+            if left < 1 / 3 and off > 1:
+                return max(off * self.tolerance(LOGITS), self.logprob_error(self.logprobs()))
+            expected = self.logprobs()
         size = max(1.0, (self.logits.abs().max() / self.temperature).item())
         worst = ((self.logp() - expected).abs().max() / size).item()
         return worst if math.isfinite(worst) else math.inf

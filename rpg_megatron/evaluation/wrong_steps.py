@@ -15,7 +15,7 @@ from rpg_megatron.evaluation.finding import Finding, layers_of, ranges
 LOGPROBS = "logprobs"
 """The last step's name: from logits to log-probs."""
 _FIT_POSITIONS = 64  # the rotation's base is fitted to places before this one: later ones wind too often
-_BASES, _TEMPERATURES = (10.0, 1e9, 320), (0.02, 50.0, 200)
+_BASES = (10.0, 1e9, 320)  # lowest, highest, how many to try first
 
 
 def explain_steps(chain: Chain, broken: Sequence[str], apart: Chain | None) -> list[Finding]:
@@ -169,10 +169,7 @@ class _StepDiagnosis:
         chain, side = self._chain, self._chain.side
         configured, tolerance = chain.temperature, chain.tolerance(LOGITS)
 
-        def error(t: float) -> float:
-            return (chain.logp() - chain.logprobs(t)).abs().max().item()
-
-        temperature, _ = minimise(error, *_TEMPERATURES)
+        temperature, _ = chain.fitted_temperature
         if chain.logprob_error(chain.logprobs(temperature)) <= tolerance:
             return Finding(
                 "temperature",
@@ -197,10 +194,11 @@ class _StepDiagnosis:
                 "columns that pad the vocabulary must be -inf before the softmax",
                 values={"columns": columns},
             )
+        off = (chain.logp() - chain.logprobs()).abs().max().item()
         return Finding(
             "other",
             side.name,
-            f"the {side.name}'s log-probs do not follow from its logits (off by up to "
-            f"{error(configured):.2g} nats); no temperature and no padding explains it",
+            f"the {side.name}'s log-probs do not follow from its logits (off by up to {off:.2g} nats); no "
+            "temperature and no padding explains it",
             "look at what is done to logits before sampling: top-k, top-p, penalties, logits processors",
         )

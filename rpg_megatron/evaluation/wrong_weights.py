@@ -165,7 +165,8 @@ class _WeightDiagnosis:
         much = f"{abs(typical):.1%} too {'large' if typical > 0 else 'small'}"
         values = {"factor": 1 + typical, "channels": float(wrong.sum())}
         if (off[wrong] - typical).abs().max() > max(0.2 * abs(typical), noise):
-            return f"{mine} differs in {int(wrong.sum())} of {width} channels by up to {most:.1%}", values
+            channels = f"{int(wrong.sum())} of {width} channels"
+            return f"{mine} differs in {channels}, {typical:+.1%} in the median, {most:.1%} at most", values
         if bool(wrong.all()):
             return f"{mine} is {much}", values
         return f"{mine} is {much} in channels {ranges(wrong.nonzero()[:, 0].tolist())} of {width}", values

@@ -283,6 +283,31 @@ def test_temperature_and_padding_on_either_side(side: str):
     assert (found.kind, found.values["columns"]) == ("vocabulary", pytest.approx(11, abs=0.1))
 
 
+def test_a_temperature_that_rounding_would_hide():
+    """A confident policy in bfloat16: the log-probs are near 0 at either temperature."""
+    shape = tiny_shape()
+    weights = weights_of(shape)
+    weights["lm_head.weight"] = 12 * weights["lm_head.weight"]
+    weights = {n: w.bfloat16() for n, w in weights.items()}
+
+    def confident(name: str, temperature: float) -> Side:
+        side = make_side(shape, weights, name, dtype=torch.bfloat16)
+        side.sampled = side.trace[LOGITS].argmax(1)
+        chain = Chain(side, shape, lambda n: weights[n], 1.0)
+        side.logp = chain.logprobs(temperature).float()
+        del side.trace[LOGITS]  # as a trainer's: what it rounded is not known
+        return side
+
+    engine, loose = confident("engine", 1.0), {"dtype": "bfloat16", "bounds": (9.0, 9.0)}
+    right = verdict_of(shape, weights, engine, trainer=confident("trainer", 1.0), **loose)
+    wrong = verdict_of(shape, weights, engine, trainer=confident("trainer", 0.8), **loose)
+    assert right.clean, right.findings
+    assert right.links["trainer"]["logprobs"] > 0
+    found = only(wrong)
+    assert (found.kind, found.side) == ("temperature", "trainer")
+    assert found.values["temperature"] == pytest.approx(0.8, rel=0.03)
+
+
 def test_nan_is_a_fault_where_it_first_is():
     shape = tiny_shape()
     weights = weights_of(shape)
