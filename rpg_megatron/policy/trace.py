@@ -31,7 +31,7 @@ def trace_policy(policy: Policy, shape: ModelShape, packs: Sequence[Pack]) -> li
     """
     kept: dict[str, list[Tensor]] = defaultdict(list)
     with ExitStack() as stack:
-        for handle in _hook(model_chunks(policy), kept):
+        for handle in _hook(policy.chunks, kept):
             stack.callback(handle.remove)
         scored = policy.logprobs(packs)
     mesh = policy.mesh
@@ -54,12 +54,6 @@ def trace_policy(policy: Policy, shape: ModelShape, packs: Sequence[Pack]) -> li
             trace |= _join(site, [calls[i] for calls in by_rank], shape, pack.size)
         found.append((trace, values.cpu()))
     return found
-
-
-def model_chunks(policy: Policy) -> Iterable[nn.Module]:
-    """The parts of the model on this rank: several with virtual pipeline stages."""
-    module: Any = policy._module
-    return module if isinstance(module, list | tuple | nn.ModuleList) else [module]
 
 
 def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterable[Any]:

@@ -22,7 +22,6 @@ from rpg_megatron.evaluation.drift import StoredWeights
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.packed import Pack
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.policy.trace import model_chunks
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, engine_socket
 from rpg_megatron.training import audit as auditing
 from rpg_megatron.training.run import Run
@@ -31,7 +30,7 @@ from rpg_megatron.training.run import Run
 @contextmanager
 def rope_base(run: Run, base: float) -> Iterator[None]:
     """The trainer rotates with another base."""
-    rotary = [c.rotary_pos_emb for c in model_chunks(run.policy)]
+    rotary = [c.rotary_pos_emb for c in run.policy.chunks]
     before = [r.inv_freq for r in rotary]
     for r in rotary:
         d = 2 * r.inv_freq.numel()
