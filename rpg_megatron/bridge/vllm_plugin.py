@@ -77,7 +77,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         folder = os.environ.get(DIR_VARIABLE)
         if not folder:
             raise RuntimeError(f"{DIR_VARIABLE} is not set: it names the folder that weights are pulled from")
-        self._folder = Path(folder)
+        self.folder = Path(folder).resolve()
         self._readers: dict[str, Reader] = {}
         self.generation: int | None = None
         self.ack: dict[str, Any] = {}
@@ -166,7 +166,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         """The transport's reader, made at its first use. Raises ShardError if the name is unknown."""
         if transport not in self._readers:
             if transport in ("shared_memory", "cuda_ipc"):
-                self._readers[transport] = ShardReader(self._folder)
+                self._readers[transport] = ShardReader(self.folder)
             elif transport == "process_group":
                 self._readers[transport] = GroupReader(self.device)
             else:
@@ -221,7 +221,7 @@ class WorkerExtension:
             if action == "take":
                 if trace is None:
                     raise RuntimeError("nothing is traced")
-                trace.take(trace_file(self.weight_transfer_engine.reader.root, rank))
+                trace.take(trace_file(self.weight_transfer_engine.folder, rank))
                 error = trace.error
             else:
                 if trace is not None:
