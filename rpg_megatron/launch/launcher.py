@@ -170,8 +170,9 @@ class Run:
         dead = self._supervisor.failed()[0]
         message = user_error(dead)
         if message is None:
-            if not self._settings.engine.restarts:  # then it may be the cause
-                self._check_engines(closely=True)  # it leaves its main process alive for seconds
+            if not self._settings.engine.restarts:
+                # It may be what an engine's death led to, which leaves its main process alive for seconds.
+                self._check_engines(closely=True)
             raise RunFailed(self._keep(explain(dead)))
         if self._progress.started_training:
             raise UserError(self._keep(message))

@@ -94,7 +94,8 @@ class Launch:
         (folder / "plan.json").write_text(json.dumps(plan))
         temporary = folder / "t"
         temporary.mkdir()
-        environment = os.environ | {"PYTHONPATH": str(folder), "TMPDIR": "/tmp"}
+        paths = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": "/tmp"}
         self.process = subprocess.Popen(
             [sys.executable, str(folder / "driver.py"), "train", str(config), "parallel.tensor=2"],
             stdout=subprocess.PIPE,
@@ -206,7 +207,7 @@ def test_an_engine_that_dies_again_and_again_is_restarted_so_often_and_no_more(l
     # How quickly it dies decides which of the two it is.
     died = r"engine 0 (died|ended while starting)"
     said = [line for line in out.splitlines() if re.search(died, line)]
-    assert len(said) == 3, out
+    assert len(said) == 3, out + err
     for number, line in enumerate(said, 1):
         assert re.match(rf"warning: {died}; restart {number} of 3; log: ", line)
     assert code == 1
