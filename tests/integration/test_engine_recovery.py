@@ -281,15 +281,29 @@ def test_damaged_parameters_end_the_run(start: Callable[..., Run]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_one_of_two_engines_killed_in_a_rollout(
-    start: Callable[..., Run], undisturbed: Run, transport: str
-) -> None:
-    one = start(f"two-{transport}", "engine.replicas=2", f"bridge.transport={transport}")
+def test_one_of_two_engines_killed_in_a_rollout(start: Callable[..., Run], undisturbed: Run) -> None:
+    """The other one does the work meanwhile."""
+    one = start("two", "engine.replicas=2")
+    one.wait_for_engine(0)
+    engine = one.wait_for_engine(1)
+    one.wait_for_first_rollout()
+    kill_at_work(engine)
     one.wait_for_rollouts(1)
-    processes.send([one.engine(1)], signal.SIGSTOP)  # before the sync: it will be in the middle of it
+    assert one.out.read_text().count("engine 1 is up") == 1, "the rollout waited for the lost engine"
+    one.assert_done_like(undisturbed, restarts=1)
+    assert one.rows()[1]["engine/requests_resent"] > 0
+
+
+@pytest.mark.long
+def test_one_of_two_engines_killed_in_a_sync_by_process_groups(
+    start: Callable[..., Run], undisturbed: Run
+) -> None:
+    one = start("two-groups", "engine.replicas=2", "bridge.transport=process_group")
+    one.wait_for_rollouts(1)
+    engine = one.engine(1)
+    processes.send([engine], signal.SIGSTOP)
     time.sleep(5)
-    kill(one.engine(1))
+    kill(engine)
     one.wait_for_restart(1)
     one.assert_done_like(undisturbed, restarts=1)
 
