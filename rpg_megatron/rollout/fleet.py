@@ -25,7 +25,7 @@ logger = logging.getLogger("rpg_megatron.sampler")
 
 _POLL_SECONDS = 0.2
 _PROBE_SECONDS = 2.0
-_RETURN_SECONDS = 2.0
+_RETURN_SECONDS = 0.3
 """How long a sync waits for an engine that may have come back already."""
 
 
@@ -70,12 +70,11 @@ class Fleet:
         """Generation that the engines are to serve; None before the first sync."""
         self.returned = asyncio.Event()
         """Set when an engine came back and waits for weights."""
-        self.restarts = 0
-        """How many new lives have been seen."""
         self.resent = 0
         """How many requests had to be sent again."""
         self._settings = settings
         self._work = work
+        self._counted = 0
 
     async def sync(self, manifest: Manifest, generation: int, *, again: bool) -> SyncResult:
         """Bring the published weights into the engines, all at the same time.
@@ -98,7 +97,7 @@ class Fleet:
                 await asyncio.wait([replica.away], timeout=_RETURN_SECONDS)
             elif replica.watch is None:
                 await replica.client.wait_ready(self._settings.start_timeout)
-                self._enter(replica, life_of(self._work, replica.index))
+                replica.life = life_of(self._work, replica.index)
                 replica.watch = asyncio.create_task(self._watch(replica))
             life = replica.life
             if not self.check(replica, life):
@@ -154,9 +153,12 @@ class Fleet:
 
     def take_counts(self) -> dict[str, float]:
         """The counts, as metrics of a step, since they were taken last."""
-        self.refresh()
-        counts = {"engine/restarts": float(self.restarts), "engine/requests_resent": float(self.resent)}
-        self.restarts = self.resent = 0
+        lives = sum(life_of(self._work, replica.index) for replica in self.replicas)
+        counts = {
+            "engine/restarts": float(lives - self._counted),
+            "engine/requests_resent": float(self.resent),
+        }
+        self._counted, self.resent = lives, 0
         return counts
 
     def lose(self, replica: Replica, life: int, reason: str) -> None:
@@ -182,15 +184,11 @@ class Fleet:
         """Until a new life answers. How long that may take, and how often, is the launcher's to say."""
         while life_of(self._work, replica.index) == replica.life or not await replica.client.health():
             await asyncio.sleep(_POLL_SECONDS)
-        self._enter(replica, life_of(self._work, replica.index))
+        replica.life = life_of(self._work, replica.index)
         logger.info("engine %d is back", replica.index)
         if self.version is None:  # with the weights that it had before
             replica.serving.set()
         self.returned.set()
-
-    def _enter(self, replica: Replica, life: int) -> None:
-        self.restarts += life - replica.life
-        replica.life = life
 
     async def _watch(self, replica: Replica) -> None:
         """Notice an engine that falls silent; one that is gone the launcher sees by itself."""

@@ -302,9 +302,11 @@ def test_one_of_two_engines_killed_in_a_sync_by_process_groups(
     one.wait_for_rollouts(1)
     engine = one.engine(1)
     processes.send([engine], signal.SIGSTOP)
-    time.sleep(5)
+    one.wait(lambda: one.out.read_text().splitlines().count("sync") == 2)  # of the start, and of step 1
+    time.sleep(2.0)
     kill(engine)
     one.wait_for_restart(1)
+    assert "cannot start a weight update" in one.out.read_text()
     one.assert_done_like(undisturbed, restarts=1)
 
 
