@@ -12,6 +12,9 @@ import rpg_megatron
 from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rpg_megatron.bridge.convert import Report, Source
     from rpg_megatron.launch.supervision import StopSignals
 
 app = typer.Typer(
@@ -70,12 +73,162 @@ def _train(file: Path, overrides: list[str] | None, signals: StopSignals) -> Non
 
 
 @app.command()
+def audit(
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN|CONFIG", help="Folder of a run, or YAML file with settings.")
+    ],
+    overrides: Overrides = None,
+    engine_model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The engines load this Hugging Face checkpoint; no sync."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here as well.")] = None,
+) -> None:
+    """Find where trainer and engine part, layer by layer.
+
+    Exit code 0: they agree; 1: they do not; 3: a process died before that was known.
+    """
+    from rpg_megatron.launch.supervision import Interrupted, StopSignals
+
+    with StopSignals() as signals:
+        try:
+            _audit(target, overrides, engine_model, json, signals)
+        except Interrupted as e:
+            print(f"stopped: {e}", file=sys.stderr)
+            raise typer.Exit(e.exit_code) from None
+
+
+def _audit(
+    target: Path,
+    overrides: list[str] | None,
+    engine_model: Path | None,
+    json: Path | None,
+    signals: StopSignals,
+) -> None:
+    from rpg_megatron.launch import launcher
+    from rpg_megatron.launch.audit import audit
+
+    try:
+        clean = audit(target, overrides, signals, engine_model, json)
+    except launcher.RunFailed as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(3) from None
+    if not clean:
+        raise typer.Exit(1)
+
+
+@app.command()
 def config(config: ConfigFile, overrides: Overrides = None) -> None:
     """Print the settings of a run, defaults included."""
     from rpg_megatron.config import load_settings
     from rpg_megatron.launch.run_directory import resolved_yaml
 
     typer.echo(resolved_yaml(load_settings(config, overrides)), nl=False)
+
+
+convert = typer.Typer(
+    name="convert",
+    help="Hugging Face checkpoints to Megatron-Core's and back, in any tensor x pipeline layout. On the CPU.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(convert)
+
+OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to make.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Compare logits with transformers (whole model).")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the mapping, rank by rank, and write nothing.")
+]
+
+
+@convert.command()
+def hf_to_megatron(
+    hf: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face checkpoint.")],
+    out: OutFolder = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    verify: Verify = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint."""
+    from rpg_megatron.bridge import convert as tool
+
+    source = tool.open_hf(hf, tp, pp)
+    _convert(source, out, dry_run, lambda path: tool.convert_to_megatron(source, path, verify=verify))
+
+
+@convert.command()
+def megatron_to_hf(
+    megatron: Annotated[Path, typer.Option(metavar="DIR", help="Megatron-Core distributed checkpoint.")],
+    out: OutFolder = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel size; as written by default.")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages; as written by default.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="HF config and tokenizer, for a checkpoint that has none with it."),
+    ] = None,
+    max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest file, GiB.")] = 5.0,
+    verify: Verify = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint."""
+    from rpg_megatron.bridge import convert as tool
+
+    source = tool.open_megatron(megatron, tp, pp, config)
+    limit = int(max_shard_gib * 1024**3)
+    _convert(
+        source,
+        out,
+        dry_run,
+        lambda path: tool.convert_to_hf(source, path, verify=verify, max_shard_bytes=limit),
+    )
+
+
+@convert.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face or Megatron checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List what a checkpoint holds, and check that it is whole."""
+    from rpg_megatron.bridge.inspection import inspect_checkpoint
+
+    found = inspect_checkpoint(checkpoint)
+    typer.echo(found.json() if as_json else found.table())
+    if found.problems:
+        raise typer.Exit(2)
+
+
+def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Path], Report]) -> None:
+    from rpg_megatron.bridge.convert import ConversionFailed, mapping
+
+    if dry_run:
+        typer.echo("\n".join(mapping(source)))
+        return
+    if out is None:
+        raise UserError("--out is missing: the folder to make")
+    print(source, file=sys.stderr)
+    try:
+        report = work(out)
+    except ConversionFailed as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("stopped: Ctrl-C; nothing was written", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if (v := report.verification) is not None:
+        typer.echo(
+            f"logits: max |difference| to transformers {v.difference:.2e} over {v.tokens} positions, "
+            f"tolerance {v.tolerance:.1e} (float32, largest logit {v.largest:.3g})"
+        )
+    worst = max(report.memory, key=lambda m: m.peak - m.baseline)
+    typer.echo(
+        f"{report.out}: written in {report.seconds:.1f} s; memory of a process: at most "
+        f"{(worst.peak - worst.baseline) / 1e6:,.1f} MB over its start, "
+        f"for {worst.shard / 1e6:,.1f} MB of weights"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -94,6 +94,7 @@ class GroupPublisher:
         """
         if generation < 0:
             raise ValueError(f"generation {generation}: must not be negative")
+        self.retract()
         sums = run_together(lambda: self._agreement.sum_boxes(self._params, self.dtype))
         gathered = gather_objects((self.placement.rank, sums))
         manifest = None

@@ -21,13 +21,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rpg_megatron.bridge.collective import gather_objects, run_together
-from rpg_megatron.bridge.hf_files import INDEX, SINGLE
+from rpg_megatron.bridge.hf_files import COPIED, INDEX, SINGLE
 from rpg_megatron.bridge.layouts import Layout
 from rpg_megatron.bridge.plan import Holding, Placement, Source, assign_sources, group_shards
 from rpg_megatron.config.errors import UserError
-
-COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-"""What is taken over from the source checkpoint: configuration, tokenizer, chat template."""
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -85,7 +82,7 @@ def export_hf(
                 save_file(tensors, part / names[mine], metadata={"format": "pt"})
 
         run_together(write)
-        del tensors
+        del tensors, write  # or the next round would be assembled while this one's file is still held
     run_together(
         lambda: _finish(out_dir, part, source_dir, plan, sizes, dtype, replace) if rank == 0 else None
     )
@@ -173,7 +170,9 @@ def _finish(
     for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
         config[key] = DTYPE_NAMES[dtype]
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    mode = (part / "config.json").stat().st_mode  # as the user's umask has it; safetensors shuts everyone out
     for file in part.iterdir():
+        file.chmod(mode)
         with file.open("rb") as f:
             os.fsync(f.fileno())
     if replace and out_dir.exists():

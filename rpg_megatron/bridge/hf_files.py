@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """Element types that can be loaded, by their name in a header, and their size in bytes."""
+
+HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Their names in config.json and in torch."""
+
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+"""What belongs to a checkpoint besides its weights: configuration, tokenizer, chat template."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; a larger number means that this is not a safetensors file."""
@@ -81,20 +88,31 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
         return read_header(single)
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: read_header(model_dir / name) for name in sorted(set(weight_map.values()))}
+        names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise _corrupt(index, f"it is no index ({type(e).__name__}: {e})") from None
+    files, damage = {}, []
+    for name in names:
+        try:
+            files[name] = read_header(model_dir / name)
+        except UserError as e:
+            damage.append(str(e))
+    if damage:
+        raise UserError("\n  ".join(damage))
     lost = [f"{name} (not in {file})" for name, file in weight_map.items() if name not in files[file]]
     if lost:
         raise UserError(f"{index}: names tensors that their files do not hold: {_some(lost)}")
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
-def verify_hf_checkpoint(model_dir: Path, layout: Layout) -> dict[str, StoredTensor]:
+def verify_hf_checkpoint(
+    model_dir: Path, layout: Layout, *, one_dtype: bool = False
+) -> dict[str, StoredTensor]:
     """Check that a checkpoint holds exactly the tensors of the layout; returns where each of them lies.
 
-    A ``lm_head.weight`` next to tied embeddings is ignored, as transformers ignores it.
-    Raises one UserError that lists every missing, unexpected and wrong-shaped tensor, or the corrupt file.
+    A ``lm_head.weight`` next to tied embeddings is ignored, as transformers ignores it. ``one_dtype``: all
+    tensors must be of one type, for uses that keep it.
+    Raises one UserError that lists every missing, unexpected and wrong-shaped tensor, or the corrupt files.
     """
     stored = list_checkpoint(model_dir)
     if layout.shape.tied_embeddings:
@@ -117,6 +135,11 @@ def verify_hf_checkpoint(model_dir: Path, layout: Layout) -> dict[str, StoredTen
         problems.append(
             f"not {', '.join(ITEM_BYTES)}, so quantised; convert the checkpoint first: {_some(types)}"
         )
+    counts = Counter(t.dtype for t in stored.values())
+    if one_dtype and not types and len(counts) > 1:
+        ((usual, count),) = counts.most_common(1)
+        others = [f"{n} is {t.dtype}" for n, t in stored.items() if t.dtype != usual]
+        problems.append(f"not {usual}, as {count} tensors are; save the model in one type: {_some(others)}")
     if problems:
         raise UserError(
             f"{model_dir}: the weights do not fit its config.json ({layout.shape.family}, "

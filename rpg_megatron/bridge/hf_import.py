@@ -38,9 +38,11 @@ def load_hf_weights(
     """
     stored = verify_hf_checkpoint(model_dir, layout)
     bytes_read = 0
-    with ExitStack() as stack:
-        handles: dict[Path, Any] = {}
-        for name, param in params:
+    for name, param in params:
+        # Files are mapped, and pages that were read count as this process's memory until they are closed: so
+        # they are opened anew for each parameter. Columns alone touch the pages of all their tensor.
+        with ExitStack() as stack:
+            handles: dict[Path, Any] = {}
             expected = layout.local_shape(name, tensor=tensor, vocab_multiple=vocab_multiple)
             if tuple(param.shape) != expected:
                 raise LayoutError(

@@ -38,6 +38,7 @@ from rpg_megatron.bridge.group_reader import GroupReader
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.reader import Reader, ShardError, ShardReader
 from rpg_megatron.bridge.vllm_plugin_model import ModelPlan, load_published, record_plan, restore_layers
+from rpg_megatron.bridge.vllm_plugin_trace import WorkerTrace, trace_file
 
 BACKEND = "rpg_pull"
 DIR_VARIABLE = "RPG_BRIDGE_DIR"
@@ -185,6 +186,7 @@ class WorkerExtension:
     """Calls that the controller makes through vLLM's ``/collective_rpc``. None of them raises."""
 
     weight_transfer_engine: PullEngine
+    _rpg_trace: WorkerTrace | None = None
 
     def rpg_abort(self) -> dict[str, Any]:
         """End an open update, if there is one, with the weights as they were before *apply*."""
@@ -201,7 +203,36 @@ class WorkerExtension:
     def rpg_generation(self) -> dict[str, Any]:
         """Generation of the weights being served; None before the first sync and after a failed *apply*."""
         engine = self.weight_transfer_engine
-        return {"rank": engine.parallel_config.rank, "generation": engine.generation}
+        return {
+            "rank": engine.parallel_config.rank,
+            "pid": os.getpid(),
+            "generation": engine.generation,
+        }
+
+    def rpg_trace(self, action: str) -> dict[str, Any]:
+        """Watch the model's modules (``start``), write down what they gave (``take``), stop (``stop``).
+
+        See ``vllm_plugin_trace``. The answer holds ``error``, empty if there was none.
+        """
+        rank = self.weight_transfer_engine.parallel_config.rank
+        error = ""
+        try:
+            trace = self._rpg_trace
+            if action == "take":
+                if trace is None:
+                    raise RuntimeError("nothing is traced")
+                trace.take(trace_file(self.weight_transfer_engine.reader.root, rank))
+                error = trace.error
+            else:
+                if trace is not None:
+                    trace.close()
+                self._rpg_trace = (
+                    WorkerTrace(self.weight_transfer_engine.model) if action == "start" else None
+                )
+        except BaseException as e:
+            error = f"{type(e).__name__}: {e}"
+            logger.exception("Tracing failed: %s", action)
+        return {"rank": rank, "error": error}
 
 
 class BearerAuth:

@@ -12,7 +12,7 @@ Three ways in, the first two chosen module by module:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,12 +134,7 @@ def load_published(
             _load_whole(model, model_config, reader)
             _refresh(_sharing_modules(model))
             return
-        for layer in plan.layers:
-            if layer.in_place:
-                _copy_slices(layer, reader)
-            else:
-                with _reloading(layer.layer):
-                    _copy_slices(layer, reader)
+        _load_slices(plan.layers, reader)
         _refresh(plan.shared)
         for module in model.modules():
             # Modules that prepare something from others' weights; vLLM calls them last, too.
@@ -242,12 +237,28 @@ def _load_layout(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in params.items() if name not in SKIP_TENSORS}
 
 
-@contextmanager
-def _reloading(layer: torch.nn.Module) -> Iterator[None]:
-    """VLLM's layerwise reload for one module: inside, its parameters are fresh ones in load layout.
+def _load_slices(plans: list[LayerPlan], reader: Reader) -> None:
+    """Fill all modules. Where a CPU re-packs them, the slices of the next are copied meanwhile."""
+    packing: torch.nn.Module | None = None
+    with ThreadPoolExecutor(1) as copier:
+        for plan in plans:
+            if plan.in_place:
+                _copy_slices(plan, reader)
+                continue
+            _begin_reload(plan.layer)
+            copying = copier.submit(_copy_slices, plan, reader)
+            try:
+                if packing is not None:
+                    _finish_reload(packing)
+            finally:
+                copying.result()
+            packing = plan.layer
+        if packing is not None:
+            _finish_reload(packing)
 
-    Afterwards its own processing has run and the results lie in the old tensors, whose addresses stay.
-    """
+
+def _begin_reload(layer: torch.nn.Module) -> None:
+    """VLLM's layerwise reload for one module: from here on its parameters are fresh ones in load layout."""
     info = get_layerwise_info(layer)
     info.kernel_tensors = get_layer_params_buffers(layer)
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
@@ -255,13 +266,19 @@ def _reloading(layer: torch.nn.Module) -> Iterator[None]:
     materialize_layer(layer, info)
     for tensor in get_layer_tensors(layer).values():
         _unwrap_loader(tensor)
-    yield
+
+
+def _finish_reload(layer: torch.nn.Module) -> None:
+    """The module's own processing; its results go into the old tensors, whose addresses stay."""
+    info = get_layerwise_info(layer)
     _process(layer)
     _copy_and_restore_kernel_tensors(layer, info)
     info.reset()
 
 
+@torch.no_grad()
 def _copy_slices(plan: LayerPlan, reader: Reader) -> None:
+    """May run in a thread of its own, which has neither the device nor the modes of the main one."""
     for name, fill in plan.fills:
         fill.target.on(getattr(plan.layer, name).data).fill_(fill.value)
     for name, copy in plan.copies:

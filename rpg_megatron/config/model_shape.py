@@ -59,18 +59,20 @@ class ModelShape:
         step = tensor * multiple
         return -(-self.vocab_size // step) * step
 
-    def stage_layers(self, pipeline: int) -> list[int]:
-        """Number of layers on each of ``pipeline`` stages, at least one each.
+    def stage_layers(self, stages: int) -> list[int]:
+        """Number of layers on each of ``stages`` stages, in the order of the layers, at least one each.
 
-        Where they do not divide evenly, the middle stages have one more, then the first, and never the last:
-        the ends have the embedding and the larger work of the output layer to carry besides.
-        Raises ValueError unless 1 <= pipeline <= num_layers.
+        Virtual stages count: of pipeline x virtual stages, stage i is chunk i // pipeline of pipeline rank
+        i % pipeline. Where the layers do not divide evenly, the middle stages have one more, then the first,
+        and never the last: the ends have the embedding and the larger work of the output layer to carry
+        besides.
+        Raises ValueError unless 1 <= stages <= num_layers.
         """
-        if not 1 <= pipeline <= self.num_layers:
-            raise ValueError(f"{self.num_layers} layers cannot fill {pipeline} stages")
-        few, more = divmod(self.num_layers, pipeline)
-        larger = [*range(1, pipeline - 1), 0][:more]
-        return [few + (stage in larger) for stage in range(pipeline)]
+        if not 1 <= stages <= self.num_layers:
+            raise ValueError(f"{self.num_layers} layers cannot fill {stages} stages")
+        few, more = divmod(self.num_layers, stages)
+        larger = [*range(1, stages - 1), 0][:more]
+        return [few + (stage in larger) for stage in range(stages)]
 
 
 def read_model_shape(path: Path) -> ModelShape:

@@ -25,6 +25,10 @@ class ParallelSettings(Section):
     """Tensor-parallel ranks (TP): each layer's heads and MLP columns are cut over them."""
     pipeline: int = Field(1, ge=1)
     """Pipeline stages (PP): the layers are cut over them."""
+    virtual: int = Field(1, ge=1)
+    """Virtual stages of each pipeline rank (VPP), for interleaved 1F1B: the layers are cut over pipeline x
+    virtual stages, dealt out in turn. Less idling for more messages. Megatron's
+    virtual_pipeline_model_parallel_size; 1: off."""
     data: int = Field(1, ge=1)
     """Data-parallel replicas (DP): each takes a share of every mini-batch."""
     sequence: bool = False
@@ -34,6 +38,15 @@ class ParallelSettings(Section):
     def world(self) -> int:
         """Number of trainer ranks."""
         return self.tensor * self.pipeline * self.data
+
+    @model_validator(mode="after")
+    def _virtual_stages_have_stages(self) -> ParallelSettings:
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"virtual={self.virtual} interleaves pipeline stages and there is one; "
+                "set pipeline to 2 or more, or virtual to 1"
+            )
+        return self
 
 
 class PrecisionSettings(Section):

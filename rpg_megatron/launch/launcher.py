@@ -63,10 +63,23 @@ def train(settings: Settings, signals: StopSignals) -> Path:
 
 
 class Run:
-    """Everything that a run holds while it is under way; leaving the context gives it all back."""
+    """Everything that a run holds while it is under way; leaving the context gives it all back.
 
-    def __init__(self, settings: Settings, signals: StopSignals):
+    job: what the ranks do, see ``training/rank.py``. engine_settings: the engines' settings, where they are
+    not the run's.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        signals: StopSignals,
+        *,
+        job: str = "train",
+        engine_settings: Settings | None = None,
+    ):
         self._settings = settings
+        self._engine_settings = engine_settings or settings
+        self._job = job
         self._signals = signals
         self.folder = create_run(settings)
         self._ranks: list[Child] = []
@@ -82,7 +95,9 @@ class Run:
             self._guardian.guard_path(self._workspace.work)
             self._guardian.guard_path(self._workspace.bridge)
             self._progress = Progress(
-                self._workspace.work, steps=settings.training.steps, metrics=self.folder / METRICS
+                self._workspace.work,
+                steps=settings.training.steps if job == "train" else 0,
+                metrics=self.folder / METRICS,
             )
             self._supervisor = Supervisor(self._guardian, self.folder / LOGS)
         except BaseException:
@@ -120,7 +135,7 @@ class Run:
         for index in range(settings.engine.replicas):
             self._signals.check()
             engine = EngineProcess(
-                settings,
+                self._engine_settings,
                 index,
                 socket=engine_socket(work, index),
                 log=self.folder / LOGS / f"engine_{index}.log",
@@ -147,7 +162,7 @@ class Run:
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this node; gloo would pick by host name
             }
-            command = [sys.executable, "-m", RANK, *places]
+            command = [sys.executable, "-m", RANK, *places, self._job]
             self._ranks.append(self._supervisor.start(f"rank_{rank}", command, environment))
 
     def watch(self) -> None:

@@ -77,12 +77,12 @@ def check_model(path: Path) -> ModelShape:
 def check_parallel(settings: Settings, shape: ModelShape) -> None:
     """Trainer and engine layouts suit the model's heads, columns and layers."""
     parallel = settings.parallel
-    for tensor, pipeline, where in (
-        (parallel.tensor, parallel.pipeline, "parallel"),
-        (settings.engine.tensor, 1, "engine"),
+    for tensor, pipeline, virtual, where in (
+        (parallel.tensor, parallel.pipeline, parallel.virtual, "parallel"),
+        (settings.engine.tensor, 1, 1, "engine"),
     ):
         try:
-            check_layout(shape, tensor, pipeline)
+            check_layout(shape, tensor, pipeline, virtual)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
 

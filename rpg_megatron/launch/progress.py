@@ -190,11 +190,12 @@ class Progress:
         note = f"left {clock(left)}" if left is not None else ""
         if self._evaluation:
             note += f"   {self._evaluation}"
-        bars.add_row(
-            Text(f"step {max(self.step, 0)}/{self.steps}"),
-            ProgressBar(self.steps, max(self.step, 0), width=30),
-            Text(note.strip()),
-        )
+        if self.steps:
+            bars.add_row(
+                Text(f"step {max(self.step, 0)}/{self.steps}"),
+                ProgressBar(self.steps, max(self.step, 0), width=30),
+                Text(note.strip()),
+            )
         if self._phase:
             name, done, total = self._phase
             bar = ProgressBar(total, done, width=30) if total > 1 else Text("")

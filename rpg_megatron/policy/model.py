@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,7 @@ from rpg_megatron.config.policy import ModelSettings, ParallelSettings, Precisio
 from rpg_megatron.policy.layers import PackedAttention, RMSNorm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LOCAL_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class Mesh:
 def start_mesh(parallel: ParallelSettings) -> Mesh:
     """Cut the process group into tensor-, pipeline- and data-parallel groups. Collective over all ranks."""
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor, pipeline_model_parallel_size=parallel.pipeline
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(parallel),
     )
     # Dropout is never used, so the tracker without per-device CUDA state serves on every device.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
@@ -70,6 +75,11 @@ def start_mesh(parallel: ParallelSettings) -> Mesh:
         data=mpu.get_data_parallel_world_size(),
         data_rank=mpu.get_data_parallel_rank(),
     )
+
+
+def _virtual(parallel: ParallelSettings) -> int | None:
+    """As Megatron wants it: any number, 1 included, would choose the interleaved schedule."""
+    return parallel.virtual if parallel.virtual > 1 else None
 
 
 def transformer_config(
@@ -95,7 +105,8 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        pipeline_model_parallel_layout=_uneven_stages(shape, parallel.pipeline),
+        virtual_pipeline_model_parallel_size=_virtual(parallel),
+        pipeline_model_parallel_layout=_uneven_stages(shape, parallel.pipeline * parallel.virtual),
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -112,7 +123,10 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
-        batch_p2p_comm=True,
+        # Interleaved, a step sends both ways along the ring. Of two stages, each is the other's neighbour on
+        # both sides, and in one batch an activation and a gradient would be taken for each other.
+        overlap_p2p_comm=parallel.virtual > 1,
+        batch_p2p_comm=parallel.virtual == 1,
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
         # Micro-batches are packed to a token budget, so their lengths differ from one to the next.
@@ -124,18 +138,18 @@ def transformer_config(
     )
 
 
-def _uneven_stages(shape: ModelShape, pipeline: int) -> list[list[str]] | None:
-    """Megatron's list of what each stage holds, where it cannot divide the layers evenly by itself.
+def _uneven_stages(shape: ModelShape, stages: int) -> list[list[str]] | None:
+    """Megatron's list of what each (virtual) stage holds, where it cannot divide the layers evenly by itself.
 
     Its shorter settings (layers of the first and of the last stage) leave out most splits: the stages between
     them have to be equal.
     """
-    if shape.num_layers % pipeline == 0:
+    if shape.num_layers % stages == 0:
         return None
-    stages = [["decoder"] * layers for layers in shape.stage_layers(pipeline)]
-    stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
-    return stages
+    parts = [["decoder"] * layers for layers in shape.stage_layers(stages)]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
+    return parts
 
 
 def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Rope) -> torch.Tensor:
@@ -151,8 +165,13 @@ def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Rope) -> torc
     return (1 - keep) * plain / scaling.factor + keep * plain
 
 
-def build_model(shape: ModelShape, config: TransformerConfig, model: ModelSettings, mesh: Mesh) -> GPTModel:
-    """This rank's part of the policy, weights not yet loaded."""
+def build_model(
+    shape: ModelShape, config: TransformerConfig, model: ModelSettings, mesh: Mesh
+) -> list[GPTModel]:
+    """This rank's part of the policy, weights not yet loaded: one chunk for each of its virtual stages.
+
+    Chunk v of pipeline rank p is virtual stage v x pipeline + p; without virtual stages there is one chunk.
+    """
     # Megatron warns that GPTModel is deprecated in favour of a class that cannot yet take our specs.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
@@ -162,23 +181,43 @@ def build_model(shape: ModelShape, config: TransformerConfig, model: ModelSettin
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
-    )
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=shape.padded_vocab(mesh.tensor, model.vocab_multiple),
-        max_sequence_length=shape.max_positions,
-        pre_process=mesh.first_stage,
-        post_process=mesh.last_stage,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
-        parallel_output=True,
-    )
-    if shape.rope_scaling is not None:
-        # GPTModel(rope_scaling=True) would take the factor alone: Megatron 0.19.2 fixes the other numbers to
-        # 1, 4 and 8192. A plain attribute, not a buffer; Megatron moves it to the device on first use.
-        gpt.rotary_pos_emb.inv_freq = llama3_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
-    return gpt
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for number in range(virtual or 1):
+        stage = number if virtual else None
+        block = TransformerBlockSubmodules(
+            layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RMSNorm
+        )
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=shape.padded_vocab(mesh.tensor, model.vocab_multiple),
+            max_sequence_length=shape.max_positions,
+            pre_process=mesh.first_stage and number == 0,
+            post_process=mesh.last_stage and number == (virtual or 1) - 1,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            parallel_output=True,
+            vp_stage=stage,
+        )
+        if shape.rope_scaling is not None:
+            # GPTModel(rope_scaling=True) would take the factor alone: Megatron 0.19.2 fixes the other numbers
+            # to 1, 4 and 8192. A plain attribute, not a buffer; Megatron moves it to the device on first use.
+            gpt.rotary_pos_emb.inv_freq = llama3_frequencies(
+                shape.head_dim, shape.rope_theta, shape.rope_scaling
+            )
+        chunks.append(gpt)
+    return chunks
+
+
+def named_parameters(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """A rank's parameters under Megatron's names, layers numbered through the whole model.
+
+    Megatron itself numbers the layers of each chunk from 0; so numbered, names are unique over all chunks.
+    """
+    for chunk in chunks:
+        layers = chunk.decoder.layers
+        first = layers[0].layer_number - 1 if len(layers) else 0
+        for name, parameter in chunk.named_parameters():
+            yield _LOCAL_LAYER.sub(lambda m, first=first: f"{m[1]}{int(m[2]) + first}", name), parameter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,18 +107,20 @@ def _building_with(kind: str) -> Iterator[None]:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = found
 
 
-def wrap_data_parallel(model: GPTModel, settings: OptimizerSettings) -> DistributedDataParallel:
-    """Megatron's DDP around the model: gradients are accumulated and reduced in float32."""
+def wrap_data_parallel(
+    chunks: Sequence[GPTModel], settings: OptimizerSettings
+) -> list[DistributedDataParallel]:
+    """Megatron's DDP around each chunk: gradients are accumulated and reduced in float32."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed, overlap_grad_reduce=False
     )
-    return DistributedDataParallel(model.config, config, model)
+    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
 def build_optimizer(
-    model: DistributedDataParallel, settings: OptimizerSettings, precision: PrecisionSettings
+    chunks: list[DistributedDataParallel], settings: OptimizerSettings, precision: PrecisionSettings
 ) -> MegatronOptimizer:
-    """AdamW over float32 master weights, with gradient-norm clipping."""
+    """AdamW over float32 master weights of all chunks, with gradient-norm clipping."""
     dtype = DTYPES[precision.dtype]
     config = OptimizerConfig(
         optimizer="adam",
@@ -133,7 +135,7 @@ def build_optimizer(
         use_distributed_optimizer=settings.distributed,
     )
     with _building_with(settings.type):
-        optimizer = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
+        optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler, which we do not use
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.objectives import LossOutput, unnormalised_kl
 from rpg_megatron.policy.logprobs import logprob_head
-from rpg_megatron.policy.model import Mesh, build_model, transformer_config
+from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
 from rpg_megatron.policy.packed import Pack, ResponseTokens, make_pack
 
@@ -25,8 +25,6 @@ TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
 """(logp [n], the rest of what is known of these n response tokens) -> loss of each."""
 Aggregator = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(loss of each token [n], sequences [n]) -> (sum, count) that add up over micro-batches and ranks."""
-
-_LOCAL_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 
 _MEANS = (
     "abs_loss",
@@ -82,19 +80,18 @@ class Policy:
         """
         self.mesh, self.device, self.settings = mesh, device, settings
         config = transformer_config(shape, settings.parallel, settings.precision)
-        self._module = build_model(shape, config, settings.model, mesh).to(device)
+        self.chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
+        """This rank's GPTModels: one for each virtual stage."""
         load(self)
-        self._model = wrap_data_parallel(self._module, settings.optimizer)
-        self._optimizer = build_optimizer(self._model, settings.optimizer, settings.precision)
+        self._models = wrap_data_parallel(self.chunks, settings.optimizer)
+        self._optimizer = build_optimizer(self._models, settings.optimizer, settings.precision)
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
         self._align = mesh.tensor if settings.parallel.sequence else 1
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under Megatron's names, layers numbered through the whole model."""
-        first = self._module.decoder.layers[0].layer_number - 1 if len(self._module.decoder.layers) else 0
-        for name, parameter in self._module.named_parameters():
-            yield _LOCAL_LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + first}", name), parameter
+        return named_parameters(self.chunks)
 
     def pack(self, trajectories: Sequence[Trajectory]) -> Pack:
         """A micro-batch on this rank's device."""
@@ -105,18 +102,10 @@ class Policy:
 
         Without gradient. All ranks of a data-parallel replica get them.
         """
-        self._model.eval()
+        for model in self._models:
+            model.eval()
         with torch.no_grad():
-            outputs = get_forward_backward_func()(
-                forward_step_func=self._scored,
-                data_iterator=iter(packs),
-                model=[self._model],
-                num_microbatches=len(packs),
-                seq_length=1,  # with the next, ignored: lengths vary
-                micro_batch_size=1,
-                forward_only=True,
-                collect_non_loss_data=True,
-            )
+            outputs = self._run(self._scored, packs, forward_only=True)[: len(packs)]
         flat = torch.empty(2, sum(p.size for p in packs), dtype=torch.float32, device=self.device)
         if self.mesh.last_stage:
             torch.cat(outputs, dim=1, out=flat)
@@ -131,23 +120,16 @@ class Policy:
         The loss is the mean, as ``aggregator`` counts, over the whole mini-batch, wherever it lies.
         A norm that is not finite means that the weights are spoilt: the caller must look at it.
         """
-        self._model.train()
-        self._model.zero_grad_buffer()
+        for model in self._models:
+            model.train()
+            model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
             pack = next(iterator)  # type: ignore[call-overload]
             return self._forward(pack, model), lambda output: _sum_loss(output, pack, loss, aggregator)
 
-        reports = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(packs),
-            model=[self._model],
-            num_microbatches=len(packs),
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        reports = self._run(step, packs, forward_only=False)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         _, grad_norm, _ = self._optimizer.step()
@@ -164,6 +146,26 @@ class Policy:
             yield
         finally:
             use_training_point(self._optimizer, False)
+
+    def _run(self, step: Callable[..., object], packs: Sequence[Pack], *, forward_only: bool) -> list[Any]:
+        """Megatron's schedule; what ``step`` leaves of each pack, in their order, on the last stage.
+
+        Interleaved, it wants a multiple of the pipeline size: empty packs fill up, the same number on every
+        data rank, and come last in the result.
+        """
+        if len(self._models) > 1:
+            packs = [*packs, *[self.pack([])] * (-len(packs) % self.mesh.pipeline)]
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(packs) for _ in self._models],
+            model=self._models,
+            num_microbatches=len(packs),
+            seq_length=1,  # with the next, ignored: lengths vary
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
 
     def _forward(self, pack: Pack, model: torch.nn.Module) -> Tensor:
         return model(

@@ -111,6 +111,10 @@ def engine_command(
     return command + list(engine.arguments)
 
 
+_KEPT_BYTES = 4 << 30
+"""Freed memory that an engine on a CPU keeps for its next sync, at most."""
+
+
 def engine_environment(settings: Settings, index: int, bridge_dir: Path, token: str) -> dict[str, str]:
     """Whole environment of an engine: this process's, with what vLLM needs set and what would disturb it
     removed.
@@ -132,9 +136,11 @@ def engine_environment(settings: Settings, index: int, bridge_dir: Path, token: 
         # The trainer ranks have the first GPUs, the engines those behind them.
         first = settings.parallel.world + index * settings.engine.tensor
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        mine = range(first, first + settings.engine.tensor)
+        gpus = list(range(first, first + settings.engine.tensor))
+        if settings.bridge.transport == "cuda_ipc":
+            gpus += range(settings.parallel.world)  # where the weights lie; vLLM computes on the first ones
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
-            visible[i].strip() if len(visible) > i else str(i) for i in mine
+            visible[i].strip() if len(visible) > i else str(i) for i in gpus
         )
     if settings.device == "cpu":
         environment |= {
@@ -144,6 +150,10 @@ def engine_environment(settings: Settings, index: int, bridge_dir: Path, token: 
             "OMP_WAIT_POLICY": "PASSIVE",
             # vLLM's own binding pins every engine to the same cores and refuses two workers on one NUMA node.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Each sync needs scratch memory as large as the largest module, and memory for packed weights.
+            # malloc is to keep what it was given back: new pages from the kernel cost more than the copying.
+            "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),
+            "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
         }
     return environment
 

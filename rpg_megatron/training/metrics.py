@@ -66,7 +66,8 @@ def guard_mismatch(
         f"max {row['mismatch/logp_max']:.2e} (bound {largest:.0e}), mean {row['mismatch/logp_mean']:.2e} "
         f"(bound {mean:.0e}) nats; worst at token {place} of {len(worst.response)} of prompt "
         f"{worst.prompt_id}, sample {worst.sample}: engine {worst.behaviour[place]:.5f}, trainer "
-        f"{worst.old[place]:.5f}. The engine does not compute what is trained; guards.mismatch=warn goes on"
+        f"{worst.old[place]:.5f}. The engine does not compute what is trained: "
+        "rpg-megatron audit RUN says where they part; guards.mismatch=warn goes on"
     )
     if settings.mismatch == "stop":
         raise UserError(message)

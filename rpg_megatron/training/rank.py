@@ -1,8 +1,8 @@
-"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR``.
+"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [JOB]``.
 
-The launcher starts it. Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants
-them; RPG_ENGINE_TOKEN on rank 0. Exits with 0 when training is done, 2 with ``error: ...`` as its last line
-on a problem the user can mend.
+The launcher starts it. JOB is ``train`` (if it is missing) or ``audit``. Environment: RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants them; RPG_ENGINE_TOKEN on rank 0. Exits with 0 when the
+job is done, 2 with ``error: ...`` as its last line on a problem the user can mend.
 """
 
 from __future__ import annotations
@@ -27,18 +27,24 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     run_dir, work, bridge = (Path(a) for a in sys.argv[1:4])
+    job = sys.argv[4] if len(sys.argv) > 4 else "train"
+    token = os.environ.get("RPG_ENGINE_TOKEN", "")
     try:
         settings = load_settings(run_dir / "config.yaml")
         device = start_device(settings.device)
         start_process_group(device)
         # Megatron may be imported only when the device is prepared.
         from rpg_megatron.policy.model import start_mesh
+        from rpg_megatron.training.audit import audit
         from rpg_megatron.training.loop import train
         from rpg_megatron.training.run import Run
 
         mesh = start_mesh(settings.parallel)
-        run = Run(settings, run_dir, work, bridge, os.environ.get("RPG_ENGINE_TOKEN", ""), mesh, device)
-        train(run)
+        run = Run(settings, run_dir, work, bridge, token, mesh, device)
+        if job == "audit":
+            audit(run, run_dir, work, bridge, token)
+        else:
+            train(run)
         dist.barrier()
         run.close()
         dist.destroy_process_group()

@@ -318,14 +318,8 @@ class Run:
         if settings.enabled:
             self._phase("export")
             out.parent.mkdir(exist_ok=True)
-            export_hf(
-                out,
-                self.settings.model.path,
-                dict(self.policy.named_parameters()),
-                self._layout,
-                self._placement,
-                dtype=DTYPES[settings.dtype or self.settings.precision.dtype],
-                max_shard_bytes=int(settings.max_shard_gib * 1024**3),
+            self.write_checkpoint(
+                out, dtype=settings.dtype, max_shard_bytes=int(settings.max_shard_gib * 1024**3)
             )
         if self.mesh.rank == 0:
             rates = self._summary.pop("rates")
@@ -339,6 +333,20 @@ class Run:
             (self._run_dir / "summary.json").write_text(
                 json.dumps(self._summary, indent=2) + "\n", encoding="utf-8"
             )
+
+    def write_checkpoint(
+        self, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
+    ) -> None:
+        """Write the weights as a Hugging Face checkpoint; dtype: float32 or bfloat16, None: the policy's."""
+        export_hf(
+            out,
+            self.settings.model.path,
+            dict(self.policy.named_parameters()),
+            self._layout,
+            self._placement,
+            dtype=DTYPES[dtype or self.settings.precision.dtype],
+            max_shard_bytes=max_shard_bytes,
+        )
 
     def close(self) -> None:
         """Let go of shared memory and connections."""

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors.torch import load_file
@@ -48,6 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP2": (2, {"tensor": 2}, 2),
     "PP2, layers 3 and 2": (2, {"pipeline": 2}, 3),
     "PP3, layers 2, 2 and 1": (3, {"pipeline": 3}, 3),
+    "PP2xVPP2, layers 1 and 1, 2 and 1": (2, {"pipeline": 2, "virtual": 2}, 3),
     "TP2xPP2, layers 3 and 2": (4, {"tensor": 2, "pipeline": 2}, 3),
 }
 """Name -> (ranks, parallel settings, micro-batches)."""
@@ -56,6 +58,12 @@ CUT_GROUPS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP4+SP, 12 query heads in 2 groups": (4, {"tensor": 4, "sequence": True}, 2),
 }
 """More ranks than query groups: a group's rows are cut over two ranks."""
+VIRTUAL: dict[str, tuple[int, dict[str, Any], int]] = {
+    "PP3xVPP3": (3, {"pipeline": 3, "virtual": 3}, 4),
+    "PP3xVPP2, layers 1 and 2, 2 and 1, 2 and 1": (3, {"pipeline": 3, "virtual": 2}, 7),
+    "PP4xVPP2, layers 1 and 1, 2 and 1, 1 and 1, 1 and 1": (4, {"pipeline": 4, "virtual": 2}, 5),
+}
+"""Rings of more than two stages."""
 
 SHARED = {
     "vocab_size": 251,
@@ -103,6 +111,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": SCALING}, LAYOUTS),
     "qwen2, wide": ("Qwen2", {**WIDE, "rope_parameters": UNSCALED}, CUT_GROUPS),
     "qwen3, wide": ("Qwen3", {**WIDE, "rope_parameters": UNSCALED, "head_dim": 8}, CUT_GROUPS),
+    "qwen2, deep": (
+        "Qwen2",
+        {"num_hidden_layers": 9, "tie_word_embeddings": True, "rope_parameters": UNSCALED},
+        VIRTUAL,
+    ),
 }
 """Name -> (family, what its config has besides SHARED, layouts)."""
 
@@ -147,19 +160,30 @@ def test_scaled_frequencies_are_those_of_transformers_bit_by_bit(
     assert torch.equal(llama3_frequencies(head_dim, theta, scaling), LlamaRotaryEmbedding(config).inv_freq)
 
 
-@pytest.mark.parametrize("layers", [1, 4, 5, 11])
-def test_megatron_counts_layers_of_uneven_stages_as_we_do(layers: int) -> None:
+@pytest.mark.parametrize("layers", [1, 4, 5, 11, 26])
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_megatron_counts_layers_of_uneven_stages_as_we_do(
+    layers: int, virtual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = replace(SHAPE, num_layers=layers)
-    for pipeline in range(1, layers + 1):
-        parallel = ParallelSettings(pipeline=pipeline)
+    # What start_mesh would have told Megatron; there are no process groups here.
+    chunks = virtual if virtual > 1 else None
+    monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", chunks)
+    for pipeline in range(1 if virtual == 1 else 2, layers // virtual + 1):
+        parallel = ParallelSettings(pipeline=pipeline, virtual=virtual)
         config = transformer_config(shape, parallel, PrecisionSettings(dtype="float32"))
+        places = [
+            {"pp_rank": rank, "vp_stage": chunk if virtual > 1 else None}
+            for chunk in range(virtual)
+            for rank in range(pipeline)
+        ]
         if (layout := config.pipeline_model_parallel_layout) is None:
-            offsets = [get_transformer_layer_offset(config, pp_rank=r) for r in range(pipeline)]
-            counts = [get_num_layers_to_build(config, pp_rank=r) for r in range(pipeline)]
+            offsets = [get_transformer_layer_offset(config, **place) for place in places]
+            counts = [get_num_layers_to_build(config, **place) for place in places]
         else:  # the functions above would ask the (absent) process groups for the stage here
-            offsets = [layout.get_layer_offset(pp_rank=r) for r in range(pipeline)]
-            counts = [layout.get_num_layers_to_build(pp_rank=r) for r in range(pipeline)]
-        assert counts == shape.stage_layers(pipeline)
+            offsets = [layout.get_layer_offset(**place) for place in places]
+            counts = [layout.get_num_layers_to_build(**place) for place in places]
+        assert counts == shape.stage_layers(pipeline * virtual)
         assert offsets == list(accumulate(counts, initial=0))[:-1]
 
 
@@ -201,7 +225,11 @@ def test_families_in_every_layout(tmp_path: Path) -> None:
             assert set(exported) == set(source), run
             for key, weight in source.items():
                 assert torch.equal(exported[key], weight), f"{run}: {key} is not what it was"
-            layers = read_model_shape(tmp_path / name).stage_layers(parallel.get("pipeline", 1))
+            pipeline, virtual = parallel.get("pipeline", 1), parallel.get("virtual", 1)
+            layers = read_model_shape(tmp_path / name).stage_layers(pipeline * virtual)
             bounds = list(pairwise(accumulate(layers, initial=0)))
             stages = [{int(n.split(".")[2]) for n in names if ".layers." in n} for names in result["names"]]
-            assert all(stages.count(set(range(*b))) == len(stages) // len(bounds) for b in bounds), run
+            for rank in range(pipeline):
+                held = {layer for b in bounds[rank::pipeline] for layer in range(*b)}
+                assert stages.count(held) == len(stages) // pipeline, run
+            assert all(len(set(names)) == len(names) for names in result["names"]), run

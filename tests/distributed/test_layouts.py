@@ -3,10 +3,11 @@
 Proved: real Megatron-Core with our packing, attention, norm, log-prob head and normalisation, in fp32 over
 gloo, against transformers in float64, one sequence at a time: log-probs and entropies of each token, the loss
 of RPG-REINFORCE-URKL with an anchor of its own and of GSPO (whole sequences), every gradient and their norm;
-for TP, PP, DP, SP and mixtures, 1 to 7 uneven micro-batches, tied and untied embeddings, a vocabulary that
-the layout pads. The Hugging Face export of each, after an update, gives transformers the log-probs that
-Megatron computes; a held anchor still gives those from before the update, and the weights come back bit for
-bit. Several updates by each optimizer end at the weights of the same optimizer on the float64 model.
+for TP, PP, virtual stages (VPP), DP, SP and mixtures, 1 to 7 uneven micro-batches, tied and untied
+embeddings, a vocabulary that the layout pads. The Hugging Face export of each, after an update, gives
+transformers the log-probs that Megatron computes; a held anchor still gives those from before the update, and
+the weights come back bit for bit. Several updates by each optimizer end at the weights of the same optimizer
+on the float64 model.
 Not covered here: GPUs, bfloat16, the other losses (their gradients: tests/unit), the engine's side.
 """
 
@@ -39,7 +40,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "PP2": (2, {"pipeline": 2}, 7),
     "DP2, 7 micro-batches": (2, {"data": 2}, 7),
     "DP2, packed to a budget": (2, {"data": 2}, 0),
+    "PP2xVPP2": (2, {"pipeline": 2, "virtual": 2}, 7),
     "TP2xPP2": (4, {"tensor": 2, "pipeline": 2}, 3),
+    "TP2xPP2xVPP2+SP": (4, {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True}, 5),
+    "PP2xVPP2xDP2, packed to a budget": (4, {"pipeline": 2, "virtual": 2, "data": 2}, 0),
     "TP2xDP2+SP": (4, {"tensor": 2, "data": 2, "sequence": True}, 3),
 }
 """Name -> (ranks, parallel settings, micro-batches; 0: packed to a token budget)."""
@@ -225,7 +229,9 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str) -> 
     wanted = reference_update(model, batch, kind)
     (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
     # Everything once with untied embeddings; what ties or whole sequences could break, again.
-    again = ("TP1", "PP2", "DP2, 7 micro-batches", "TP2xPP2") if tied else ("TP2+SP", "DP2, 7 micro-batches")
+    again = ("TP2+SP", "DP2, 7 micro-batches")
+    if tied:
+        again = ("TP1", "PP2", "DP2, 7 micro-batches", "PP2xVPP2", "TP2xPP2", "TP2xPP2xVPP2+SP")
     full = kind == "rpg" and not tied
     layouts = LAYOUTS if full else {name: LAYOUTS[name] for name in again}
     results = run_layouts(tmp_path, layouts, OBJECTIVES[kind])
@@ -244,7 +250,7 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str) -> 
     ("kind", "layouts"),
     [
         ("adamw", ("DP2, 7 micro-batches", "TP2")),
-        ("adamw, distributed", ("DP2, 7 micro-batches", "TP2+SP")),
+        ("adamw, distributed", ("DP2, 7 micro-batches", "TP2+SP", "PP2xVPP2xDP2, packed to a budget")),
         ("schedule_free_adamw", ("DP2, 7 micro-batches", "PP2")),
     ],
 )

@@ -33,6 +33,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from bridge_models import grid, stage_values
 
+from rpg_megatron.bridge.group_publisher import GroupPublisher
 from rpg_megatron.bridge.hf_export import export_hf
 from rpg_megatron.bridge.hf_import import verify_hf_checkpoint
 from rpg_megatron.bridge.layouts import layout_for
@@ -287,14 +288,21 @@ def _trainer_rank(rank, model, bridge, commands, answers):
     layout = layout_for(read_model_shape(model))
     place = grid(layout.shape, 2, 1, vocab_multiple=8)[rank]
     params = stage_values(layout, place, 1, state_dict(model, 0))
-    publisher = SharedMemoryPublisher(bridge, place, params, layout, torch.float32)
+    publishers = {
+        "shared_memory": SharedMemoryPublisher(bridge, place, params, layout, torch.float32),
+        "process_group": GroupPublisher(
+            "127.0.0.1", place, params, layout, torch.float32, timeout=60, bucket_bytes=1 << 16
+        ),
+    }
     while (command := commands[rank].get()) is not None:
-        seed, generation = command
+        seed, generation, transport = command
+        for publisher in publishers.values():
+            publisher.retract()
         for name, value in stage_values(layout, place, 1, state_dict(model, seed)).items():
             params[name].copy_(value)
-        publisher.publish(generation)
-        answers.put(rank)
-    publisher.close()
+        answers.put((rank, publishers[transport].publish(generation)))
+    for publisher in publishers.values():
+        publisher.close()
     dist.destroy_process_group()
 
 
@@ -309,10 +317,11 @@ class Trainers:
         for p in self.processes:
             p.start()
 
-    def publish(self, seed, generation):
+    def publish(self, seed, generation, transport="shared_memory"):
         for q in self.commands:
-            q.put((seed, generation))
-        assert sorted(self.answers.get(timeout=120) for _ in range(2)) == [0, 1]
+            q.put((seed, generation, transport))
+        answers = dict(self.answers.get(timeout=120) for _ in range(2))
+        return answers[0]
 
     def stop(self):
         for q in self.commands:
@@ -463,6 +472,38 @@ def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovere
     report = rig.engine.sync(31)
     assert rig.error(8) < TOLERANCE
     assert report.generation == 31
+
+
+def test_two_hundred_syncs_leave_nothing_behind(rig):
+    def held():
+        """Open files, threads and resident bytes of everybody, and what lies in shared memory."""
+        group = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(p)]
+        pids = [*group, *(p.pid for p in rig.trainers.processes)]
+        files = {p: len(os.listdir(f"/proc/{p}/fd")) for p in pids}
+        threads = {p: len(os.listdir(f"/proc/{p}/task")) for p in pids}
+        resident = {p: int(Path(f"/proc/{p}/statm").read_text().split()[1]) * 4096 for p in pids}
+        return files, threads, resident, sorted(rig.engine.bridge.iterdir())
+
+    def in_group(pid):
+        try:
+            return os.getpgid(pid) == rig.engine.process.pid
+        except OSError:
+            return False
+
+    for i in range(200):
+        transport = ("shared_memory", "process_group")[i % 2]
+        manifest = rig.trainers.publish(i, 100 + i, transport)
+        rig.engine.sync(100 + i, manifest)
+        if i == 19:
+            before = held()
+    after = held()
+    assert rig.error(199) < TOLERANCE
+    assert after[3] == before[3]
+    assert after[0].keys() == before[0].keys()
+    for pid, files in after[0].items():
+        assert files <= before[0][pid] + 3, "descriptors leak"
+        assert after[1][pid] <= before[1][pid] + 3, "threads leak"
+        assert after[2][pid] <= before[2][pid] + 30_000_000, "memory leaks"
 
 
 def test_every_route_asks_for_the_token(rig):

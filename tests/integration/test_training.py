@@ -49,6 +49,7 @@ LAYOUTS = {
     "TP2": ["parallel.tensor=2"],
     "TP2+SP": ["parallel.tensor=2", "parallel.sequence=true"],
     "PP2": ["parallel.pipeline=2"],
+    "PP2xVPP2": ["parallel.pipeline=2", "parallel.virtual=2"],
     "DP2": ["parallel.data=2"],
     "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
 }

@@ -41,6 +41,13 @@ FAMILIES = {
 """What differs from TINY in each family."""
 
 
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""The local spec's names of the norms that Transformer Engine fuses into the layers behind them -> TE's."""
+
+
 def tiny_shape(family="qwen3", **changes) -> ModelShape:
     return replace(TINY, **{**FAMILIES[family], **changes})
 
@@ -77,6 +84,7 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple):
         return rows(groups.flatten(0, 1))
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([rows(sd[p + "mlp.gate_proj.weight"]), rows(sd[p + "mlp.up_proj.weight"])])
+    rest = {fused: plain for plain, fused in FUSED_NORMS.items()}.get(rest, rest)
     return {
         "input_layernorm.weight": lambda: sd[p + "input_layernorm.weight"],
         "self_attention.q_layernorm.weight": lambda: sd[p + "self_attn.q_norm.weight"],
@@ -103,19 +111,38 @@ def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1)
     ]
 
 
-def stage_shapes(layout: Layout, place: Placement, pipeline: int) -> dict[str, tuple[int, ...]]:
-    counts = layout.shape.stage_layers(pipeline)
-    first = sum(counts[: place.pipeline_rank])
-    return layout.stage_params(
-        layers=range(first, first + counts[place.pipeline_rank]),
+def rank_layers(shape: ModelShape, pipeline: int, virtual: int, rank: int) -> list[int]:
+    """The layers of a pipeline rank: stages are dealt out in turn, so its chunks lie ``pipeline`` apart."""
+    dealt: list[list[int]] = [[] for _ in range(pipeline)]
+    layers = iter(range(shape.num_layers))
+    for stage, count in enumerate(shape.stage_layers(pipeline * virtual)):
+        dealt[stage % pipeline] += [next(layers) for _ in range(count)]
+    return dealt[rank]
+
+
+def stage_shapes(
+    layout: Layout, place: Placement, pipeline: int, virtual: int = 1, fused: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes on one rank; ``fused``: under Transformer Engine's names."""
+    shapes = layout.stage_params(
+        layers=rank_layers(layout.shape, pipeline, virtual, place.pipeline_rank),
         first=place.pipeline_rank == 0,
         last=place.pipeline_rank == pipeline - 1,
         tensor=place.tensor,
         vocab_multiple=place.vocab_multiple,
     )
+    return {_fused(name) if fused else name: shape for name, shape in shapes.items()}
 
 
-def stage_values(layout: Layout, place: Placement, pipeline: int, sd) -> dict[str, torch.Tensor]:
+def _fused(name: str) -> str:
+    layer, _, rest = name.partition(".layers.")
+    number, _, rest = rest.partition(".")
+    return f"{layer}.layers.{number}.{FUSED_NORMS[rest]}" if rest in FUSED_NORMS else name
+
+
+def stage_values(
+    layout: Layout, place: Placement, pipeline: int, sd, virtual: int = 1, fused: bool = False
+) -> dict[str, torch.Tensor]:
     return {
         name: megatron_value(
             name,
@@ -125,7 +152,7 @@ def stage_values(layout: Layout, place: Placement, pipeline: int, sd) -> dict[st
             tensor_rank=place.tensor_rank,
             vocab_multiple=place.vocab_multiple,
         ).clone()
-        for name in stage_shapes(layout, place, pipeline)
+        for name in stage_shapes(layout, place, pipeline, virtual, fused)
     }
 
 

@@ -11,7 +11,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bridge_models import FAMILIES, TINY, grid, random_state_dict, stage_shapes, stage_values, tiny_shape
+from bridge_models import (
+    FAMILIES,
+    TINY,
+    grid,
+    random_state_dict,
+    rank_layers,
+    stage_shapes,
+    stage_values,
+    tiny_shape,
+)
 
 from rpg_megatron.bridge.layouts import check_layout, layout_for
 from rpg_megatron.bridge.plan import (
@@ -28,6 +37,10 @@ from rpg_megatron.config.errors import UserError
 HEADS = [(1, 6, 2), (2, 6, 2), (4, 12, 4), (4, 12, 2), (4, 12, 1)]
 """Ranks, query heads, groups: several groups on a rank, one, and one cut over two ranks and over four."""
 LAYOUTS = [(*heads, p) for heads in HEADS for p in (1, 2, 3, 4)]
+WIDE = [(8, 16, 4), (8, 24, 8), (8, 24, 2), *((t, 2 * t, t) for t in range(1, 9))]
+"""Likewise, up to eight ranks: of the first and third a group is cut over two and over four."""
+DEEP = [(p, v, p * v + more) for p in range(1, 9) for v in range(1, 4 if p > 1 else 2) for more in (0, 1, p)]
+"""Pipeline ranks, virtual stages of each, layers: dividing evenly, one over, and one over for each rank."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,11 +49,45 @@ LAYOUTS = [(*heads, p) for heads in HEADS for p in (1, 2, 3, 4)]
 @pytest.mark.parametrize("vocab_multiple", [1, 16])
 def test_hf_to_shards_and_back_is_bit_exact(tensor, queries, groups, pipeline, tied, vocab_multiple, family):
     heads = {"num_heads": queries, "num_kv_heads": groups}
-    layout = layout_for(tiny_shape(family, tied_embeddings=tied, **heads))
-    check_layout(layout.shape, tensor, pipeline)
+    shape = tiny_shape(family, tied_embeddings=tied, **heads)
+    check_round_trip(shape, tensor, pipeline, 1, vocab_multiple, fused=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("tied", "fused"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("tensor", "queries", "groups"), WIDE)
+def test_up_to_eight_tensor_parallel_ranks(tensor, queries, groups, tied, family, fused):
+    # 840: every number up to 8 divides it.
+    sizes = {"num_heads": queries, "num_kv_heads": groups, "ffn_hidden_size": 840, "hidden_size": 6}
+    shape = tiny_shape(family, tied_embeddings=tied, num_layers=5, **sizes)
+    check_round_trip(shape, tensor, 2, 2, 16, fused=fused)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_up_to_eight_stages_each_virtual_or_not(tied, family):
+    for i, (pipeline, virtual, layers) in enumerate(DEEP):
+        shape = tiny_shape(family, tied_embeddings=tied, num_layers=layers, hidden_size=4, ffn_hidden_size=4)
+        check_round_trip(shape, 2, pipeline, virtual, 1, fused=i % 2 == 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("tensor", "queries", "groups"), WIDE)
+def test_every_tensor_and_pipeline_size_together(tensor, queries, groups, family):
+    heads = {"num_heads": queries, "num_kv_heads": groups, "ffn_hidden_size": 840, "hidden_size": 6}
+    for pipeline, virtual, layers in DEEP:
+        shape = tiny_shape(family, tied_embeddings=bool(layers % 2), num_layers=layers, **heads)
+        check_round_trip(shape, tensor, pipeline, virtual, 4, fused=pipeline % 2 == 0)
+
+
+def check_round_trip(shape, tensor, pipeline, virtual, vocab_multiple, *, fused):
+    """Shards made by other means are what the table says, and put together they are the checkpoint."""
+    layout = layout_for(shape)
+    check_layout(shape, tensor, pipeline, virtual)
     sd = random_state_dict(layout)
-    places = grid(layout.shape, tensor, pipeline, vocab_multiple)
-    shards = {p.rank: stage_values(layout, p, pipeline, sd) for p in places}
+    places = grid(shape, tensor, pipeline, vocab_multiple)
+    shards = {p.rank: stage_values(layout, p, pipeline, sd, virtual, fused) for p in places}
     for place in places:
         for name, value in shards[place.rank].items():
             built = torch.zeros_like(value)
@@ -55,7 +102,7 @@ def test_hf_to_shards_and_back_is_bit_exact(tensor, queries, groups, pipeline, t
             ):
                 built[piece.local.slices()] = sd[piece.hf_name][piece.hf.slices()]
             assert torch.equal(built, value), (place, name)
-    holdings = [Holding(p, tuple(stage_shapes(layout, p, pipeline).items())) for p in places]
+    holdings = [Holding(p, tuple(stage_shapes(layout, p, pipeline, virtual, fused).items())) for p in places]
     sources = assign_sources(layout, holdings)
     for name, want in sd.items():
         back = torch.full_like(want, float("nan"))
@@ -107,6 +154,13 @@ def test_a_family_knows_its_own_parameters_and_no_others(family, has):
         else:
             with pytest.raises(LayoutError, match=f"the {family} layout knows no such parameter"):
                 layout.local_shape(f"decoder.layers.0.{name}", **place)
+
+
+def test_chunks_of_virtual_stages_lie_apart():
+    shape = tiny_shape(num_layers=10)
+    assert shape.stage_layers(4 * 2) == [1, 2, 2, 1, 1, 1, 1, 1]
+    layers = [rank_layers(shape, 4, 2, rank) for rank in range(4)]
+    assert layers == [[0, 6], [1, 2, 7], [3, 4, 8], [5, 9]]
 
 
 def test_layers_over_stages():
@@ -183,11 +237,12 @@ def test_shard_grouping_keeps_order_and_bounds_size():
 
 
 @pytest.mark.parametrize(
-    ("changes", "tensor", "pipeline", "says"),
+    ("changes", "tensor", "pipeline", "virtual", "says"),
     [
         (
             {"num_heads": 12},
             3,
+            1,
             1,
             "3 neither divides the model's 4 key/value heads nor is a mult",
         ),
@@ -195,23 +250,27 @@ def test_shard_grouping_keeps_order_and_bounds_size():
             {"num_heads": 16, "num_kv_heads": 1},
             8,
             1,
+            1,
             "tensor=8 does not divide the model's 108 query, key and value rows",
         ),
-        ({"num_kv_heads": 8, "num_heads": 8}, 3, 1, "does not divide the model's 8 attention heads"),
-        ({"ffn_hidden_size": 41}, 2, 1, "41 feed-forward columns"),
-        ({}, 1, 5, "4 layers, fewer than pipeline=5: each stage needs one"),
-        ({}, 3, 5, r"attention heads.*key/value heads.*layers.*that fit this model: 1, 2, 4, 8"),
+        ({"num_kv_heads": 8, "num_heads": 8}, 3, 1, 1, "does not divide the model's 8 attention heads"),
+        ({"ffn_hidden_size": 41}, 2, 1, 1, "41 feed-forward columns"),
+        ({}, 1, 5, 1, "4 layers, fewer than pipeline=5: each stage needs one"),
+        ({}, 1, 2, 3, "4 layers, fewer than pipeline=2 x virtual=3: each stage needs one"),
+        ({}, 1, 2, 0, "parallel sizes start at 1, got tensor=1, pipeline=2, virtual=0"),
+        ({}, 3, 5, 1, r"attention heads.*key/value heads.*layers.*that fit this model: 1, 2, 4, 8"),
         (
             {"num_heads": 6, "num_kv_heads": 2},
             4,
+            1,
             1,
             r"tensor=4 does not divide the model's 6 attention heads \(.* that fit this model: 1, 2\)",
         ),
     ],
 )
-def test_parallel_sizes_that_do_not_fit_are_all_listed(changes, tensor, pipeline, says):
+def test_parallel_sizes_that_do_not_fit_are_all_listed(changes, tensor, pipeline, virtual, says):
     with pytest.raises(UserError, match=says):
-        check_layout(tiny_shape(**changes), tensor, pipeline)
+        check_layout(tiny_shape(**changes), tensor, pipeline, virtual)
 
 
 def test_layouts_do_not_import_torch():

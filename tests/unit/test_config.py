@@ -69,6 +69,11 @@ def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
         ("optimizer.lr.x=1", "optimizer.lr"),
         ("training.minibatches=3", "must be a multiple of training.minibatches"),
         ("parallel.sequence=true", "parallel.tensor of 2 or more"),
+        (
+            "parallel.virtual=2",
+            "parallel: virtual=2 interleaves pipeline stages and there is one; set pipeline",
+        ),
+        ("parallel.virtual=0", "parallel.virtual: Input should be greater than or equal to 1"),
         ("name=../up", "name"),
         ("training.steps=[", "not valid YAML"),
     ],

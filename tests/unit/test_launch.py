@@ -82,7 +82,7 @@ cli.main()
 class Launch:
     """A launcher in a process of its own, with stand-ins that follow a plan."""
 
-    def __init__(self, folder: Path, config: Path, **plan: str):
+    def __init__(self, folder: Path, config: Path, *options: str, command: str = "train", **plan: str):
         self.folder = folder
         (folder / "stand_in.py").write_text(STAND_IN)
         for name in ("engine", "sampler"):
@@ -94,10 +94,10 @@ class Launch:
         (folder / "plan.json").write_text(json.dumps(plan))
         temporary = folder / "t"
         temporary.mkdir()
-        paths = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": "/tmp"}
+        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": "/tmp"}
         self.process = subprocess.Popen(
-            [sys.executable, str(folder / "driver.py"), "train", str(config), "parallel.tensor=2"],
+            [sys.executable, str(folder / "driver.py"), command, str(config), "parallel.tensor=2", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

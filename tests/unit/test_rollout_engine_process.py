@@ -152,6 +152,11 @@ def test_engines_have_the_gpus_behind_the_ranks(
     assert [gpus(0), gpus(1)] == ["2,3", "4,5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, 6,5,4,3,2")
     assert [gpus(0), gpus(1)] == ["5,4", "3,2"]
+    # To read the trainers' memory on their GPUs, an engine must see those too, behind its own.
+    settings = settings.model_copy(
+        update={"bridge": settings.bridge.model_copy(update={"transport": "cuda_ipc"})}
+    )
+    assert [gpus(0), gpus(1)] == ["5,4,7,6", "3,2,7,6"]
 
 
 def test_context_is_capped_by_the_model(config_file: Path) -> None:

@@ -72,14 +72,16 @@ def layout_for(shape: ModelShape) -> Layout:
     return LAYOUTS[shape.family](shape)
 
 
-def check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
-    """Raise one UserError that lists every size which the tensor or pipeline parallel size does not fit.
+def check_layout(shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1) -> None:
+    """Raise one UserError that lists every size which the tensor or (virtual) pipeline size does not fit.
 
     Layers need not divide evenly over the stages: see ``ModelShape.stage_layers``.
     """
     problems: list[str] = []
-    if tensor < 1 or pipeline < 1:
-        raise UserError(f"parallel sizes start at 1, got tensor={tensor}, pipeline={pipeline}")
+    if min(tensor, pipeline, virtual) < 1:
+        raise UserError(
+            f"parallel sizes start at 1, got tensor={tensor}, pipeline={pipeline}, virtual={virtual}"
+        )
     heads, groups = shape.num_heads, shape.num_kv_heads
     for count, what in ((heads, "attention heads"), (shape.ffn_hidden_size, "feed-forward columns")):
         if count % tensor:
@@ -93,10 +95,9 @@ def check_layout(shape: ModelShape, tensor: int, pipeline: int) -> None:
         problems.append(f"tensor={tensor} does not divide the model's {rows} query, key and value rows")
     if heads % groups:
         problems.append(f"{heads} attention heads do not form {groups} equal groups")
-    if shape.num_layers < pipeline:
-        problems.append(
-            f"the model has {shape.num_layers} layers, fewer than pipeline={pipeline}: each stage needs one"
-        )
+    if shape.num_layers < pipeline * virtual:
+        stages = f"pipeline={pipeline}" + (f" x virtual={virtual}" if virtual > 1 else "")
+        problems.append(f"the model has {shape.num_layers} layers, fewer than {stages}: each stage needs one")
     if problems:
         most = math.gcd(heads, shape.ffn_hidden_size)
         fits = [

@@ -1,0 +1,136 @@
+"""Weights to and from Megatron-Core's distributed checkpoints (torch_dist), which load in any layout.
+
+What is written is what ``GPTModel.sharded_state_dict`` describes, under Megatron-LM's keys: a checkpoint
+holds whole tensors, each rank writes its parts, and a rank of another layout reads those parts that make up
+its own. Optimizer state will travel in the same dictionary.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from megatron.core.models.gpt import GPTModel
+
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.policy.checkpoint_folder import Contents, read_contents
+
+CONTENT = {
+    # Layers under keys of their own: Megatron is about to drop the other way, one tensor over all layers.
+    "non_homogeneous_layers": True,
+    "singleton_local_shards": False,
+    # The default cannot be saved at all; this one can be read in any layout.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""How keys are formed. Megatron keeps it in the checkpoint, and readers form theirs alike."""
+
+
+def save_weights(folder: Path, models: Sequence[GPTModel]) -> None:
+    """Write this rank's part of the weights. Collective; ``folder`` exists and is empty.
+
+    models: the pipeline chunks of this rank, one without virtual stages. Weights keep their dtype.
+    """
+    state: dict[str, Any] = {
+        **_describe(models, CONTENT),
+        # What Megatron-LM looks for: without a version it would take QKV to have its oldest order.
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+    }
+    with _queue_in_process():
+        dist_checkpointing.save(
+            state, str(folder), TorchDistSaveShardedStrategy(thread_count=1), content_metadata=dict(CONTENT)
+        )
+
+
+def load_weights(folder: Path, models: Sequence[GPTModel], vocab: int) -> None:
+    """Fill the models' parameters in place, from a checkpoint of any layout. Collective.
+
+    vocab: the true vocabulary size, rows that the embedding must have at least. Values are cast to the
+    parameters' dtype. Vocabulary padding becomes zero.
+    Raises UserError on every rank, listing what the checkpoint lacks, has too much or has in another shape.
+    """
+    content = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    state = _describe(models, content)
+    _check_tensors(folder, read_contents(folder), state, vocab)
+    loaded = dist_checkpointing.load(state, str(folder), TorchDistLoadShardedStrategy())
+    with torch.no_grad():
+        for key, model in zip(state, models, strict=True):
+            # Not strict: Megatron's empty extra states, which are no parameters, are in no checkpoint.
+            model.load_state_dict(loaded[key], strict=False)
+
+
+def stored_dtype(contents: Contents) -> str:
+    """The one dtype of a checkpoint's weights, as torch names it; UserError if there are several."""
+    dtypes = sorted({t.dtype for t in contents.weights.values()})
+    if len(dtypes) != 1:
+        raise UserError(f"the checkpoint's weights are of several types ({', '.join(dtypes)}), not of one")
+    return dtypes[0]
+
+
+def _describe(models: Sequence[GPTModel], content: dict[str, Any]) -> dict[str, Any]:
+    metadata = {**content, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+    return {n: m.sharded_state_dict(metadata=dict(metadata)) for n, m in zip(names, models, strict=True)}
+
+
+def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], vocab: int) -> None:
+    """Compare what all ranks want with what is stored, before Megatron stops at the first difference."""
+    mine: dict[str, tuple[tuple[int, ...], bool]] = {}
+    for leaf in nested_values(state):
+        parts = nested_values(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+        for part in parts:
+            if isinstance(part, ShardedTensor):
+                mine[part.key] = (tuple(part.global_shape), bool(part.allow_shape_mismatch))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    wanted = {key: value for rank in everyone for key, value in rank.items()}
+    stored = contents.weights
+    problems = [f"missing: {n}" for n in wanted if n not in stored]
+    problems += [f"unexpected: {n}" for n in stored if n not in wanted]
+    problems += [
+        f"wrong shape: {n} is {list(stored[n].shape)}, not {list(shape)}"
+        for n, (shape, padded) in wanted.items()
+        if n in stored and not _fits(stored[n].shape, shape, vocab if padded else None)
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
+        raise UserError(
+            f"{folder}: the tensors are not those of the model that its config.json describes\n  "
+            + "\n  ".join(problems[:40])
+            + more
+        )
+
+
+def _fits(stored: tuple[int, ...], wanted: tuple[int, ...], vocab: int | None) -> bool:
+    """Whether a stored tensor can be read; of a vocabulary, padding rows may be more or fewer."""
+    return stored == wanted if vocab is None else stored[1:] == wanted[1:] and stored[0] >= vocab
+
+
+@contextmanager
+def _queue_in_process() -> Iterator[None]:
+    """Let Megatron's writer hand its results over in this process.
+
+    It would start a process for that, whose import of everything takes longer than most saves, and which only
+    writers in other processes need.
+    """
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before

@@ -1,0 +1,50 @@
+"""A trace of the policy is the same whole model's, however it is cut over ranks and stages.
+
+Why: the audit compares shares of heads and columns that ranks hold in Megatron's own order; one that is put
+together wrongly would be reported as a fault of the weights. Every step must follow from the ones before it
+by the Hugging Face weights. Not covered: the engine's share (tests/integration/test_audit.py), GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.distributed.spawn import run_ranks
+
+LAYOUTS = {
+    "TP4+SP, fewer groups than ranks": ("qwen3", {"tensor": 4, "sequence": True}),
+    "TP2xPP2+SP, uneven stages": ("qwen3", {"tensor": 2, "pipeline": 2, "sequence": True}),
+    "TP2xDP2, biases, no norms of heads": ("qwen2", {"tensor": 2, "data": 2}),
+}
+
+
+def test_every_step_follows_in_every_layout(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
+    models = {
+        "qwen3": make_checkpoint(tmp_path / "qwen3", num_hidden_layers=3),
+        "qwen2": make_checkpoint(
+            tmp_path / "qwen2", architectures=["Qwen2ForCausalLM"], model_type="qwen2", num_hidden_layers=3
+        ),
+    }
+    cases = {
+        name: {
+            "model": {"path": str(models[family]), "vocab_multiple": 5},
+            "precision": {"dtype": "float32"},
+            "parallel": parallel,
+            "rollout": {"temperature": 0.9},
+            "data": {"path": "unused.jsonl"},
+        }
+        for name, (family, parallel) in LAYOUTS.items()
+    }
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    results = run_ranks("trace_worker", 4, tmp_path)
+    for name, (family, _) in LAYOUTS.items():
+        links, shapes = results[name]["links"], results[name]["shapes"]
+        parts = 17 if family == "qwen3" else 15
+        assert len(links) == 3 * parts + 3, name  # the last norm, what goes into it, the log-probs
+        assert max(links.values()) < 1e-5, (name, links)
+        # 13 + 20 + 14 places; 4 query and 2 key/value heads of 32, 128 columns.
+        assert shapes["layers.2.query_rope"] == [47, 128], name
+        assert shapes["layers.0.key"] == [47, 64], name
+        assert shapes["layers.1.gate"] == [47, 128], name

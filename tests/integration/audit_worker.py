@@ -1,0 +1,153 @@
+"""One trainer rank of test_audit: plants fault after fault, in the engine or in itself, and audits each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.evaluation.drift import StoredWeights
+from rpg_megatron.policy.model import start_mesh
+from rpg_megatron.policy.packed import Pack
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.rollout.engine import TOKEN_VARIABLE, engine_socket
+from rpg_megatron.training import audit as auditing
+from rpg_megatron.training.run import Run
+
+
+@contextmanager
+def rope_base(run: Run, base: float) -> Iterator[None]:
+    """The trainer rotates with another base."""
+    rotary = [c.rotary_pos_emb for c in run.policy.chunks]
+    before = [r.inv_freq for r in rotary]
+    for r in rotary:
+        d = 2 * r.inv_freq.numel()
+        r.inv_freq = base ** (-torch.arange(0, d, 2, dtype=torch.float32) / d)
+    RotaryEmbedding.forward.cache_clear()
+    yield
+    for r, frequencies in zip(rotary, before, strict=True):
+        r.inv_freq = frequencies
+    RotaryEmbedding.forward.cache_clear()
+
+
+@contextmanager
+def head(run: Run, **changes: float) -> Iterator[None]:
+    """The trainer's log-probs are taken at another temperature, or over another vocabulary."""
+    before = run.policy._head
+    run.policy._head = dataclasses.replace(before, **changes)
+    yield
+    run.policy._head = before
+
+
+@contextmanager
+def packs(run: Run, spoil: Callable[[Pack], None]) -> Iterator[None]:
+    """The trainer packs wrongly."""
+    plain = Policy.pack
+
+    def pack(self: Policy, trajectories: list) -> Pack:
+        made = plain(self, trajectories)
+        spoil(made)
+        return made
+
+    Policy.pack = pack
+    yield
+    Policy.pack = plain
+
+
+def leak(pack: Pack) -> None:
+    """Sequences see those before them."""
+    pack.packed.lengths = [pack.size]
+
+
+def run_on(pack: Pack) -> None:
+    """Positions go on from one sequence to the next."""
+    bounds = torch.tensor([0, pack.size], dtype=torch.int32)
+    pack.packed.cu_seqlens_q = pack.packed.cu_seqlens_kv = bounds
+    pack.packed.max_seqlen_q = pack.packed.max_seqlen_kv = pack.size
+
+
+@contextmanager
+def engine_temperature(run: Run, temperature: float) -> Iterator[None]:
+    """The engine samples at another temperature."""
+    plain = auditing.trace_engine
+
+    async def trace(client: object, settings: Settings, *rest: object) -> object:
+        rollout = settings.rollout.model_copy(update={"temperature": temperature})
+        return await plain(client, settings.model_copy(update={"rollout": rollout}), *rest)
+
+    auditing.trace_engine = trace
+    yield
+    auditing.trace_engine = plain
+
+
+TRAINER_FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
+    "rope": lambda run: rope_base(run, 50_000.0),
+    "temperature": lambda run: head(run, temperature=0.8),
+    "vocabulary": lambda run: head(run, vocab=run.policy.settings.model.vocab_multiple),
+    "packing": lambda run: packs(run, leak),
+    "positions": lambda run: packs(run, run_on),
+    "engine_temperature": lambda run: engine_temperature(run, 0.7),
+}
+
+
+def load(run: Run, folder: Path) -> None:
+    """Fill the policy from a checkpoint."""
+    load_hf_weights(
+        folder,
+        run.policy.named_parameters(),
+        run._layout,
+        tensor=run.mesh.tensor,
+        tensor_rank=run.mesh.tensor_rank,
+        vocab_multiple=run.settings.model.vocab_multiple,
+    )
+
+
+def main() -> None:
+    """Arguments as for a rank, then the folder with the engine's faults: a checkpoint each."""
+    run_dir, work, bridge, faults = (Path(a) for a in sys.argv[1:5])
+    settings = load_settings(run_dir / "config.yaml")
+    device = start_device("cpu")
+    start_process_group(device)
+    run = Run(
+        settings, run_dir, work, bridge, os.environ[TOKEN_VARIABLE], start_mesh(settings.parallel), device
+    )
+    request = auditing.Request()
+    given = auditing.choose_tokens(settings, request)[:3]
+    true = run_dir / "weights"
+    run.write_checkpoint(true)
+    others = {"generation 0": StoredWeights(faults / "earlier")}
+    results = {}
+    cases = json.loads((run_dir / "cases.json").read_text())
+    for version, case in enumerate(cases):
+        # The engine gets what the policy holds; then the policy gets its own weights back.
+        if (faults / case).is_dir():
+            load(run, faults / case)
+        run.sync_engines(version)
+        load(run, settings.model.path)
+        with TRAINER_FAULTS.get(case, lambda _: nullcontext())(run):
+            verdict, _ = auditing.audit_engine(
+                run, 0, engine_socket(work, 0), bridge, os.environ[TOKEN_VARIABLE], given, true, others
+            )
+        if verdict is not None:
+            results[case] = verdict.to_json()
+    if run.mesh.rank == 0:
+        (run_dir / "result.json").write_text(json.dumps(results))
+    dist.barrier()
+    run.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""``rpg-megatron audit`` names what was planted: in a real vLLM engine, or in a real Megatron trainer.
+
+Why: a mismatch number says that engine and trainer differ, and leaves the user alone with the question where.
+Here the answer is known beforehand: a fault is planted, and the verdict must name kind, layer and parameter;
+without a fault it must be clean. One engine serves all faults: wrong weights reach it through the bridge, as
+right ones do. Not covered: GPUs, quantised engines, Llama's and Qwen2's vLLM models (unit tests have their
+shapes), faults that need two steps to show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+from rpg_megatron.training.journal import write_rollouts
+from tests.distributed.spawn import free_port
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+MODEL = QUICKSTART.parent / "quickstart" / "model"
+SMALL = [
+    "rollout.max_response_tokens=12",
+    "engine.max_sequences=16",
+    "engine.kv_cache_gib=0.25",
+    "model.vocab_multiple=320",  # 304 rows and padding
+    "evaluation=null",
+]
+EAGER = "engine.arguments=['--enforce-eager', '--no-enable-prefix-caching']"
+Weights = dict[str, torch.Tensor]
+
+
+def write_weights(folder: Path, change: Callable[[Weights], object], source: Path = MODEL) -> Path:
+    """A copy of a checkpoint with other weights."""
+    shutil.copytree(source, folder)
+    weights = load_file(source / "model.safetensors")
+    change(weights)
+    save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def train_a_step(weights: Weights) -> None:
+    g = torch.Generator().manual_seed(0)
+    for name, w in weights.items():
+        weights[name] = w + 0.05 * w.std(correction=0).clamp(min=0.02) * torch.randn(w.shape, generator=g)
+
+
+def scale(name: str, factor: float) -> Callable[[Weights], object]:
+    return lambda weights: weights[name].mul_(factor)
+
+
+def scale_channel(weights: Weights) -> None:
+    weights["model.layers.1.self_attn.k_norm.weight"][5] *= 1.01
+
+
+def swap_groups(weights: Weights) -> None:
+    for name in "qkv":
+        rows = weights[f"model.layers.1.self_attn.{name}_proj.weight"]
+        weights[f"model.layers.1.self_attn.{name}_proj.weight"] = rows.roll(rows.size(0) // 2, 0)
+
+
+def swap_gate(weights: Weights) -> None:
+    gate, up = (f"model.layers.0.mlp.{n}_proj.weight" for n in ("gate", "up"))
+    weights[gate], weights[up] = weights[up], weights[gate]
+
+
+def stale(weights: Weights) -> None:
+    earlier = load_file(MODEL / "model.safetensors")
+    weights.update({n: w for n, w in earlier.items() if n.startswith("model.layers.2.")})
+
+
+def misplaced(weights: Weights) -> None:
+    for name in [n for n in weights if n.startswith("model.layers.3.")]:
+        weights[name] = weights[name.replace(".3.", ".1.")].clone()
+
+
+def other_rows(weights: Weights) -> None:
+    weights["model.layers.3.self_attn.o_proj.weight"][10:20] *= -1
+
+
+ENGINE_FAULTS: dict[str, Callable[[Weights], object]] = {
+    "norm": scale("model.layers.1.post_attention_layernorm.weight", 1.01),
+    "norm_channel": scale_channel,
+    "qkv": swap_groups,
+    "stale": stale,
+    "gate": swap_gate,
+    "misplaced": misplaced,
+    "rows": other_rows,
+    "head": scale("lm_head.weight", 1.05),
+}
+TRAINER_FAULTS = ("rope", "temperature", "vocabulary", "packing", "positions", "engine_temperature")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trainer's weights in ``trained``, those of before in ``earlier``, and one folder for each fault."""
+    folder = tmp_path_factory.mktemp("audit")
+    trained = write_weights(folder / "trained", train_a_step)
+    (folder / "faults").mkdir()
+    shutil.copytree(MODEL, folder / "faults" / "earlier")
+    for name, change in ENGINE_FAULTS.items():
+        write_weights(folder / "faults" / name, change, trained)
+    return folder
+
+
+def environment(token: str = "") -> dict[str, str]:
+    return {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def audit_faults(
+    folder: Path, checkpoints: Path, layouts: dict[str, list[str]], cases: list[str], *engine: str
+) -> dict[str, dict]:
+    """The report of every case in every layout of the trainer, against one engine."""
+
+    def settings(*more: str) -> Settings:
+        return load_settings(
+            QUICKSTART, [*SMALL, f"model.path={checkpoints / 'trained'}", EAGER, *engine, *more]
+        )
+
+    token = secrets.token_urlsafe(16)
+    with (
+        tempfile.TemporaryDirectory(prefix="rpg-test-") as work,
+        tempfile.TemporaryDirectory(prefix="rpg-test-", dir="/dev/shm") as bridge,
+    ):
+        server = EngineProcess(
+            settings(),
+            0,
+            socket=engine_socket(Path(work), 0),
+            log=folder / "engine.log",
+            bridge_dir=Path(bridge),
+            token=token,
+        )
+        server.start()
+        (folder / "config.yaml").write_text(settings().to_yaml())
+        command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(folder), work, bridge]
+        with (folder / "sampler.log").open("w") as log:
+            sampler = subprocess.Popen(command, env=environment(token), stdout=log, stderr=subprocess.STDOUT)
+        try:
+            server.wait_healthy()
+            return {
+                name: run_ranks(folder / name, settings(*layout), cases, checkpoints, work, bridge, token)
+                for name, layout in layouts.items()
+            }
+        finally:
+            sampler.kill()
+            sampler.wait()
+            server.stop()
+
+
+def run_ranks(
+    run: Path, settings: Settings, cases: list[str], checkpoints: Path, work: str, bridge: str, token: str
+) -> dict:
+    run.mkdir()
+    (run / "config.yaml").write_text(settings.to_yaml())
+    (run / "cases.json").write_text(json.dumps(cases))
+    worker = str(Path(__file__).parent / "audit_worker.py")
+    shared = environment(token) | {
+        "WORLD_SIZE": str(settings.parallel.world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = []
+    for rank in range(settings.parallel.world):
+        command = [sys.executable, worker, str(run), work, bridge, str(checkpoints / "faults")]
+        with (run / f"rank_{rank}.log").open("w") as log:
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        # One that fails leaves the others waiting in a collective.
+        end = time.monotonic() + 400
+        while None in (codes := {p.poll() for p in ranks}) and codes <= {None, 0} and time.monotonic() < end:
+            time.sleep(0.2)
+        codes = [p.poll() for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+            p.wait()
+    logs = "\n".join((run / f"rank_{r}.log").read_text()[-3000:] for r in range(len(ranks)))
+    assert set(codes) == {0}, logs
+    return json.loads((run / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reports(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    cases = ["clean", *ENGINE_FAULTS, *TRAINER_FAULTS]
+    folder = tmp_path_factory.mktemp("reports")
+    return audit_faults(folder, checkpoints, {"TP2": ["parallel.tensor=2"]}, cases)["TP2"]
+
+
+def only_finding(report: dict) -> dict:
+    assert not report["clean"]
+    assert len(report["findings"]) == 1, report["findings"]
+    return report["findings"][0]
+
+
+def check_clean(report: dict) -> None:
+    assert report["clean"], report["findings"]
+    assert report["broken"] == []
+    assert len(report["links"]["engine"]) == 4 * 17 + 4, "every step was looked at"
+    assert len(report["links"]["trainer"]) == 4 * 17 + 3
+    assert report["logprobs"]["max"] < 1e-4
+    assert report["logprobs"]["tokens"] > 20
+
+
+def test_a_clean_pair_is_clean(reports: dict[str, dict]) -> None:
+    check_clean(reports["clean"])
+
+
+def check_norm(report: dict, rounding: float = 1e-3) -> None:
+    found = only_finding(report)
+    assert (found["kind"], found["side"], found["layers"]) == ("weights", "engine", [1])
+    assert found["parameters"] == ["model.layers.1.post_attention_layernorm.weight"]
+    assert found["values"]["factor"] == pytest.approx(1.01, abs=rounding)
+    assert report["first"]["site"] == "layers.1.mlp_norm"
+
+
+def test_a_norm_that_is_one_percent_off(reports: dict[str, dict]) -> None:
+    check_norm(reports["norm"])
+    assert "1.0% too large" in reports["norm"]["findings"][0]["text"]
+
+
+def test_one_channel_of_a_norm_that_is_one_percent_off(reports: dict[str, dict]) -> None:
+    found = only_finding(reports["norm_channel"])
+    assert found["parameters"] == ["model.layers.1.self_attn.k_norm.weight"]
+    assert "1.0% too large in channels 5 of 32" in found["text"]
+
+
+def check_rope(report: dict) -> None:
+    found = only_finding(report)
+    assert (found["kind"], found["side"]) == ("rope", "trainer")
+    assert found["layers"] == [0, 1, 2, 3]
+    assert found["values"]["base"] == pytest.approx(50_000, rel=0.02)
+    assert "instead of the configured 10,000" in found["text"]
+    assert report["first"]["site"] == "layers.0.query_rope"
+
+
+def test_a_wrong_rope_base(reports: dict[str, dict]) -> None:
+    check_rope(reports["rope"])
+    assert reports["rope"]["findings"][0]["values"]["base"] == pytest.approx(50_000, rel=1e-3)
+
+
+def check_qkv(report: dict) -> None:
+    found = only_finding(report)
+    assert (found["kind"], found["side"], found["layers"]) == ("weights", "engine", [1])
+    assert found["parameters"] == [f"model.layers.1.self_attn.{n}_proj.weight" for n in "qkv"]
+    assert "QKV groups 0 and 1 are swapped in layer 1" in found["text"]
+
+
+def test_swapped_qkv_groups(reports: dict[str, dict]) -> None:
+    check_qkv(reports["qkv"])
+
+
+def check_temperature(report: dict, side: str, value: float) -> None:
+    found = only_finding(report)
+    assert (found["kind"], found["side"]) == ("temperature", side)
+    assert found["values"]["temperature"] == pytest.approx(value, rel=0.02)
+    assert re.search(r"configured is 1\b", found["text"])
+    assert report["first"]["site"] == "logprobs"
+
+
+def test_a_wrong_temperature(reports: dict[str, dict]) -> None:
+    check_temperature(reports["temperature"], "trainer", 0.8)
+    check_temperature(reports["engine_temperature"], "engine", 0.7)
+    assert reports["temperature"]["findings"][0]["values"]["temperature"] == pytest.approx(0.8, abs=1e-4)
+
+
+def check_stale(report: dict) -> None:
+    found = only_finding(report)
+    assert (found["kind"], found["side"], found["layers"]) == ("layer", "engine", [2])
+    assert "layer 2 of the engine is stale: it holds the weights of generation 0" in found["text"]
+    assert "model.layers.2.mlp.down_proj.weight" in found["parameters"]
+
+
+def test_a_stale_layer(reports: dict[str, dict]) -> None:
+    check_stale(reports["stale"])
+
+
+def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_path: Path) -> None:
+    """A run's folder: its newest export and its journal; the engine loads weights of its own."""
+    run = tmp_path / "run-001"
+    (run / "rollouts").mkdir(parents=True)
+    shutil.copytree(checkpoints / "trained", run / "hf" / "step_000003")
+    (run / "config.yaml").write_text(load_settings(QUICKSTART, [*SMALL, "parallel.tensor=1"]).to_yaml())
+    numbers = np.arange(20, 30, dtype=np.int32)
+    some = [
+        Trajectory(
+            prompt_id=i,
+            sample=0,
+            prompt=numbers[: 3 + i],
+            response=numbers,
+            behaviour=np.zeros(10, np.float32),
+            versions=np.zeros(10, np.int32),
+            finish="length",
+            text="",
+            old=np.full(10, i, np.float32),
+            anchor=np.zeros(10, np.float32),
+        )
+        for i in range(8)
+    ]
+    write_rollouts(run / "rollouts" / "step_000003.jsonl.zst", some)
+    command = [sys.executable, "-m", "rpg_megatron.cli", "audit", str(run)]
+    command += ["--engine-model", str(checkpoints / "faults" / "norm"), "--json", str(tmp_path / "copy.json")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, env=environment(), check=False
+    )
+    assert (done.returncode, done.stderr) == (1, ""), done.stdout + done.stderr
+    assert (
+        "weights: model.layers.1.post_attention_layernorm.weight of the engine is 1.0% too large"
+        in done.stdout
+    )
+    assert "weights as the engine loaded them" in done.stdout
+    report = json.loads((tmp_path / "copy.json").read_text())
+    assert report["model"] == str(run / "hf" / "step_000003")
+    check_norm(report["engines"][0])
+    # The six worst responses, half of each; the last place of a sequence predicts and is not read.
+    given = sum(3 + i + 5 for i in range(2, 8))
+    assert report["engines"][0]["tokens"] == given + report["engines"][0]["logprobs"]["tokens"] - 6
+    folder = tmp_path / "quickstart-audit-001"
+    assert json.loads((folder / "audit.json").read_text()) == report
+    assert not (folder / "weights").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_path: Path, dtype: str) -> None:
+    layouts = {
+        "TP2+SP": ["parallel.tensor=2", "parallel.sequence=true"],
+        "PP2": ["parallel.tensor=1", "parallel.pipeline=2"],
+        "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
+        "DP2": ["parallel.tensor=1", "parallel.data=2"],
+    }
+    layouts = {name: [*overrides, f"precision.dtype={dtype}"] for name, overrides in layouts.items()}
+    cases = ["clean", "norm", "qkv", "stale", "rope", "temperature"]
+    engine = ("engine.tensor=2", f"precision.dtype={dtype}")
+    for reports in audit_faults(tmp_path, checkpoints, layouts, cases, *engine).values():
+        assert reports["clean"]["clean"], reports["clean"]["findings"]
+        check_norm(reports["norm"], rounding=1e-3 if dtype == "float32" else 6e-3)  # 2 ** -7 is one step
+        check_qkv(reports["qkv"])
+        check_stale(reports["stale"])
+        check_rope(reports["rope"])
+        check_temperature(reports["temperature"], "trainer", 0.8)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_an_engine_of_another_dtype_or_rope(checkpoints: Path, tmp_path: Path) -> None:
+    """The engine reads another base from its config.json, or was told to compute in bfloat16."""
+    other = tmp_path / "other"
+    shutil.copytree(checkpoints / "trained", other)
+    described = json.loads((other / "config.json").read_text())
+    described["rope_parameters"]["rope_theta"] = 20_000.0
+    (other / "config.json").write_text(json.dumps(described))
+    command = [sys.executable, "-m", "rpg_megatron.cli", "audit", str(QUICKSTART), *SMALL]
+    command += [f"model.path={checkpoints / 'trained'}", f"runs={tmp_path / 'runs'}", "parallel.tensor=1"]
+    for options, kind, said in (
+        (["--engine-model", str(other)], "rope", "the engine rotates positions with base 20,0"),
+        (["engine.arguments=['--dtype', 'bfloat16']"], "precision", "the engine computes in bfloat16"),
+    ):
+        done = subprocess.run(
+            [*command, *options], capture_output=True, text=True, timeout=500, env=environment(), check=False
+        )
+        assert (done.returncode, done.stderr) == (1, ""), done.stdout + done.stderr
+        assert f"{kind}: {said}" in done.stdout
+
+
+def test_further_faults_have_names_too(reports: dict[str, dict]) -> None:
+    wanted = {
+        "gate": ("weights", "engine", "gate and up are swapped"),
+        "misplaced": ("layer", "engine", "layer 3 of the engine holds the weights of layer 1"),
+        "rows": ("weights", "engine", "o_proj.weight of the engine is not the trainer's (rows 10-19 of 128)"),
+        "head": ("weights", "engine", "lm_head.weight of the engine is not the trainer's"),
+        "vocabulary": ("vocabulary", "trainer", "counts about 16 columns behind the vocabulary of 304"),
+        "packing": ("packing", "trainer", "wrong for sequences 1-2 of 3 of a pack, and right for each alone"),
+        "positions": ("packing", "trainer", "positions are wrong in the trainer, layers 0-3"),
+    }
+    for case, (kind, side, text) in wanted.items():
+        for found in reports[case]["findings"]:
+            assert (found["kind"], found["side"]) == (kind, side), (case, found)
+        assert text in reports[case]["findings"][0]["text"], case

@@ -1,0 +1,364 @@
+"""The audit's arithmetic: what each module should give is what transformers gives; faults get their names.
+
+Why: a verdict is only as good as the reference it is measured against; and faults that no test can plant in a
+real engine cheaply (positions, padding, rounding, other families) must be named all the same. Traces are made
+here by the chain itself, from faulty weights. Not covered: hooks in real engines and trainers
+(tests/integration/test_audit.py), ranks and stages (tests/distributed/test_trace_layouts.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bridge_models import FAMILIES, random_state_dict, tiny_shape, write_checkpoint
+
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.vllm_plugin_trace import join_workers
+from rpg_megatron.config import ModelShape
+from rpg_megatron.data.trace import LOGITS, Trace, all_sites, split_site
+from rpg_megatron.evaluation.drift import Chain, Side, distance, minimise
+from rpg_megatron.evaluation.finding import Finding
+from rpg_megatron.evaluation.verdict import Verdict, judge
+
+Weights = dict[str, torch.Tensor]
+LENGTHS = [9, 14, 5]
+
+
+def weights_of(shape: ModelShape, seed: int = 0) -> Weights:
+    """Random weights that keep activations near 1; norms that are not all ones."""
+    found = random_state_dict(layout_for(shape), seed=seed)
+    return {n: 1 + 0.1 * w if w.dim() == 1 and "norm" in n else 0.25 * w for n, w in found.items()}
+
+
+def make_side(
+    shape: ModelShape,
+    weights: Weights,
+    name: str = "engine",
+    *,
+    temperature: float = 1.0,
+    padding: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    spoil: Callable[[str, Chain, torch.Tensor], torch.Tensor] = lambda site, chain, values: values,
+) -> Side:
+    """A side that computes with these weights and rounds every value; ``spoil`` changes a module's."""
+    g = torch.Generator().manual_seed(3)
+    total = sum(LENGTHS)
+    tokens = torch.randint(shape.vocab_size, (total,), generator=g)
+    predicts = torch.cat([torch.arange(n) >= n // 2 for n in LENGTHS])
+    sampled = torch.randint(shape.vocab_size, (int(predicts.sum()),), generator=g)
+    side = Side(name, {}, tokens, LENGTHS, predicts, sampled, torch.zeros(0), str(dtype)[6:])
+    chain = Chain(side, shape, lambda n: weights[n], temperature)
+    for site in all_sites(shape.num_layers, shape.qk_norm):
+        side.trace[site] = spoil(site, chain, chain.expected(site)).to(dtype)
+    side.logp = chain.logprobs(padding=padding).float()
+    return side
+
+
+def verdict_of(
+    shape: ModelShape,
+    weights: Weights,
+    engine: Side,
+    *,
+    trainer: Side | None = None,
+    others: dict[str, Weights] | None = None,
+    dtype: str = "float32",
+    bounds: tuple[float, float] = (1e-3, 1e-4),
+) -> Verdict:
+    return judge(
+        engine,
+        trainer or make_side(shape, weights, "trainer", dtype=getattr(torch, dtype)),
+        make_side(shape, weights, "trainer", dtype=getattr(torch, dtype)),
+        shape=shape,
+        weights=lambda n: weights[n],
+        temperature=1.0,
+        dtype=dtype,
+        bounds=bounds,
+        others={name: w.__getitem__ for name, w in (others or {}).items()},
+        device=torch.device("cpu"),
+    )
+
+
+def only(verdict: Verdict) -> Finding:
+    assert len(verdict.findings) == 1, verdict.findings
+    return verdict.findings[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_chain_is_what_transformers_computes(family: str, tmp_path: Path):
+    shape = tiny_shape(family)
+    weights = weights_of(shape)
+    write_checkpoint(tmp_path, shape, weights)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    side = make_side(shape, weights, dtype=torch.float64)
+    side.dtype = "float32"
+    with torch.no_grad():
+        logits = torch.cat([model(part[None]).logits[0] for part in side.tokens.split(LENGTHS)])
+    torch.testing.assert_close(side.trace[LOGITS], logits[side.predicts], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_alone_is_clean(family: str, dtype: str):
+    shape = tiny_shape(family)
+    weights = weights_of(shape)
+    if dtype == "bfloat16":
+        weights = {n: w.bfloat16() for n, w in weights.items()}
+    engine = make_side(shape, weights, dtype=getattr(torch, dtype))
+    verdict = verdict_of(shape, weights, engine, dtype=dtype, bounds=(float("inf"), 0.05))
+    assert verdict.clean, verdict.findings
+    assert verdict.broken == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_one_percent_off_stands_out_in_either_precision(dtype: str):
+    shape = tiny_shape()
+    weights = {n: w.to(getattr(torch, dtype)) for n, w in weights_of(shape).items()}
+    name = "model.layers.1.post_attention_layernorm.weight"
+    wrong = weights | {name: weights[name].float() * 1.01}
+    engine = make_side(shape, wrong, dtype=getattr(torch, dtype))
+    found = only(verdict_of(shape, weights, engine, dtype=dtype))
+    assert (found.kind, found.side, found.layers, found.parameters) == ("weights", "engine", [1], [name])
+    assert found.values["factor"] == pytest.approx(1.01, abs=2e-3)
+
+
+def test_weights_that_no_known_change_explains_name_their_rows():
+    shape = tiny_shape("llama")
+    weights = weights_of(shape)
+    name = "model.layers.2.mlp.down_proj.weight"
+    wrong = weights | {name: weights[name].clone()}
+    wrong[name][4:7] += 0.5
+    found = only(verdict_of(shape, weights, make_side(shape, wrong)))
+    assert (found.layers, found.parameters) == ([2], [name])
+    assert "(rows 4-6 of 24)" in found.text
+
+
+def test_a_bias_belongs_to_its_projection():
+    shape = tiny_shape("qwen2")
+    weights = weights_of(shape)
+    name = "model.layers.0.self_attn.k_proj.bias"
+    found = only(verdict_of(shape, weights, make_side(shape, weights | {name: weights[name] + 1})))
+    assert found.parameters == ["model.layers.0.self_attn.k_proj.weight"]
+
+
+def test_an_order_of_four_groups_and_heads_of_one_kind_alone():
+    shape = tiny_shape()
+    weights = weights_of(shape)
+    order = [0, 3, 1, 2]
+    wrong = dict(weights)
+    for n in "qkv":
+        name = f"model.layers.3.self_attn.{n}_proj.weight"
+        wrong[name] = weights[name].unflatten(0, (4, -1))[order].flatten(0, 1)
+    assert (
+        f"stand in the order {order} in layer 3"
+        in only(verdict_of(shape, weights, make_side(shape, wrong))).text
+    )
+    name = "model.layers.3.self_attn.v_proj.weight"
+    found = only(verdict_of(shape, weights, make_side(shape, weights | {name: wrong[name]})))
+    assert found.parameters == [name]
+    assert "value groups stand in the order" in found.text
+
+
+def test_all_layers_stale_and_a_foreign_layer():
+    shape = tiny_shape()
+    weights, earlier = weights_of(shape), weights_of(shape, seed=1)
+    stale = weights | {n: w for n, w in earlier.items() if ".layers." in n}
+    found = only(verdict_of(shape, weights, make_side(shape, stale), others={"step 3": earlier}))
+    assert found.text == "layers 0-3 of the engine are stale: they hold the weights of step 3"
+    foreign = weights | {n: w for n, w in earlier.items() if ".layers.2." in n}
+    found = only(verdict_of(shape, weights, make_side(shape, foreign)))
+    assert "layer 2 of the engine is stale or foreign: 11 of its parameters differ" in found.text
+    one = "model.layers.0.self_attn.o_proj.weight"
+    found = only(
+        verdict_of(
+            shape, weights, make_side(shape, weights | {one: earlier[one]}), others={"step 3": earlier}
+        )
+    )
+    assert found.text == f"{one} of the engine is stale: it is that of step 3"
+
+
+def test_the_embedding_and_a_tied_head():
+    shape = tiny_shape(tied_embeddings=True)
+    weights = weights_of(shape)
+    name = "model.embed_tokens.weight"
+    engine = make_side(shape, weights | {name: weights[name].roll(1, 0)})
+    findings = verdict_of(shape, weights, engine).findings
+    assert [f.parameters for f in findings] == [[name], [name]]
+
+
+def test_rounded_weights_and_a_side_of_another_dtype():
+    shape = tiny_shape()
+    weights = weights_of(shape)
+    rounded = {n: w.bfloat16().float() for n, w in weights.items()}
+    found = only(verdict_of(shape, weights, make_side(shape, rounded)))
+    assert found.kind == "precision"
+    assert "weights were rounded to bfloat16" in found.text
+    found = only(verdict_of(shape, weights, make_side(shape, weights, dtype=torch.bfloat16)))
+    assert found.text == "the engine computes in bfloat16, precision.dtype is float32"
+
+
+def test_weights_of_a_few_bits():
+    shape = tiny_shape()
+    weights = weights_of(shape)
+
+    def quantise(w: torch.Tensor) -> torch.Tensor:
+        step = w.abs().amax(1, keepdim=True) / 31
+        return (w / step).round() * step
+
+    wrong = {n: quantise(w) if w.dim() == 2 and ".layers." in n else w for n, w in weights.items()}
+    found = only(verdict_of(shape, weights, make_side(shape, wrong)))
+    assert (found.kind, found.layers) == ("precision", [0, 1, 2, 3])
+    assert "so are quantised weights" in found.text
+
+
+def test_rounding_that_adds_up_beyond_the_guard():
+    shape = tiny_shape()
+    weights = {n: w.bfloat16() for n, w in weights_of(shape).items()}
+    engine = make_side(shape, weights, dtype=torch.bfloat16)
+    engine.logp = engine.logp + 1e-3  # less than a module's rounding
+    found = only(verdict_of(shape, weights, engine, dtype="bfloat16", bounds=(1e-4, 1e-5)))
+    assert found.kind == "precision"
+    assert "rounding in bfloat16 adds up" in found.text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_rope_bases_and_shifted_positions(family: str):
+    shape = tiny_shape(family)
+    weights = weights_of(shape)
+
+    def base(site: str, chain: Chain, values: torch.Tensor) -> torch.Tensor:
+        return chain.expected(site, theta=5e5) if site.endswith("_rope") else values
+
+    def shifted(site: str, chain: Chain, values: torch.Tensor) -> torch.Tensor:
+        return chain.expected(site, positions=chain.side.positions + 1) if site.endswith("_rope") else values
+
+    def interleaved(site: str, chain: Chain, values: torch.Tensor) -> torch.Tensor:
+        return values.flip(1) if site.endswith("_rope") else values
+
+    found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=base)))
+    assert (found.kind, found.layers) == ("rope", [0, 1, 2, 3])
+    assert found.values["base"] == pytest.approx(5e5, rel=1e-3)
+    found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=shifted)))
+    assert (found.kind, found.values) == ("rope", {})
+    assert "its sequences start at +1, +1, +1 instead of 0" in found.text
+    found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=interleaved)))
+    assert "no base and no shift explains it" in found.text
+
+
+def test_attention_that_is_wrong_alone_too():
+    shape = tiny_shape()
+    weights = weights_of(shape)
+
+    def spoil(site: str, _: Chain, values: torch.Tensor) -> torch.Tensor:
+        return values.roll(1, 0) if site == "layers.1.attention" else values
+
+    found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=spoil)))
+    assert (found.kind, found.layers) == ("attention", [1])
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_temperature_and_padding_on_either_side(side: str):
+    shape = tiny_shape()
+    weights = weights_of(shape)
+
+    def find(**wrong: float) -> Finding:
+        other = make_side(shape, weights, side, **wrong)
+        plain = make_side(shape, weights)
+        engine, trainer = (other, None) if side == "engine" else (plain, other)
+        found = only(verdict_of(shape, weights, engine, trainer=trainer))
+        assert found.side == side
+        return found
+
+    found = find(temperature=1.3)
+    assert (found.kind, found.values["temperature"]) == ("temperature", pytest.approx(1.3, abs=1e-3))
+    found = find(padding=11)
+    assert (found.kind, found.values["columns"]) == ("vocabulary", pytest.approx(11, abs=0.1))
+
+
+def test_a_temperature_that_rounding_would_hide():
+    """A confident policy in bfloat16: the log-probs are near 0 at either temperature."""
+    shape = tiny_shape()
+    weights = weights_of(shape)
+    weights["lm_head.weight"] = 12 * weights["lm_head.weight"]
+    weights = {n: w.bfloat16() for n, w in weights.items()}
+
+    def confident(name: str, temperature: float) -> Side:
+        side = make_side(shape, weights, name, dtype=torch.bfloat16)
+        side.sampled = side.trace[LOGITS].argmax(1)
+        chain = Chain(side, shape, lambda n: weights[n], 1.0)
+        side.logp = chain.logprobs(temperature).float()
+        del side.trace[LOGITS]  # as a trainer's: what it rounded is not known
+        return side
+
+    engine, loose = confident("engine", 1.0), {"dtype": "bfloat16", "bounds": (9.0, 9.0)}
+    right = verdict_of(shape, weights, engine, trainer=confident("trainer", 1.0), **loose)
+    wrong = verdict_of(shape, weights, engine, trainer=confident("trainer", 0.8), **loose)
+    assert right.clean, right.findings
+    assert right.links["trainer"]["logprobs"] > 0
+    found = only(wrong)
+    assert (found.kind, found.side) == ("temperature", "trainer")
+    assert found.values["temperature"] == pytest.approx(0.8, rel=0.03)
+
+
+def test_nan_is_a_fault_where_it_first_is():
+    shape = tiny_shape()
+    weights = weights_of(shape)
+
+    def spoil(site: str, _: Chain, values: torch.Tensor) -> torch.Tensor:
+        return values * float("nan") if site == "layers.2.activation" else values
+
+    verdict = verdict_of(shape, weights, make_side(shape, weights, spoil=spoil))
+    assert not verdict.clean
+    assert verdict.broken[0]["site"] == "layers.2.activation"
+    json.dumps(verdict.to_json(), allow_nan=False)
+
+
+def cut_for_workers(trace: Trace, shape: ModelShape, workers: int) -> list[Trace]:
+    """What vLLM's workers would hold of a whole trace."""
+    shards: list[Trace] = [{} for _ in range(workers)]
+    for site, values in trace.items():
+        stem, part = site.rpartition(".")[0], split_site(site)[1]
+        for r, shard in enumerate(shards):
+            repeat = max(1, workers // shape.num_kv_heads)
+            kv = values.chunk(max(1, min(workers, shape.num_kv_heads)), 1)
+            if part == "query":
+                k, v = (trace[f"{stem}.{p}"].chunk(len(kv), 1)[r // repeat] for p in ("key", "value"))
+                shard[f"{stem}.qkv"] = torch.cat([values.chunk(workers, 1)[r], k, v], 1)
+            elif part == "gate":
+                up = trace[f"{stem}.up"].chunk(workers, 1)[r]
+                shard[f"{stem}.gate_up"] = torch.cat([values.chunk(workers, 1)[r], up], 1)
+            elif part in ("key_norm", "key_rope"):
+                shard[site] = kv[r // repeat]
+            elif part in ("query_norm", "query_rope", "attention", "activation"):
+                shard[site] = values.chunk(workers, 1)[r]
+            elif part not in ("key", "value", "up") and (part != LOGITS or r == 0):
+                shard[site] = values
+    return shards
+
+
+@pytest.mark.parametrize(("workers", "groups"), [(1, 4), (2, 4), (4, 4), (4, 2), (8, 1)])
+def test_workers_shares_make_the_whole(workers: int, groups: int):
+    shape = replace(tiny_shape(), num_kv_heads=groups)
+    trace = make_side(shape, weights_of(shape)).trace
+    joined = join_workers(cut_for_workers(trace, shape, workers), shape)
+    assert joined.keys() == trace.keys()
+    assert all(torch.equal(joined[s], trace[s]) for s in trace)
+
+
+def test_distance_sees_one_channel_and_minimise_finds_a_valley():
+    expected = torch.randn(50, 400, generator=torch.Generator().manual_seed(0))
+    assert distance(expected, expected) == 0
+    wrong = expected.clone()
+    wrong[:, 7] *= 1.5
+    assert distance(wrong, expected) > 0.2
+    value, error = minimise(lambda x: abs(x - 123.456), 1, 1e6, 100)
+    assert value == pytest.approx(123.456, rel=1e-6)
+    assert error < 1e-3

