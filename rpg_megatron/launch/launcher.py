@@ -85,6 +85,8 @@ class Run:
         self._ranks: list[Child] = []
         self._engines: list[EngineProcess] = []
         self._healthy: set[int] = set()
+        # Only training goes on with an engine that comes back; elsewhere its weights would be random.
+        self._most_restarts = settings.engine.restarts if job == "train" else 0
         self._restarts: dict[int, int] = {}
         self._started: dict[int, float] = {}
         self._discard = False
@@ -185,7 +187,7 @@ class Run:
         dead = self._supervisor.failed()[0]
         message = user_error(dead)
         if message is None:
-            if not self._settings.engine.restarts:
+            if not self._most_restarts:
                 # It may be what an engine's death led to, which leaves its main process alive for seconds.
                 self._check_engines(closely=True)
             raise RunFailed(self._keep(explain(dead)))
@@ -209,7 +211,7 @@ class Run:
 
     def _restart(self, engine: EngineProcess, reason: str) -> None:
         """Start an engine anew, in the same log. Raises RunFailed if that was done too often already."""
-        index, done, most = engine.index, self._restarts[engine.index], self._settings.engine.restarts
+        index, done, most = engine.index, self._restarts[engine.index], self._most_restarts
         if done >= most:
             limit = f" (restarted {done} of {most} times before: engine.restarts)" if most else ""
             end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
