@@ -94,6 +94,12 @@ class EngineSettings(Section):
     """Seconds an engine may take until it answers."""
     request_timeout: float = Field(1800.0, gt=0)
     """Seconds a request may take before the engine counts as hung."""
+    health_timeout: float = Field(120.0, gt=0)
+    """Seconds an engine may be silent, when asked whether it lives, before it counts as hung."""
+    restarts: int = Field(3, ge=0)
+    """How often each engine is restarted in a run when it dies, hangs or fails to take weights; 0: the first
+    time ends the run.
+    """
     arguments: tuple[str, ...] = ()
     """Further vLLM server arguments, passed on unchanged."""
 

@@ -30,6 +30,7 @@ from rpg_megatron.launch.supervision import (
 from rpg_megatron.launch.workspace import create_workspace
 from rpg_megatron.rollout import processes
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+from rpg_megatron.rollout.lives import begin_life, take_request
 
 SAMPLER = "rpg_megatron.rollout.sampler"
 RANK = "rpg_megatron.training.rank"
@@ -84,8 +85,12 @@ class Run:
         self._ranks: list[Child] = []
         self._engines: list[EngineProcess] = []
         self._healthy: set[int] = set()
+        # Only training goes on with an engine that comes back; elsewhere its weights would be random.
+        self._most_restarts = settings.engine.restarts if job == "train" else 0
+        self._restarts: dict[int, int] = {}
+        self._started: dict[int, float] = {}
         self._discard = False
-        self._probed = self._started = time.monotonic()
+        self._probed = time.monotonic()
         try:
             self._guardian = Guardian()
             self._workspace = create_workspace()
@@ -142,6 +147,7 @@ class Run:
             engine.start()
             self._supervisor.adopt(engine)
             self._engines.append(engine)
+            self._started[index], self._restarts[index] = time.monotonic(), 0
         places = [str(self.folder), str(work), str(bridge)]
         self._signals.check()
         sampler = [sys.executable, "-m", SAMPLER, *places]
@@ -181,7 +187,9 @@ class Run:
         dead = self._supervisor.failed()[0]
         message = user_error(dead)
         if message is None:
-            self._check_engines(closely=True)  # an engine that dies leaves its main process alive for seconds
+            if not self._most_restarts:
+                # It may be what an engine's death led to, which leaves its main process alive for seconds.
+                self._check_engines(closely=True)
             raise RunFailed(self._keep(explain(dead)))
         if self._progress.started_training:
             raise UserError(self._keep(message))
@@ -190,35 +198,56 @@ class Run:
 
     def _check_engines(self, closely: bool = False) -> None:
         for engine in self._engines:
-            if engine.index not in self._healthy:
-                continue
+            asked = take_request(self._workspace.work, engine.index, self._restarts[engine.index])
+            if asked:
+                self._restart(engine, asked)
             # The exit code says nothing (a dead engine exits with 0), so it is not shown.
-            if not engine.alive() or (closely and not engine.healthy(timeout=5.0)):
-                text = f"engine {engine.index} died; the end of {shown(engine.log)}:\n{tail(engine.log)}"
-                raise RunFailed(self._keep(text))
+            elif engine.index in self._healthy and (
+                not engine.alive() or (closely and not engine.healthy(timeout=5.0))
+            ):
+                self._restart(engine, f"engine {engine.index} died")
         if len(self._healthy) < len(self._engines) and time.monotonic() - self._probed > _PROBE_SECONDS:
             self._probe()
 
+    def _restart(self, engine: EngineProcess, reason: str) -> None:
+        """Start an engine anew, in the same log. Raises RunFailed if that was done too often already."""
+        index, done, most = engine.index, self._restarts[engine.index], self._most_restarts
+        if done >= most:
+            limit = f" (restarted {done} of {most} times before: engine.restarts)" if most else ""
+            end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
+            raise RunFailed(self._keep(f"{reason}{limit}; {end}"))
+        self._progress.status(f"warning: {reason}; restart {done + 1} of {most}; log: {shown(engine.log)}")
+        self._healthy.discard(index)
+        engine.stop(grace=0)
+        with engine.log.open("a", encoding="utf-8") as log:
+            log.write(f"---- {reason}; restart {done + 1} of {most} ----\n")
+        self._restarts[index] = done + 1
+        begin_life(self._workspace.work, index, done + 1)
+        engine.start()
+        self._supervisor.adopt(engine)
+        self._started[index] = time.monotonic()
+
     def _probe(self) -> None:
         self._probed = time.monotonic()
-        late = self._probed - self._started > self._settings.engine.start_timeout
         for engine in self._engines:
             if engine.index in self._healthy:
                 continue
+            seconds = self._probed - self._started[engine.index]
             try:
-                if late or not engine.alive():
+                if seconds > self._settings.engine.start_timeout or not engine.alive():
                     engine.wait_healthy()  # raises, with the end of the log
                 elif not engine.healthy(timeout=2.0):
                     continue
             except UserError as e:
-                raise UserError(self._keep(str(e))) from None
+                if not self._restarts[engine.index]:
+                    raise UserError(self._keep(str(e))) from None
+                self._restart(engine, str(e).partition("; the end of")[0])
+                continue
             self._healthy.add(engine.index)
             # Known to the guardian now: when the launcher is gone, the workers' maps may be gone as well.
             for segment in processes.leftover_segments([engine.pid] if engine.pid else []):
                 self._guardian.guard_path(segment)
-            self._progress.status(
-                f"engine {engine.index} is up after {time.monotonic() - self._started:.0f} s"
-            )
+            self._progress.status(f"engine {engine.index} is up after {seconds:.0f} s")
 
     def _keep(self, message: str) -> str:
         return f"{message}\nthe run's folder stays: {shown(self.folder)}"

@@ -122,6 +122,7 @@ class Supervisor:
         self._logs = logs
         self.children: list[Child] = []
         self.engines: list[Engine] = []
+        self._groups: dict[int, int] = {}
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> Child:
         """Start a process that logs to ``logs/<name>.log``. Call from the main thread (see ``child.py``)."""
@@ -142,10 +143,14 @@ class Supervisor:
         return child
 
     def adopt(self, engine: Engine) -> None:
-        """Take over an engine that has just been started."""
+        """Take over an engine that has just been started, also if it was before and is known already."""
         assert engine.pid is not None
+        if engine in self.engines:
+            self._guardian.drop_group(self._groups[engine.index])
+        else:
+            self.engines.append(engine)
+        self._groups[engine.index] = engine.pid
         self._guardian.guard_group(engine.pid)
-        self.engines.append(engine)
 
     def failed(self) -> list[Child]:
         """Children that have ended with a code other than 0, the most telling first."""

@@ -40,6 +40,26 @@ class RolloutBatch:
     """From the request to the last scored response."""
 
 
+@dataclass
+class SyncResult:
+    """What came of a sync. Engines that are being restarted appear in neither list."""
+
+    reports: list[SyncReport] = field(default_factory=list)
+    """One for each engine that serves the new weights now."""
+    refused: list[str] = field(default_factory=list)
+    """Why an engine took nothing; it holds its old weights. Publishing again may mend it."""
+
+
+@dataclass(frozen=True)
+class WeightsWanted:
+    """Instead of an answer: engines were restarted and need the weights to be published again.
+
+    Publish, ``sync(..., again=True)``, then ``go_on``: what was asked for is under way.
+    """
+
+    engines: tuple[int, ...]
+
+
 class SamplerClient:
     """Blocking client of the sampler process. One request at a time.
 
@@ -61,17 +81,25 @@ class SamplerClient:
                     raise RuntimeError(f"no sampler answers at {socket} ({e}); see its log") from None
                 time.sleep(0.05)
 
-    def rollout(self, step: int, version: int) -> RolloutBatch:
+    def rollout(self, step: int, version: int) -> RolloutBatch | WeightsWanted:
         """Sample and score the next prompts; ``version`` is that of the weights the engines serve."""
         return self._ask("rollout", step=step, version=version)
 
-    def sync(self, manifest: Manifest, generation: int) -> list[SyncReport]:
-        """Bring the published weights into all engines; one SyncReport for each."""
-        return self._ask("sync", manifest=manifest, generation=generation)
+    def sync(self, manifest: Manifest, generation: int, *, again: bool = False) -> SyncResult:
+        """Bring the published weights into the engines; ``again``: into those that do not serve them yet."""
+        return self._ask("sync", manifest=manifest, generation=generation, again=again)
 
-    def evaluate(self) -> list[EvalResult]:
+    def evaluate(self) -> list[EvalResult] | WeightsWanted:
         """Sample and grade the whole held-out set, in its own order."""
         return self._ask("evaluate")
+
+    def go_on(self) -> Any:
+        """The answer to the ``rollout`` or ``evaluate`` that wanted weights; it may want some again."""
+        return self._ask("go_on")
+
+    def counts(self) -> dict[str, float]:
+        """``engine/restarts`` and ``engine/requests_resent`` since this was asked last."""
+        return self._ask("counts")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold for the prompts to go on where they are."""

@@ -23,6 +23,10 @@ class EngineError(RuntimeError):
     """An engine did not do what was asked; the message names it."""
 
 
+class EngineGone(EngineError):
+    """It is dead, hung or broken: what was asked may well succeed after a restart, or on another engine."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One response of the engine."""
@@ -71,8 +75,8 @@ class EngineClient:
         """Sample ``n`` responses to one prompt from the whole distribution (no top-k, no top-p).
 
         Response i is drawn with seed + i, so that a group may be cut over several requests. temperature 0 is
-        greedy. Raises EngineError if the engine fails, is gone, gives up, or takes longer than the client's
-        timeout.
+        greedy. Raises EngineGone if the engine fails, is gone, gives up, or takes longer than the client's
+        timeout, EngineError if it refuses the request or its answer makes no sense.
         """
         sampling: dict[str, Any] = {
             "n": n,
@@ -102,7 +106,9 @@ class EngineClient:
         tokens = np.asarray(choice["token_ids"], np.int32)
         finish = choice["finish_reason"]
         if finish not in ("stop", "length"):
-            raise self._error(f"ended a response with {finish!r} after {len(tokens)} tokens")
+            raise EngineGone(
+                f"engine {self.index} ended a response with {finish!r} after {len(tokens)} tokens"
+            )
         if not logprobs:
             return Sample(tokens, np.zeros(0, np.float32), finish)
         content = choice["logprobs"]["content"]
@@ -115,7 +121,7 @@ class EngineClient:
         return Sample(tokens, values, finish)
 
     async def post(self, path: str, json: Any | None = None, timeout: float | None = None) -> tuple[int, str]:
-        """POST to any route; returns (status, text), whatever the status. Raises EngineError if nothing
+        """POST to any route; returns (status, text), whatever the status. Raises EngineGone if nothing
         answers.
         """
         return await self._send("POST", path, json, self._timeout if timeout is None else timeout)
@@ -143,7 +149,8 @@ class EngineClient:
     async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> str:
         status, text = await self._send(method, path, body, timeout)
         if status != 200:
-            raise self._error(f"answered {path} with status {status}: {_message(text)}")
+            kind = EngineGone if status >= 500 else EngineError
+            raise kind(f"engine {self.index} answered {path} with status {status}: {_message(text)}")
         return text
 
     async def _send(self, method: str, path: str, body: Any | None, timeout: float) -> tuple[int, str]:
@@ -152,14 +159,14 @@ class EngineClient:
                 method, path, json=body, timeout=httpx.Timeout(timeout, connect=10.0)
             )
         except httpx.ConnectError:
-            raise self._error(
-                "does not listen on its socket: it is gone or not up yet; see its log"
-            ) from None
+            problem = "does not listen on its socket: it is gone or not up yet; see its log"
         except httpx.TimeoutException:
-            raise self._error(f"did not answer {path} within {timeout:.0f} s; see its log") from None
+            problem = f"did not answer {path} within {timeout:.0f} s; see its log"
         except httpx.HTTPError as e:
-            raise self._error(f"broke off {path} ({type(e).__name__}: {e}); see its log") from None
-        return answer.status_code, answer.text
+            problem = f"broke off {path} ({type(e).__name__}: {e}); see its log"
+        else:
+            return answer.status_code, answer.text
+        raise EngineGone(f"engine {self.index} {problem}")
 
     def _error(self, what: str) -> EngineError:
         return EngineError(f"engine {self.index} {what}")

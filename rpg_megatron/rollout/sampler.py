@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -28,34 +27,28 @@ from typing import Any
 import numpy as np
 
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.bridge.sync import SyncError, SyncReport, sync_engine
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import Prompt, PromptStream, load_prompts
 from rpg_megatron.data.results import EvalResult
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rewards.score import score
-from rpg_megatron.rollout.channel import EVENTS, SOCKET, RolloutBatch, SamplerClient
+from rpg_megatron.rollout.channel import (
+    EVENTS,
+    SOCKET,
+    RolloutBatch,
+    SamplerClient,
+    SyncResult,
+    WeightsWanted,
+)
 from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
+from rpg_megatron.rollout.draws import Draw, sample_draws
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, context_length, engine_socket
 from rpg_megatron.rollout.events import EventSender
+from rpg_megatron.rollout.fleet import Fleet
 
 __all__ = ["RolloutBatch", "Sampler", "SamplerClient"]
 
 logger = logging.getLogger("rpg_megatron.sampler")
-
-_AHEAD = 1.25
-"""Sequences sent to an engine, over those it decodes at once: enough that it never waits for the next prompt.
-"""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """A group of responses to be sampled."""
-
-    prompt: Prompt
-    samples: int
-    seed: int
-    """Response i is drawn with seed + i."""
 
 
 class Sampler:
@@ -65,13 +58,14 @@ class Sampler:
         self,
         settings: Settings,
         tokenizer: Any,
-        engines: list[EngineClient],
+        fleet: Fleet,
         events: EventSender,
     ):
         self._settings = settings
         self._tokenizer = tokenizer
-        self._engines = engines
+        self._fleet = fleet
         self._events = events
+        self._under_way: asyncio.Task[Any] | None = None
         self._context = context_length(settings)
         self._stops = stop_tokens(settings.model.path, tokenizer)
         self._stream = PromptStream(load_prompts(settings.data, tokenizer), settings.seed)
@@ -80,21 +74,68 @@ class Sampler:
 
     # -- requests --------------------------------------------------------------------------------------------
 
-    async def rollout(self, step: int, version: int) -> RolloutBatch:
-        """Sample and score the next ``prompts_per_step`` prompts.
+    async def rollout(self, step: int, version: int) -> RolloutBatch | WeightsWanted:
+        """Sample and score the next ``prompts_per_step`` prompts with weights ``version``.
 
         What is sampled depends on seed, step, place in the batch and weights, not on timing or on which
         engine did it. A prompt that the stream gives twice in a step makes two groups.
         """
+        self._fleet.expect(version)
+        return await self._begin(self._rollout(step, version))
+
+    async def evaluate(self) -> list[EvalResult] | WeightsWanted:
+        """Sample and grade the whole held-out set; results in its order.
+
+        The seeds are the same at each evaluation, so that two of them differ by the weights alone.
+        """
+        self._fleet.expect(None)
+        return await self._begin(self._evaluate())
+
+    async def go_on(self) -> Any:
+        """Wait for what was asked last and is under way: its result, or that an engine wants weights."""
+        task = self._under_way
+        if task is None:
+            raise RuntimeError("nothing is under way")
+        while not task.done():
+            if wanting := [r.index for r in self._fleet.replicas if r.wants_weights]:
+                return WeightsWanted(tuple(wanting))
+            self._fleet.returned.clear()
+            returned = asyncio.create_task(self._fleet.returned.wait())
+            await asyncio.wait([task, returned], return_when=asyncio.FIRST_COMPLETED)
+            returned.cancel()
+        self._under_way = None
+        return task.result()
+
+    async def sync(self, manifest: Manifest, generation: int, again: bool) -> SyncResult:
+        """Bring the published weights into the engines; see ``Fleet.sync``."""
+        return await self._fleet.sync(manifest, generation, again=again)
+
+    async def counts(self) -> dict[str, float]:
+        """Metrics of what went wrong with engines since this was asked last."""
+        return self._fleet.take_counts()
+
+    async def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the prompts to go on where they are; JSON can hold it."""
+        return {"stream": self._stream.state()}
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        """Take up a ``state()``."""
+        self._stream.restore(state["stream"])
+
+    async def _begin(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if self._under_way is not None:  # whoever asked for that is gone
+            self._under_way.cancel()
+        self._under_way = asyncio.create_task(work)
+        return await self.go_on()
+
+    # -- sampling --------------------------------------------------------------------------------------------
+
+    async def _rollout(self, step: int, version: int) -> RolloutBatch:
         started = time.monotonic()
         rollout = self._settings.rollout
         prompts = self._stream.take(rollout.prompts_per_step)
         draws = [
-            Draw(
-                prompt,
-                rollout.samples_per_prompt,
-                seed_of(self._settings.seed, "rollout", step, place, prompt.id),
-            )
+            self._prepare(prompt, place, rollout.samples_per_prompt, "rollout", step)
             for place, prompt in enumerate(prompts)
         ]
         groups: list[list[Trajectory]] = [[] for _ in prompts]
@@ -115,37 +156,12 @@ class Sampler:
         metrics = batch_metrics(trajectories) | {"time/rollout": seconds - grading, "time/reward": grading}
         return RolloutBatch(trajectories, metrics, seconds)
 
-    async def sync(self, manifest: Manifest, generation: int) -> list[SyncReport]:
-        """Bring the published weights into all engines at the same time; waits for engines that still start.
-
-        Returns one SyncReport for each engine. Raises EngineError that names the engine; see ``sync_engine``.
-        """
-
-        async def one(engine: EngineClient) -> SyncReport:
-            await engine.wait_ready(self._settings.engine.start_timeout)
-            try:
-                return await sync_engine(
-                    engine.post,
-                    manifest,
-                    generation=generation,
-                    engine_tensor=self._settings.engine.tensor,
-                    timeout=self._settings.engine.request_timeout,
-                )
-            except SyncError as e:
-                raise EngineError(f"engine {engine.index}: {e}") from e
-
-        return await _all([one(engine) for engine in self._engines])
-
-    async def evaluate(self) -> list[EvalResult]:
-        """Sample and grade the whole held-out set; results in its order.
-
-        The seeds are the same at each evaluation, so that two of them differ by the weights alone.
-        """
+    async def _evaluate(self) -> list[EvalResult]:
         evaluation = self._settings.evaluation
         if evaluation is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
         draws = [
-            Draw(prompt, evaluation.samples, seed_of(self._settings.seed, "evaluation", 0, place, prompt.id))
+            self._prepare(prompt, place, evaluation.samples, "evaluation", 0)
             for place, prompt in enumerate(self._heldout)
         ]
         results: dict[int, EvalResult] = {}
@@ -166,16 +182,6 @@ class Sampler:
         await self._sample(draws, evaluation.temperature, finish, phase="evaluation", logprobs=False)
         return [results[place] for place in range(len(draws))]
 
-    async def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the prompts to go on where they are; JSON can hold it."""
-        return {"stream": self._stream.state()}
-
-    async def restore(self, state: dict[str, Any]) -> None:
-        """Take up a ``state()``."""
-        self._stream.restore(state["stream"])
-
-    # -- sampling --------------------------------------------------------------------------------------------
-
     async def _sample(
         self,
         draws: list[Draw],
@@ -185,43 +191,33 @@ class Sampler:
         phase: str,
         logprobs: bool,
     ) -> None:
-        """Sample all draws on all engines; ``finish(place, samples)`` is called for each as it is done."""
-        if not draws:
-            return
-        waiting = iter(enumerate(draws))
+        """Sample all draws; ``finish(place, samples)`` is called for each as it is done."""
         done = 0
         self._events.phase(phase, 0, len(draws))
 
-        async def work(engine: EngineClient) -> None:
+        def count(place: int) -> None:
             nonlocal done
-            for place, draw in waiting:
-                finish(place, await self._draw(engine, draw, temperature, logprobs))
-                done += 1
-                self._events.phase(phase, done, len(draws))
+            finish(place, draws[place].done)
+            done += 1
+            self._events.phase(phase, done, len(draws))
 
-        sequences = min(max(draw.samples for draw in draws), self._settings.engine.max_sequences)
-        slots = max(1, -(-int(_AHEAD * self._settings.engine.max_sequences) // sequences))
-        # Slots of the engines alternate, so that a step of few prompts is spread over all of them.
-        await _all([work(engine) for _ in range(slots) for engine in self._engines])
+        await sample_draws(
+            self._fleet,
+            draws,
+            count,
+            most=self._settings.engine.max_sequences,
+            temperature=temperature,
+            stop_token_ids=self._stops,
+            logprobs=logprobs,
+        )
 
-    async def _draw(
-        self, engine: EngineClient, draw: Draw, temperature: float, logprobs: bool
-    ) -> list[Sample]:
-        """One group; in several requests if it is larger than what the engine takes in one."""
-        room = self._context - len(draw.prompt.tokens)
-        most = self._settings.engine.max_sequences
-        samples: list[Sample] = []
-        while len(samples) < draw.samples:
-            samples += await engine.generate(
-                draw.prompt.tokens,
-                n=min(most, draw.samples - len(samples)),
-                max_tokens=min(self._settings.rollout.max_response_tokens, room),
-                temperature=temperature,
-                seed=draw.seed + len(samples),
-                stop_token_ids=self._stops,
-                logprobs=logprobs,
-            )
-        return samples
+    def _prepare(self, prompt: Prompt, place: int, samples: int, purpose: str, step: int) -> Draw:
+        return Draw(
+            prompt,
+            samples,
+            seed_of(self._settings.seed, purpose, step, place, prompt.id),
+            min(self._settings.rollout.max_response_tokens, self._context - len(prompt.tokens)),
+        )
 
     def _decode(self, sample: Sample) -> str:
         return self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
@@ -289,25 +285,9 @@ def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
     return stops
 
 
-async def _all(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Results in order; the first failure cancels the rest and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(w) for w in work]
-    except BaseExceptionGroup as e:
-        raise _first(e) from None
-    return [task.result() for task in tasks]
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 # -- the process ---------------------------------------------------------------------------------------------
 
-_METHODS = ("rollout", "sync", "evaluate", "state", "restore")
+_METHODS = ("rollout", "sync", "evaluate", "go_on", "counts", "state", "restore")
 
 
 def serve(listener: Listener, sampler: Sampler, loop: asyncio.AbstractEventLoop) -> None:
@@ -365,7 +345,7 @@ async def _run(settings: Settings, work: Path, token: str) -> None:
         for i in range(settings.engine.replicas)
     ]
     events = EventSender(work / EVENTS)
-    sampler = Sampler(settings, tokenizer, engines, events)
+    sampler = Sampler(settings, tokenizer, Fleet(settings.engine, engines, work), events)
     with Listener(str(work / SOCKET), family="AF_UNIX", authkey=token.encode()) as listener:
         threading.Thread(target=serve, args=(listener, sampler, loop), daemon=True, name="serve").start()
         await stop.wait()

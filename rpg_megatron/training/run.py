@@ -24,7 +24,7 @@ from rpg_megatron.bridge.hf_export import export_hf
 from rpg_megatron.bridge.hf_import import load_hf_weights
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.bridge.publish import open_publisher, published
+from rpg_megatron.bridge.publish import open_publisher
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.trajectory import Trajectory
@@ -40,6 +40,7 @@ from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.training.journal import write_rollouts
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
 from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.training.serving import Serving
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Run:
             context_rank=0,
             vocab_multiple=settings.model.vocab_multiple,
         )
-        self._publisher = open_publisher(
+        publisher = open_publisher(
             settings.bridge,
             bridge,
             self._placement,
@@ -100,9 +101,11 @@ class Run:
             HeldAnchor([p for _, p in self.policy.named_parameters()], settings.anchor) if held else None
         )
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
+        sampler = None
         if mesh.rank == 0:
             self._metrics = MetricsWriter(run_dir)
-            self._sampler = SamplerClient(work / SOCKET, token, timeout=settings.engine.start_timeout)
+            sampler = SamplerClient(work / SOCKET, token, timeout=settings.engine.start_timeout)
+        self._serving = Serving(publisher, sampler)
 
     def _load(self, policy: Policy) -> None:
         load_hf_weights(
@@ -129,12 +132,7 @@ class Run:
         if self.mesh.rank == 0:
             self.events.phase("sync", 0, self.settings.engine.replicas)
         start = time.monotonic()
-        reports = []
-        with published(self._publisher, version) as manifest:
-            if manifest is not None:  # rank 0
-                reports = self._sampler.sync(manifest, version)
-            # The weights must stay as they are until every engine has them.
-            dist.barrier()
+        reports = self._serving.sync(version)
         if self.mesh.rank:
             return {}
         return {
@@ -148,8 +146,8 @@ class Run:
         shares: list[Any] = [None] * self.mesh.world
         everything: list[Trajectory] = []
         metrics: dict[str, float] = {}
-        if self.mesh.rank == 0:
-            rollouts = self._sampler.rollout(step, self._version)
+        rollouts = self._serving.attend(lambda sampler: sampler.rollout(step, self._version))
+        if rollouts is not None:  # rank 0
             everything, metrics = rollouts.trajectories, rollouts.metrics
             rewards = torch.tensor([t.reward for t in everything], dtype=torch.float64)
             groups = torch.tensor([t.group for t in everything])
@@ -284,11 +282,13 @@ class Run:
         return evaluation is not None and (step % evaluation.every == 0 or step == self.steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Score the held-out set with the weights the engines serve. Rank 0's work."""
+        """Score the held-out set with the weights the engines serve; the row is rank 0's."""
         evaluation = self.settings.evaluation
-        if self.mesh.rank or evaluation is None:
+        if evaluation is None:
             return {}
-        results = self._sampler.evaluate()
+        results = self._serving.attend(lambda sampler: sampler.evaluate())
+        if results is None:
+            return {}
         write_results(self._run_dir / "evaluation" / f"step_{step:06d}.jsonl", results)
         row = score_results(evaluation.name, results)
         accuracy = row[f"eval/{evaluation.name}/avg@{evaluation.samples}"]
@@ -300,7 +300,7 @@ class Run:
         """Write the step's metrics and show them. Rank 0's work."""
         if self.mesh.rank:
             return
-        full = {"step": step, **row}
+        full = {"step": step, **row, **self._serving.counts()}
         self._metrics.write(full)
         self.events.send({"kind": "step", "row": full, "steps": self.steps})
         if "throughput/tokens_per_second" in row:
@@ -350,9 +350,8 @@ class Run:
 
     def close(self) -> None:
         """Let go of shared memory and connections."""
-        self._publisher.close()
+        self._serving.close()
         if self.mesh.rank == 0:
-            self._sampler.close()
             self._metrics.close()
         self.events.close()
 

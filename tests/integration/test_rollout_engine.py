@@ -251,7 +251,7 @@ def test_sampler_process(
             process.send_signal(signal.SIGINT)
             assert sampler.state() != before
             with published(folder / "bridge", other) as manifest:
-                reports = sampler.sync(manifest, generation=7)
+                reports = sampler.sync(manifest, generation=7).reports
             moved = sampler.rollout(step=2, version=7)
         with pytest.raises(RuntimeError, match="refuses our token"):
             SamplerClient(folder / SOCKET, "wrong")

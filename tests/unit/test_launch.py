@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -178,7 +179,6 @@ def test_a_rank_with_a_user_error_is_one_message_and_leaves_nothing(launch, tmp_
         ("rank_1", "print('last words', flush=True); os._exit(7)", "rank_1 ended with exit code 7"),
         ("rank_0", "print('last words', flush=True); os.kill(os.getpid(), 9)", "rank_0 was killed (SIGKILL"),
         ("sampler", "print('last words', flush=True); os._exit(0)", "sampler ended before the run did"),
-        ("engine", "print('last words', flush=True); os._exit(0)", "engine 0"),
     ],
 )
 def test_the_death_of_any_child_ends_the_run_and_is_explained(
@@ -193,6 +193,28 @@ def test_the_death_of_any_child_ends_the_run_and_is_explained(
         assert "last words" in err
     assert (tmp_path / "runs" / "tiny-001" / "logs" / "sampler.log").exists()
     assert "tiny-001" in err
+    assert living(one.stand_ins()) == []
+    assert one.folders() == []
+
+
+def test_an_engine_that_dies_again_and_again_is_restarted_so_often_and_no_more(launch, tmp_path: Path):
+    once_up = "while not (here / 'go').exists(): time.sleep(0.05)"
+    one = launch(engine=f"{once_up}\nprint('last words', flush=True); os._exit(0)")
+    one.wait_until_up()
+    time.sleep(3.0)  # it is asked for its health twice a second
+    (tmp_path / "go").touch()
+    code, out, err = one.finish()
+    # How quickly it dies decides which of the two it is.
+    died = r"engine 0 (died|ended while starting)"
+    said = [line for line in out.splitlines() if re.search(died, line)]
+    assert len(said) == 3, out + err
+    for number, line in enumerate(said, 1):
+        assert re.match(rf"warning: {died}; restart {number} of 3; log: ", line)
+    assert code == 1
+    assert re.match(
+        rf"error: {died} \(restarted 3 of 3 times before: engine\.restarts\); the end of ", err
+    ), err
+    assert "last words" in err
     assert living(one.stand_ins()) == []
     assert one.folders() == []
 

@@ -18,6 +18,7 @@ import pytest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.rollout.client import EngineError, Sample
 from rpg_megatron.rollout.events import EventSender
+from rpg_megatron.rollout.fleet import Fleet
 from rpg_megatron.rollout.sampler import RolloutBatch, Sampler, seed_of, stop_tokens
 
 
@@ -67,8 +68,11 @@ def settings(config_file: Path) -> Settings:
     return load_settings(config_file, [*overrides, evaluation, "training.minibatches=2"])
 
 
-def sampler_with(settings: Settings, engines: list[FakeEngine], events: Path = Path("/nowhere")) -> Sampler:
-    return Sampler(settings, Tokenizer(), engines, EventSender(events))
+def sampler_with(
+    settings: Settings, engines: list[FakeEngine], events: Path = Path("/nowhere/events")
+) -> Sampler:
+    fleet = Fleet(settings.engine, engines, events.parent)  # never synced: they are taken as they are
+    return Sampler(settings, Tokenizer(), fleet, EventSender(events))
 
 
 def engines(seed: int, count: int = 2) -> list[FakeEngine]:

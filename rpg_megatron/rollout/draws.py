@@ -1,0 +1,105 @@
+"""Groups of responses, sampled on whichever engine is free; none is lost or doubled when an engine is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rpg_megatron.data.prompts import Prompt
+from rpg_megatron.rollout.client import EngineGone, Sample
+from rpg_megatron.rollout.fleet import Fleet, Replica, first_error
+
+_AHEAD = 1.25
+"""Sequences sent to an engine, over those it decodes at once: enough that it never waits for the next prompt.
+"""
+
+
+@dataclass
+class Draw:
+    """A group of responses to be sampled."""
+
+    prompt: Prompt
+    samples: int
+    seed: int
+    """Response i is drawn with seed + i."""
+    max_tokens: int
+    """Longest response."""
+    done: list[Sample] = field(default_factory=list)
+    """The responses so far. Any engine may add the next: the seed says what they are."""
+
+
+async def sample_draws(
+    fleet: Fleet,
+    draws: Sequence[Draw],
+    finish: Callable[[int], None],
+    *,
+    most: int,
+    **sampling: Any,
+) -> None:
+    """Fill up all draws; ``finish(place)`` is called for each as it is done.
+
+    What a lost engine leaves unfinished goes to the others, or waits until it is back.
+    most: sequences that an engine decodes at once. sampling: see ``EngineClient.generate``.
+    """
+    if not draws:
+        return
+    waiting: asyncio.Queue[int] = asyncio.Queue()
+    for place in range(len(draws)):
+        waiting.put_nowait(place)
+    left = len(draws)
+    finished = asyncio.Event()
+
+    async def work(replica: Replica) -> None:
+        nonlocal left
+        while True:
+            await replica.serving.wait()
+            place = await waiting.get()
+            if not await _fill(fleet, replica, draws[place], most, sampling):
+                waiting.put_nowait(place)
+                continue
+            finish(place)
+            left -= 1
+            if not left:
+                finished.set()
+
+    sequences = min(max(draw.samples for draw in draws), most)
+    count = max(1, -(-int(_AHEAD * most) // sequences))
+    try:
+        async with asyncio.TaskGroup() as group:
+            # Slots of the engines alternate, so that a step of few prompts is spread over all of them.
+            slots = [group.create_task(work(r)) for _ in range(count) for r in fleet.replicas]
+            await finished.wait()
+            for slot in slots:  # they wait for more, or for their engine
+                slot.cancel()
+    except BaseExceptionGroup as e:
+        raise first_error(e) from None
+
+
+async def _fill(fleet: Fleet, replica: Replica, draw: Draw, most: int, sampling: dict[str, Any]) -> bool:
+    """Complete one group, in several requests if it is larger than what the engine takes in one.
+
+    Returns whether it is complete: not if the engine was lost.
+    """
+    while len(draw.done) < draw.samples:
+        if not replica.serving.is_set():
+            return False
+        life = replica.life
+        try:
+            samples = await replica.client.generate(
+                draw.prompt.tokens,
+                n=min(most, draw.samples - len(draw.done)),
+                max_tokens=draw.max_tokens,
+                seed=draw.seed + len(draw.done),
+                **sampling,
+            )
+        except EngineGone as e:
+            fleet.lose(replica, life, str(e))
+            fleet.resent += 1
+            return False
+        if not fleet.check(replica, life):  # what answered may have been the next life
+            fleet.resent += 1
+            return False
+        draw.done += samples
+    return True

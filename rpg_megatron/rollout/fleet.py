@@ -1,0 +1,221 @@
+"""The engines as the sampler sees them: which of them serves which weights, and who is away.
+
+An engine that is lost (dead, hung, or left with a mixture of weights) is reported to the launcher, which
+restarts it. It comes back with random weights, so it gets no request before it was synced again; for that the
+trainers must publish once more, and rank 0 is told so (see ``channel.WeightsWanted``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.sync import CheckFailed, SyncError, SyncReport, sync_engine
+from rpg_megatron.config.rollout import EngineSettings
+from rpg_megatron.rollout.channel import SyncResult
+from rpg_megatron.rollout.client import EngineClient, EngineError
+from rpg_megatron.rollout.lives import ask_restart, life_of
+
+logger = logging.getLogger("rpg_megatron.sampler")
+
+_POLL_SECONDS = 0.2
+_PROBE_SECONDS = 2.0
+_RETURN_SECONDS = 0.3
+"""How long a sync waits for an engine that may have come back already."""
+
+
+class Replica:
+    """One engine, through all its lives."""
+
+    def __init__(self, client: EngineClient):
+        self.client = client
+        self.life = 0
+        """The life that everything below is about."""
+        self.version: int | None = None
+        """Generation of the weights that it serves; None: unknown, or random ones."""
+        self.serving = asyncio.Event()
+        """Set while it serves the weights of the step."""
+        self.away: asyncio.Task[None] | None = None
+        """Ends when a lost engine answers again; it has no weights then. None if it was never lost."""
+        self.watch: asyncio.Task[None] | None = None
+
+    @property
+    def index(self) -> int:
+        """Its number."""
+        return self.client.index
+
+    @property
+    def is_away(self) -> bool:
+        """Lost, and not back yet."""
+        return self.away is not None and not self.away.done()
+
+    @property
+    def wants_weights(self) -> bool:
+        """Back, and not synced yet."""
+        return self.away is not None and self.away.done() and not self.serving.is_set()
+
+
+class Fleet:
+    """All engines of a run. Its methods belong to one event loop."""
+
+    def __init__(self, settings: EngineSettings, clients: Sequence[EngineClient], work: Path):
+        """work: the folder that is shared with the launcher."""
+        self.replicas = [Replica(client) for client in clients]
+        self.version: int | None = None
+        """Generation that the engines are to serve; None before the first sync."""
+        self.returned = asyncio.Event()
+        """Set when an engine came back and waits for weights."""
+        self.resent = 0
+        """How many requests had to be sent again."""
+        self._settings = settings
+        self._work = work
+        self._counted = 0
+
+    async def sync(self, manifest: Manifest, generation: int, *, again: bool) -> SyncResult:
+        """Bring the published weights into the engines, all at the same time.
+
+        again: the generation is still the same, and only those engines are synced that do not serve it.
+        Engines that start with the run are waited for; those that are being restarted are left out, and make
+        themselves heard later. One that is lost on the way is reported to the launcher.
+        Raises EngineError if an engine does not come up.
+        """
+        if not again:
+            self.version = generation
+            for replica in self.replicas:
+                replica.serving.clear()
+        self.returned.clear()
+        self.refresh()
+        result = SyncResult()
+
+        async def one(replica: Replica) -> None:
+            if replica.away is not None:
+                await asyncio.wait([replica.away], timeout=_RETURN_SECONDS)
+            elif replica.watch is None:
+                await replica.client.wait_ready(self._settings.start_timeout)
+                replica.life = life_of(self._work, replica.index)
+                replica.watch = asyncio.create_task(self._watch(replica))
+            life = replica.life
+            if not self.check(replica, life):
+                return
+            try:
+                report = await self._sync_one(replica, manifest, generation)
+            except CheckFailed as e:
+                result.refused.append(f"engine {replica.index}: {e}")
+            except SyncError as e:
+                self.lose(replica, life, f"engine {replica.index}: {e}")
+            else:
+                # If it died right after, what has come back knows nothing.
+                if self.check(replica, life):
+                    result.reports.append(report)
+                    replica.version = generation
+                    replica.serving.set()
+
+        await run_all([one(replica) for replica in self.replicas if not replica.serving.is_set()])
+        return result
+
+    async def _sync_one(self, replica: Replica, manifest: Manifest, generation: int) -> SyncReport:
+        return await sync_engine(
+            replica.client.post,
+            manifest,
+            generation=generation,
+            engine_tensor=self._settings.tensor,
+            timeout=self._settings.request_timeout,
+        )
+
+    def expect(self, version: int | None) -> None:
+        """Before requests are sent: the engines that take part are those that serve ``version``.
+
+        None: whatever they serve. Engines that nobody ever synced serve what they were started with.
+        """
+        if self.version is None:
+            for replica in self.replicas:
+                if not replica.is_away:
+                    replica.serving.set()
+        elif version is not None and version != self.version:
+            raise EngineError(f"asked for weights {version}, but those of {self.version} were synced last")
+        self.refresh()
+
+    def check(self, replica: Replica, life: int) -> bool:
+        """Whether the engine still is in that life; it counts as away from now on if it is not."""
+        if replica.life == life and life_of(self._work, replica.index) != life:
+            self._leave(replica)
+        return replica.life == life and not replica.is_away
+
+    def refresh(self) -> None:
+        """Notice engines that the launcher has restarted of its own accord."""
+        for replica in self.replicas:
+            self.check(replica, replica.life)
+
+    def take_counts(self) -> dict[str, float]:
+        """The counts, as metrics of a step, since they were taken last."""
+        lives = sum(life_of(self._work, replica.index) for replica in self.replicas)
+        counts = {
+            "engine/restarts": float(lives - self._counted),
+            "engine/requests_resent": float(self.resent),
+        }
+        self._counted, self.resent = lives, 0
+        return counts
+
+    def lose(self, replica: Replica, life: int, reason: str) -> None:
+        """Something of that life failed: have the engine restarted, once for each life.
+
+        Raises EngineError with the reason if engines are not to be restarted.
+        """
+        if not self.check(replica, life):
+            return
+        if not self._settings.restarts:
+            raise EngineError(reason)
+        logger.warning("%s; asking for a restart", reason)
+        ask_restart(self._work, replica.index, life, reason)
+        self._leave(replica)
+
+    def _leave(self, replica: Replica) -> None:
+        replica.serving.clear()
+        replica.version = None
+        if not replica.is_away:
+            replica.away = asyncio.create_task(self._return(replica))
+
+    async def _return(self, replica: Replica) -> None:
+        """Until a new life answers. How long that may take, and how often, is the launcher's to say."""
+        while life_of(self._work, replica.index) == replica.life or not await replica.client.health():
+            await asyncio.sleep(_POLL_SECONDS)
+        replica.life = life_of(self._work, replica.index)
+        logger.info("engine %d is back", replica.index)
+        if self.version is None:  # with the weights that it had before
+            replica.serving.set()
+        self.returned.set()
+
+    async def _watch(self, replica: Replica) -> None:
+        """Notice an engine that falls silent; one that is gone the launcher sees by itself."""
+        limit = self._settings.health_timeout
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(min(_PROBE_SECONDS, limit))
+            life = replica.life
+            if replica.is_away or await replica.client.health(timeout=limit) or life != replica.life:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > limit and self._settings.restarts:
+                reason = f"engine {replica.index} did not answer for {limit:.0f} s (engine.health_timeout)"
+                self.lose(replica, life, reason)
+
+
+async def run_all(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Results in order; the first failure cancels the rest and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(w) for w in work]
+    except BaseExceptionGroup as e:
+        raise first_error(e) from None
+    return [task.result() for task in tasks]
+
+
+def first_error(error: BaseException) -> BaseException:
+    """What lies in a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

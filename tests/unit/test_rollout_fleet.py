@@ -1,0 +1,249 @@
+"""Engines that are lost while they work: what they left is sampled elsewhere, and nobody serves old weights.
+
+Why: a response drawn with the random weights of an engine that has just come back would look like any other.
+Engines are stand-ins that answer from the seed; the test plays the launcher through its files. Not covered:
+real deaths (tests/integration/test_engine_recovery.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rpg_megatron.bridge import sync
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.sync import ApplyFailed, CheckFailed, SyncReport
+from rpg_megatron.config.rollout import EngineSettings
+from rpg_megatron.data.prompts import Prompt
+from rpg_megatron.rollout import fleet as fleet_module
+from rpg_megatron.rollout.client import EngineError, EngineGone, Sample
+from rpg_megatron.rollout.draws import Draw, sample_draws
+from rpg_megatron.rollout.fleet import Fleet
+from rpg_megatron.rollout.lives import begin_life, life_of, take_request
+
+NOTHING = Manifest("shared_memory", {}, 0, (), {})
+
+
+class Engine:
+    """Answers with its weights' number and the seed; each process of it begins with weights -1."""
+
+    def __init__(self, index: int, work: Path):
+        self.index, self.work = index, work
+        self.weights, self.up, self.slow = -1, True, 0.0
+        self.asked = 0
+        self.fail: Callable[[int], str | None] = lambda request: None
+        self.sync_error: Exception | None = None
+
+    async def generate(self, prompt: np.ndarray, *, n: int, seed: int, **_: Any) -> list[Sample]:
+        self.asked += 1
+        weights = self.weights
+        await asyncio.sleep(random.random() * 0.01 + self.slow)
+        if not self.up or self.fail(self.asked):
+            raise EngineGone(f"engine {self.index} is gone")
+        answers = [np.array([weights, (seed + i) % 1000], np.int32) for i in range(n)]
+        return [Sample(tokens, np.zeros(2, np.float32), "stop") for tokens in answers]
+
+    async def post(self, path: str, body: Any, timeout: float) -> tuple[int, str]:
+        raise NotImplementedError
+
+    async def health(self, timeout: float = 5.0) -> bool:
+        return self.up
+
+    async def wait_ready(self, timeout: float) -> None:
+        assert self.up
+
+    def restart(self) -> None:
+        """What the launcher does."""
+        self.weights, self.up, self.fail = -1, True, lambda request: None
+        begin_life(self.work, self.index, life_of(self.work, self.index) + 1)
+
+
+@pytest.fixture(autouse=True)
+def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sync_engine(post: Any, manifest: Manifest, *, generation: int, **_: Any) -> SyncReport:
+        engine = post.__self__
+        await asyncio.sleep(0.01)
+        if not engine.up:
+            raise sync.EngineLost("engine cannot start a weight update")
+        if engine.sync_error is not None:
+            error, engine.sync_error = engine.sync_error, None
+            raise error
+        engine.weights = generation
+        return SyncReport(generation)
+
+    monkeypatch.setattr(fleet_module, "sync_engine", sync_engine)
+    monkeypatch.setattr(fleet_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(fleet_module, "_RETURN_SECONDS", 0.05)
+
+
+def build(work: Path, count: int, restarts: int = 3) -> tuple[Fleet, list[Engine]]:
+    engines = [Engine(i, work) for i in range(count)]
+    return Fleet(EngineSettings(restarts=restarts), engines, work), engines
+
+
+def draws(count: int = 12) -> list[Draw]:
+    return [Draw(Prompt(i, "", "", np.zeros(3, np.int32)), 6, 100 * i, 9) for i in range(count)]
+
+
+async def sample(fleet: Fleet) -> list[list[list[int]]]:
+    """Sample a dozen groups; their tokens. Fails if a group is finished twice."""
+    groups, finished = draws(), []
+    await sample_draws(fleet, groups, finished.append, most=4, temperature=1.0)
+    assert sorted(finished) == list(range(len(groups)))
+    return [[s.tokens.tolist() for s in group.done] for group in groups]
+
+
+def expected(version: int) -> list[list[list[int]]]:
+    return [[[version, (100 * i + j) % 1000] for j in range(6)] for i in range(12)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def play(scene: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(20):
+            await scene()
+
+    asyncio.run(within())
+
+
+def test_the_others_finish_what_a_lost_engine_began(tmp_path: Path) -> None:
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 2)
+        assert len((await fleet.sync(NOTHING, 5, again=False)).reports) == 2
+        engines[1].fail = lambda request: "gone" if request > 3 else None
+        assert await sample(fleet) == expected(5)
+        assert take_request(tmp_path, 1, 0) == "engine 1 is gone"
+        assert take_request(tmp_path, 1, 0) is None
+        assert take_request(tmp_path, 0, 0) is None
+        assert engines[1].asked <= 3 + 2  # at most the requests that were under way
+        counts = fleet.take_counts()
+        assert 1 <= counts["engine/requests_resent"] <= 2
+        assert counts["engine/restarts"] == 0
+        engines[1].restart()
+        await until(lambda: fleet.replicas[1].wants_weights)
+        assert fleet.take_counts() == {"engine/restarts": 1, "engine/requests_resent": 0}
+
+    play(scene)
+
+
+def test_what_nobody_can_do_waits_until_the_engine_is_back_and_synced(tmp_path: Path) -> None:
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 1)
+        await fleet.sync(NOTHING, 5, again=False)
+        engines[0].fail = lambda request: "gone" if request > 3 else None
+        sampling = asyncio.create_task(sample(fleet))
+        await until(lambda: take_request(tmp_path, 0, 0) is not None)
+        engines[0].restart()
+        await until(lambda: fleet.returned.is_set())
+        asked = engines[0].asked
+        await asyncio.sleep(0.1)
+        assert engines[0].asked == asked, "an engine without weights was asked for samples"
+        assert len((await fleet.sync(NOTHING, 5, again=True)).reports) == 1
+        assert await sampling == expected(5)
+
+    play(scene)
+
+
+def test_an_answer_of_the_next_life_is_not_taken(tmp_path: Path) -> None:
+    """The process is replaced while a request is on its way, and nothing seems to have failed."""
+
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 1)
+        await fleet.sync(NOTHING, 5, again=False)
+        engines[0].slow = 0.1
+        sampling = asyncio.create_task(sample(fleet))
+        await until(lambda: engines[0].asked > 0)
+        engines[0].restart()
+        await until(lambda: fleet.replicas[0].wants_weights)
+        engines[0].slow = 0.0
+        await fleet.sync(NOTHING, 5, again=True)
+        assert await sampling == expected(5)
+
+    play(scene)
+
+
+def test_engines_that_do_not_take_weights(tmp_path: Path) -> None:
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 3)
+        await fleet.sync(NOTHING, 5, again=False)
+        engines[0].sync_error = CheckFailed("generation 6 refused: norm.weight")
+        engines[1].sync_error = ApplyFailed("generation 6: out of memory; restart the engine")
+        result = await fleet.sync(NOTHING, 6, again=False)
+        assert result.refused == ["engine 0: generation 6 refused: norm.weight"]
+        assert [r.generation for r in result.reports] == [6]
+        assert [r.version for r in fleet.replicas] == [5, None, 6]
+        assert "out of memory" in (take_request(tmp_path, 1, 0) or "")
+        assert await sample(fleet) == expected(6)  # by the one that is left
+        # Published once more: the first takes them now, the second is still away.
+        result = await fleet.sync(NOTHING, 6, again=True)
+        assert (len(result.reports), result.refused) == (1, [])
+        assert [r.version for r in fleet.replicas] == [6, None, 6]
+
+    play(scene)
+
+
+def test_an_engine_that_was_restarted_between_steps(tmp_path: Path) -> None:
+    """The launcher saw it die; the sampler finds the next life at its next sync, or before it asks."""
+
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 1)
+        await fleet.sync(NOTHING, 5, again=False)
+        engines[0].restart()
+        assert len((await fleet.sync(NOTHING, 6, again=False)).reports) == 1
+        assert await sample(fleet) == expected(6)
+        engines[0].restart()
+        fleet.expect(6)
+        sampling = asyncio.create_task(sample(fleet))
+        await until(lambda: fleet.replicas[0].wants_weights)
+        await fleet.sync(NOTHING, 6, again=True)
+        assert await sampling == expected(6)
+        assert fleet.take_counts()["engine/restarts"] == 2
+
+    play(scene)
+
+
+def test_without_restarts_the_first_loss_is_an_error(tmp_path: Path) -> None:
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 2, restarts=0)
+        await fleet.sync(NOTHING, 5, again=False)
+        engines[1].up = False
+        with pytest.raises(EngineError, match="engine 1 is gone"):
+            await sample(fleet)
+        with pytest.raises(EngineError, match="cannot start a weight update"):
+            await fleet.sync(NOTHING, 6, again=False)
+        with pytest.raises(EngineError, match="weights 4"):
+            fleet.expect(4)
+
+    play(scene)
+
+
+def test_a_silent_engine_is_lost(tmp_path: Path) -> None:
+    async def scene() -> None:
+        engines = [Engine(0, tmp_path)]
+        fleet = Fleet(EngineSettings(health_timeout=0.05), engines, tmp_path)
+        await fleet.sync(NOTHING, 5, again=False)
+        await asyncio.sleep(0.2)
+        assert take_request(tmp_path, 0, 0) is None
+        engines[0].up = False
+        await until(lambda: fleet.replicas[0].is_away)
+        assert "engine.health_timeout" in (take_request(tmp_path, 0, 0) or "")
+
+    play(scene)
+
+
+def test_a_request_for_a_life_that_is_over_is_dropped(tmp_path: Path) -> None:
+    fleet_module.ask_restart(tmp_path, 0, 0, "died")
+    begin_life(tmp_path, 0, 1)
+    assert take_request(tmp_path, 0, life_of(tmp_path, 0)) is None
+    assert list(tmp_path.glob("*.restart")) == []
