@@ -1,4 +1,4 @@
-"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR``.
+"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [CHECKPOINT]``.
 
 The launcher starts it. Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants
 them; RPG_ENGINE_TOKEN on rank 0. Exits with 0 when training is done, 2 with ``error: ...`` as its last line
@@ -26,7 +26,7 @@ def main() -> None:
     # What Megatron says of optional packages and of its own deprecations helps nobody who reads a rank's log.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    run_dir, work, bridge = (Path(a) for a in sys.argv[1:4])
+    run_dir, work, bridge, *checkpoint = (Path(a) for a in sys.argv[1:])
     try:
         settings = load_settings(run_dir / "config.yaml")
         device = start_device(settings.device)
@@ -37,7 +37,8 @@ def main() -> None:
         from rpg_megatron.training.run import Run
 
         mesh = start_mesh(settings.parallel)
-        run = Run(settings, run_dir, work, bridge, os.environ.get("RPG_ENGINE_TOKEN", ""), mesh, device)
+        token = os.environ.get("RPG_ENGINE_TOKEN", "")
+        run = Run(settings, run_dir, work, bridge, token, mesh, device, *checkpoint)
         train(run)
         dist.barrier()
         run.close()
