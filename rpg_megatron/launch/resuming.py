@@ -24,6 +24,8 @@ from rpg_megatron.launch.summary import shown
 from rpg_megatron.training.checkpoints import CHECKPOINTS, find_problems, list_steps, read_state
 
 LOCK = ".lock"
+_LARGE = 10**9
+"""Bytes of a checkpoint from which on it is said that it is being read."""
 _STEP = re.compile(r"step_(\d{6,})")
 _FREE = (
     *("name", "runs", "device", "rendezvous_port", "parallel", "engine", "bridge"),
@@ -126,6 +128,9 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
 
 def _newest_whole(folder: Path, notes: list[str]) -> Path | None:
     for checkpoint in list_steps(folder).values():
+        size = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
+        if size > _LARGE:
+            print(f"checking {shown(checkpoint)}, {size / 1e9:,.1f} GB", flush=True)
         problems = find_problems(checkpoint)
         if not problems:
             return checkpoint

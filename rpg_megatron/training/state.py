@@ -6,12 +6,14 @@ import importlib.metadata
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rpg_megatron.bridge.collective import gather_objects, run_together
 from rpg_megatron.config import UserError
@@ -84,12 +86,17 @@ def save_run(
         save_model(part, policy, anchor, step)
         generators = gather_objects(_generators())
         run_together(finish)
-    except OSError as e:
+    except (OSError, CheckpointException) as e:  # the latter is no Exception, and comes to all ranks
+        print(f"writing {folder}: {e}", file=sys.stderr, flush=True)
+        reason = (
+            str(e) if isinstance(e, OSError) else "Megatron could not write its files; see the rank's log"
+        )
+        free = shutil.disk_usage(run_dir).free / 1024**3
         if first:
             shutil.rmtree(part, ignore_errors=True)
         raise UserError(
-            f"step {step}: the checkpoint cannot be written to {folder} ({e}); make room there, or set "
-            "checkpoint.every=null to go without"
+            f"step {step}: the checkpoint cannot be written to {folder} ({reason}); {free:.1f} GiB are free "
+            "there: make room, or set checkpoint.every=null to go without"
         ) from None
     return folder
 

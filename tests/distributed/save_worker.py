@@ -1,7 +1,12 @@
-"""test_resume_layouts: one rank that takes up the newest whole checkpoint, checks it, and saves on and on."""
+"""test_resume_layouts: one rank that takes up the newest whole checkpoint, checks it, and saves on and on.
+
+``save_worker.py FOLDER [BYTES]``: after the first save no file may be larger than this, as on a full disk.
+"""
 
 from __future__ import annotations
 
+import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -9,7 +14,7 @@ from rpg_megatron.policy.runtime import start_device, start_process_group  # iso
 
 import torch
 
-from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
@@ -43,9 +48,16 @@ def main() -> None:
                     p.fill_(value)
             if value < 0:
                 anchor = HeldAnchor(parameters, settings.anchor)
-        save_run(folder, step, policy, anchor, lambda: {})
+        try:
+            save_run(folder, step, policy, anchor, lambda: {})
+        except UserError as e:
+            print(f"refused {e}", flush=True)
+            return
         remove_old(folder, 2, None)
         print(f"saved {step}", flush=True)
+        for limit in map(int, sys.argv[2:]):
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 if __name__ == "__main__":

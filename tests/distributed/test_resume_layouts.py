@@ -7,7 +7,8 @@ that loads the checkpoint at DP4 (TP1), TP2xDP2, PP2xDP2, PP2xVPP2xDP2, on one r
 what DP4 wrote, makes the next update with the same loss and gradient norm, and ends with the same weights,
 moments and held anchor; for the distributed, the plain and the Schedule-Free optimizer, with a vocabulary
 that the layouts pad differently. At the layout that saved, every number is the same bit for bit.
-A trainer that is killed while it saves leaves whole checkpoints only, and the newest one can be taken up.
+A trainer that is killed while it saves leaves whole checkpoints only, and the newest one can be taken up; on
+a full disk it ends with one message.
 Not covered: GPUs, bfloat16, what else a run's checkpoint holds (tests/integration).
 """
 
@@ -123,25 +124,34 @@ def test_the_next_update_is_the_same_in_every_layout(tmp_path: Path) -> None:
             compare(tmp_path / kind / place, tmp_path / kind / name, tolerance)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
-def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, kills: int) -> None:
-    make_model(tmp_path / "model", tied=True)
-    settings = make_case(tmp_path / "model", {}, 1, {"anchor": {"type": "fixed"}})["settings"]
-    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+def start_saving(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """One rank that saves checkpoints of steps 1, 2, ... into ``folder``, or goes on from the newest."""
+    if not (folder / "model").exists():
+        make_model(folder / "model", tied=True)
+    settings = make_case(folder / "model", {}, 1, {"anchor": {"type": "fixed"}})["settings"]
+    (folder / "config.yaml").write_text(json.dumps(settings))
     environment = {
         **os.environ,
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("save_worker.py")), str(folder), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, kills: int) -> None:
     moments = random.Random()
-    command = [sys.executable, str(Path(__file__).with_name("save_worker.py")), str(tmp_path)]
     for number in range(kills + 1):
-        environment["MASTER_PORT"] = str(free_port())
-        worker = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        worker = start_saving(tmp_path)
         try:
             assert worker.stdout is not None
             lines = list(itertools.takewhile(lambda line: not line.startswith("at "), worker.stdout))
@@ -162,3 +172,18 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, kills: in
         assert len(whole) == len(list_steps(tmp_path))
         latest = json.loads((tmp_path / "checkpoints" / "latest.json").read_text())
         assert latest["step"] in whole
+
+
+def test_a_full_disk_is_one_message_and_spoils_nothing(tmp_path: Path) -> None:
+    worker = start_saving(tmp_path, "20000")
+    try:
+        text, _ = worker.communicate(timeout=240)
+    finally:
+        worker.kill()
+    told = [line for line in text.splitlines() if line.startswith("refused")]
+    assert len(told) == 1, text
+    assert "the checkpoint cannot be written to" in told[0]
+    assert "GiB are free" in told[0]
+    assert not list((tmp_path / "checkpoints").glob(".*.part"))
+    assert not any(find_problems(place) for place in list_steps(tmp_path).values())
+    assert list_steps(tmp_path)
