@@ -49,24 +49,38 @@ def _options(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train a policy; each run gets a numbered folder of its own."""
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start a new run, even if there is an unfinished one.")
+    ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Start a new run from this checkpoint, or run's newest."),
+    ] = None,
+) -> None:
+    """Train a policy. The newest run of the name goes on if it is unfinished and has a checkpoint."""
+    if fresh and source:
+        raise UserError("--fresh and --from exclude each other: either no checkpoint, or that one")
     from rpg_megatron.launch.supervision import Interrupted, StopSignals
 
     with StopSignals() as signals:
         try:
-            _train(config, overrides, signals)
+            _train(config, overrides, signals, fresh, source)
         except Interrupted as e:
             print(f"stopped: {e}", file=sys.stderr)
             raise typer.Exit(e.exit_code) from None
 
 
-def _train(file: Path, overrides: list[str] | None, signals: StopSignals) -> None:
+def _train(
+    file: Path, overrides: list[str] | None, signals: StopSignals, fresh: bool, source: Path | None
+) -> None:
     from rpg_megatron.config import load_settings
     from rpg_megatron.launch import launcher
 
     try:
-        launcher.train(load_settings(file, overrides), signals)
+        launcher.train(load_settings(file, overrides), signals, fresh=fresh, source=source)
     except launcher.RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -129,3 +129,14 @@ class ExportSettings(Section):
     """Number format of the exported weights; null: that of the policy."""
     max_shard_gib: float = Field(4.0, gt=0)
     """Largest safetensors file, in GiB."""
+
+
+class CheckpointSettings(Section):
+    """Checkpoints to continue training from: checkpoints/step_NNNNNN in the run's folder."""
+
+    every: int | None = Field(50, ge=1)
+    """Steps between checkpoints; one more is written after the last step. null: none at all."""
+    keep: int = Field(2, ge=1)
+    """So many are kept, the newest."""
+    milestone: int | None = Field(None, ge=1)
+    """Those at multiples of so many steps are kept for good; null: none are."""

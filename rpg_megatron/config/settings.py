@@ -26,6 +26,7 @@ from rpg_megatron.config.objective import (
 from rpg_megatron.config.policy import ModelSettings, OptimizerSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.config.rollout import (
     BridgeSettings,
+    CheckpointSettings,
     DataSettings,
     EngineSettings,
     EvaluationSettings,
@@ -84,6 +85,8 @@ class Settings(Section):
     """From the trainers' weights to the engines'."""
     export: ExportSettings = ExportSettings()
     """The final Hugging Face checkpoint."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """Checkpoints that a run is continued from."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:

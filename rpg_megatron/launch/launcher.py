@@ -16,7 +16,8 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launch.guardian import Guardian
 from rpg_megatron.launch.preflight import check
 from rpg_megatron.launch.progress import Progress
-from rpg_megatron.launch.run_directory import LOGS, METRICS, create_run
+from rpg_megatron.launch.resuming import open_run
+from rpg_megatron.launch.run_directory import LOGS, METRICS
 from rpg_megatron.launch.summary import shown, summarise
 from rpg_megatron.launch.supervision import (
     Child,
@@ -43,15 +44,18 @@ class RunFailed(Exception):
     """A child ended before its time and not because of the user's input; the message explains it."""
 
 
-def train(settings: Settings, signals: StopSignals) -> Path:
-    """Check the settings, make the run's folder, run it to its end and print a summary. Returns the folder.
+def train(
+    settings: Settings, signals: StopSignals, *, fresh: bool = False, source: Path | None = None
+) -> Path:
+    """Check the settings, open the run, run it to its end and print a summary. Returns the run's folder.
 
+    fresh: do not go on with an unfinished run of this name. source: a checkpoint to start a new run from.
     Raises UserError for what the user can mend, RunFailed if a process died, Interrupted after a signal. In
     every case no process and no folder but the run's own is left, and that one only if it tells something.
     """
     check(settings)
     signals.raising = False  # from here on there is something to clean up
-    with Run(settings, signals) as run:
+    with Run(settings, signals, fresh=fresh, source=source) as run:
         try:
             run.start()
             run.watch()
@@ -66,7 +70,7 @@ class Run:
     """Everything that a run holds while it is under way; leaving the context gives it all back.
 
     job: what the ranks do, see ``training/rank.py``. engine_settings: the engines' settings, where they are
-    not the run's.
+    not the run's. fresh, source: see ``train``.
     """
 
     def __init__(
@@ -76,12 +80,15 @@ class Run:
         *,
         job: str = "train",
         engine_settings: Settings | None = None,
+        fresh: bool = False,
+        source: Path | None = None,
     ):
         self._settings = settings
         self._engine_settings = engine_settings or settings
         self._job = job
         self._signals = signals
-        self.folder = create_run(settings)
+        self._opened = open_run(settings, fresh=fresh, source=source)
+        self.folder = self._opened.folder
         self._ranks: list[Child] = []
         self._engines: list[EngineProcess] = []
         self._healthy: set[int] = set()
@@ -107,7 +114,9 @@ class Run:
                 self._workspace.remove()
             if hasattr(self, "_guardian"):
                 self._guardian.dismiss()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._opened.made:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self._opened.close()
             raise
 
     def __enter__(self) -> Run:
@@ -123,13 +132,15 @@ class Run:
         self._workspace.remove()
         if self._discard:
             shutil.rmtree(self.folder, ignore_errors=True)
+        self._opened.close()
         self._guardian.dismiss()
 
     def start(self) -> None:
         """Start all processes at once: each spends its first seconds importing."""
         settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
         token = secrets.token_urlsafe(32)
-        self._progress.status(f"run {shown(self.folder)}")
+        for note in self._opened.notes or [f"run {shown(self.folder)}"]:
+            self._progress.status(note)
         self._progress.status(
             f"starting (takes about a minute): engines {settings.engine.replicas}, "
             f"trainer ranks {settings.parallel.world}"
@@ -165,6 +176,8 @@ class Run:
                 "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this node; gloo would pick by host name
             }
             command = [sys.executable, "-m", RANK, *places, self._job]
+            if self._opened.checkpoint is not None:
+                command.append(str(self._opened.checkpoint))
             self._ranks.append(self._supervisor.start(f"rank_{rank}", command, environment))
 
     def watch(self) -> None:
@@ -191,7 +204,7 @@ class Run:
                 # It may be what an engine's death led to, which leaves its main process alive for seconds.
                 self._check_engines(closely=True)
             raise RunFailed(self._keep(explain(dead)))
-        if self._progress.started_training:
+        if self._progress.started_training or not self._opened.made:
             raise UserError(self._keep(message))
         self._discard = True  # the folder says no more than the message
         raise UserError(message)

@@ -54,6 +54,11 @@ class Progress:
         self._rows: deque[dict[str, Any]] = deque(maxlen=_ROWS)
         self._evaluation = ""
         self._metrics, self._read = metrics, 0
+        if metrics is not None and metrics.exists():  # a continued run: what it did before was shown before
+            rows = metrics.read_bytes()
+            self._read = len(rows)
+            with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+                self.step = int(json.loads(rows.splitlines()[-1])["step"])
         self._drawn = 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:

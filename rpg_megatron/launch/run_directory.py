@@ -61,7 +61,22 @@ def _absolute(value: Any) -> Any:
     return value
 
 
+def list_runs(settings: Settings) -> list[Path]:
+    """The folders of runs of this name, the newest first."""
+    runs = settings.runs.absolute()
+    try:
+        numbers = _numbers(runs, settings.name)
+    except OSError:
+        return []
+    return [runs / name for _, name in sorted(numbers, reverse=True)]
+
+
 def _last_number(runs: Path, name: str) -> int:
+    return max((number for number, _ in _numbers(runs, name)), default=0)
+
+
+def _numbers(runs: Path, name: str) -> list[tuple[int, str]]:
+    """Number and name of each run's folder."""
     pattern = re.compile(re.escape(name) + r"-(\d{3,})")
     found = (pattern.fullmatch(entry.name) for entry in runs.iterdir())
-    return max((int(match[1]) for match in found if match), default=0)
+    return [(int(match[1]), match[0]) for match in found if match]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -31,6 +32,14 @@ class HeldAnchor:
             yield
         finally:
             self._swap()
+
+    def state(self) -> dict[str, Any]:
+        """The counters, the same on every rank, for JSON; the weights are saved while ``swapped_in``."""
+        return {"refreshes": self.refreshes, "updates": self._updates, "kl": self._kl}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up a ``state()``."""
+        self.refreshes, self._updates, self._kl = state["refreshes"], state["updates"], state["kl"]
 
     def after_step(self, updates: int, kl: float) -> bool:
         """Move the anchor to the present weights if it is due; says whether it was.

@@ -2,7 +2,8 @@
 
 What is written is what ``GPTModel.sharded_state_dict`` describes, under Megatron-LM's keys: a checkpoint
 holds whole tensors, each rank writes its parts, and a rank of another layout reads those parts that make up
-its own. Optimizer state will travel in the same dictionary.
+its own. Optimizer state travels in the same dictionary, in Megatron's fully reshardable form: with the keys
+and shapes of the weights that it belongs to.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.policy.checkpoint_folder import Contents, read_contents
@@ -40,38 +42,50 @@ CONTENT = {
 """How keys are formed. Megatron keeps it in the checkpoint, and readers form theirs alike."""
 
 
-def save_weights(folder: Path, models: Sequence[GPTModel]) -> None:
+def save_weights(
+    folder: Path, models: Sequence[GPTModel], optimizer: MegatronOptimizer | None = None, iteration: int = 0
+) -> None:
     """Write this rank's part of the weights. Collective; ``folder`` exists and is empty.
 
     models: the pipeline chunks of this rank, one without virtual stages. Weights keep their dtype.
+    optimizer: theirs, written as well: float32 main weights, moments, step.
     """
-    state: dict[str, Any] = {
-        **_describe(models, CONTENT),
-        # What Megatron-LM looks for: without a version it would take QKV to have its oldest order.
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-    }
+    state: dict[str, Any] = _describe(models, CONTENT)
+    if optimizer is not None:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            part.init_state_fn(part.optimizer, part.config)  # before the first update it has no moments
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata(CONTENT))
+    # What Megatron-LM looks for: without a version it would take QKV to have its oldest order.
+    state |= {"checkpoint_version": 3.0, "iteration": iteration}
     with _queue_in_process():
         dist_checkpointing.save(
             state, str(folder), TorchDistSaveShardedStrategy(thread_count=1), content_metadata=dict(CONTENT)
         )
 
 
-def load_weights(folder: Path, models: Sequence[GPTModel], vocab: int) -> None:
+def load_weights(
+    folder: Path, models: Sequence[GPTModel], vocab: int, optimizer: MegatronOptimizer | None = None
+) -> None:
     """Fill the models' parameters in place, from a checkpoint of any layout. Collective.
 
     vocab: the true vocabulary size, rows that the embedding must have at least. Values are cast to the
     parameters' dtype. Vocabulary padding becomes zero.
+    optimizer: takes up what the checkpoint's had. It must be of the same kind; the layout may be another one.
     Raises UserError on every rank, listing what the checkpoint lacks, has too much or has in another shape.
     """
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     state = _describe(models, content)
     _check_tensors(folder, read_contents(folder), state, vocab)
+    keys = list(state)
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata(content))
     loaded = dist_checkpointing.load(state, str(folder), TorchDistLoadShardedStrategy())
     with torch.no_grad():
-        for key, model in zip(state, models, strict=True):
+        for key, model in zip(keys, models, strict=True):
             # Not strict: Megatron's empty extra states, which are no parameters, are in no checkpoint.
             model.load_state_dict(loaded[key], strict=False)
+        if optimizer is not None:
+            optimizer.load_state_dict(loaded["optimizer"])
 
 
 def stored_dtype(contents: Contents) -> str:
@@ -83,9 +97,12 @@ def stored_dtype(contents: Contents) -> str:
 
 
 def _describe(models: Sequence[GPTModel], content: dict[str, Any]) -> dict[str, Any]:
-    metadata = {**content, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
-    return {n: m.sharded_state_dict(metadata=dict(metadata)) for n, m in zip(names, models, strict=True)}
+    return {n: m.sharded_state_dict(metadata=_metadata(content)) for n, m in zip(names, models, strict=True)}
+
+
+def _metadata(content: dict[str, Any]) -> dict[str, Any]:
+    return {**content, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
 
 
 def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], vocab: int) -> None:

@@ -136,9 +136,20 @@ def build_optimizer(
     )
     with _building_with(settings.type):
         optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
+    if settings.type == "schedule_free_adamw":
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            part.init_state_fn = _fill_schedule_free
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler, which we do not use
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer
+
+
+def _fill_schedule_free(optimizer: torch.optim.Optimizer, config: object = None) -> None:
+    """Make the state that a checkpoint is read into; Megatron would make that of AdamW."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                optimizer.state[p] |= {"z": p.detach().clone(), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def use_training_point(optimizer: MegatronOptimizer, training: bool) -> None:

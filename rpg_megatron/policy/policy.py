@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.objectives import LossOutput, unnormalised_kl
+from rpg_megatron.policy.checkpoint import load_weights, save_weights
 from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
@@ -85,6 +87,7 @@ class Policy:
         load(self)
         self._models = wrap_data_parallel(self.chunks, settings.optimizer)
         self._optimizer = build_optimizer(self._models, settings.optimizer, settings.precision)
+        self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
         self._align = mesh.tensor if settings.parallel.sequence else 1
@@ -92,6 +95,14 @@ class Policy:
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under Megatron's names, layers numbered through the whole model."""
         return named_parameters(self.chunks)
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write weights and optimizer state; ``folder`` exists and is empty. Not while ``updating``."""
+        save_weights(folder, self.chunks, self._optimizer, step)
+
+    def load(self, folder: Path) -> None:
+        """Take up weights and optimizer state that ``save`` wrote, in whatever layout."""
+        load_weights(folder, self.chunks, self.vocab, self._optimizer)
 
     def pack(self, trajectories: Sequence[Trajectory]) -> Pack:
         """A micro-batch on this rank's device."""

@@ -10,10 +10,12 @@ from rpg_megatron.training.run import Run
 
 def train(run: Run) -> None:
     """Train for the configured steps, evaluate, export."""
-    run.sync_engines(version=0)
-    run.record(0, run.evaluate(step=0))
+    done = run.resume()  # steps that a checkpoint has behind it; 0 for a new run
+    run.sync_engines(version=done)
+    if not done:
+        run.record(0, run.evaluate(step=0))
 
-    for step in range(1, run.steps + 1):
+    for step in range(done + 1, run.steps + 1):
         with run.time("step"):
             with run.time("collect"):
                 batch = run.collect(step)  # x ~ pi_old, rewards, advantages; each rank gets its share
@@ -31,5 +33,6 @@ def train(run: Run) -> None:
         if run.evaluates(step):
             row |= run.evaluate(step)
         run.record(step, row)
+        run.save(step)
 
     run.export()

@@ -77,9 +77,12 @@ def guard_mismatch(
 class MetricsWriter:
     """Appends rows to ``metrics.jsonl`` and to TensorBoard files in the run's folder."""
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, done: int | None = None):
+        """done: steps that a continued run has behind it; TensorBoard then hides later ones."""
         self._file: IO[str] = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run_dir / "tensorboard"))
+        self._board = SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=None if done is None else done + 1
+        )
 
     def write(self, row: dict[str, Any]) -> None:
         """One row; numbers go to TensorBoard as well, under the row's ``step``."""
@@ -89,6 +92,11 @@ class MetricsWriter:
             if key != "step" and isinstance(value, int | float):
                 self._board.add_scalar(key, value, row["step"])
         self._board.flush()
+
+    @property
+    def position(self) -> int:
+        """Bytes in ``metrics.jsonl``."""
+        return self._file.tell()
 
     def close(self) -> None:
         """Flush and close both."""

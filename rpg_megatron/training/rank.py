@@ -1,4 +1,4 @@
-"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [JOB]``.
+"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [JOB [CHECKPOINT]]``.
 
 The launcher starts it. JOB is ``train`` (if it is missing) or ``audit``. Environment: RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants them; RPG_ENGINE_TOKEN on rank 0. Exits with 0 when the
@@ -28,6 +28,7 @@ def main() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     run_dir, work, bridge = (Path(a) for a in sys.argv[1:4])
     job = sys.argv[4] if len(sys.argv) > 4 else "train"
+    checkpoint = Path(sys.argv[5]) if len(sys.argv) > 5 else None
     token = os.environ.get("RPG_ENGINE_TOKEN", "")
     try:
         settings = load_settings(run_dir / "config.yaml")
@@ -40,7 +41,7 @@ def main() -> None:
         from rpg_megatron.training.run import Run
 
         mesh = start_mesh(settings.parallel)
-        run = Run(settings, run_dir, work, bridge, token, mesh, device)
+        run = Run(settings, run_dir, work, bridge, token, mesh, device, checkpoint)
         if job == "audit":
             audit(run, run_dir, work, bridge, token)
         else:

@@ -37,10 +37,12 @@ from rpg_megatron.policy.policy import Policy, Update
 from rpg_megatron.policy.runtime import peak_memory_bytes
 from rpg_megatron.rollout.channel import EVENTS, SOCKET, SamplerClient
 from rpg_megatron.rollout.events import EventSender
+from rpg_megatron.training.checkpoints import read_state, remove_old
 from rpg_megatron.training.journal import write_rollouts
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
 from rpg_megatron.training.objective import build_aggregator, build_loss
 from rpg_megatron.training.serving import Serving
+from rpg_megatron.training.state import load_run, save_run
 
 
 @dataclass
@@ -67,9 +69,11 @@ class Run:
         token: str,
         mesh: Mesh,
         device: torch.device,
+        checkpoint: Path | None = None,
     ):
+        """checkpoint: folder of one that is whole, to go on from."""
         self.settings, self.steps, self.mesh, self._device = settings, settings.training.steps, mesh, device
-        self._run_dir = run_dir
+        self._run_dir, self._checkpoint = run_dir, checkpoint
         self._shape = read_model_shape(settings.model.path)
         self._layout = layout_for(self._shape)
         self._version = 0
@@ -101,11 +105,11 @@ class Run:
             HeldAnchor([p for _, p in self.policy.named_parameters()], settings.anchor) if held else None
         )
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
-        sampler = None
+        self._sampler: SamplerClient | None = None
         if mesh.rank == 0:
-            self._metrics = MetricsWriter(run_dir)
-            sampler = SamplerClient(work / SOCKET, token, timeout=settings.engine.start_timeout)
-        self._serving = Serving(publisher, sampler)
+            self._metrics = MetricsWriter(run_dir, read_state(checkpoint)["step"] if checkpoint else None)
+            self._sampler = SamplerClient(work / SOCKET, token, timeout=settings.engine.start_timeout)
+        self._serving = Serving(publisher, self._sampler)
 
     def _load(self, policy: Policy) -> None:
         load_hf_weights(
@@ -125,6 +129,38 @@ class Run:
             yield
         finally:
             self._times[f"time/{phase}"] += time.monotonic() - start
+
+    def resume(self) -> int:
+        """Take up the checkpoint, if there is one to go on from; says how many steps it has behind it."""
+        if self._checkpoint is None:
+            return 0
+        self._phase("checkpoint")
+        state = load_run(self._checkpoint, self.policy, self._anchor)
+        if self._sampler:
+            self._sampler.restore(state["sampler"])
+            self._summary = state["summary"]
+            self._started -= state["seconds"]
+        return int(state["step"])
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint if one is due after this step, and remove what need not be kept."""
+        settings = self.settings.checkpoint
+        if settings.every is None or (step % settings.every and step != self.steps):
+            return
+        self._phase("checkpoint")
+
+        def rest() -> dict[str, Any]:
+            assert self._sampler is not None  # this is rank 0's part
+            return {
+                "sampler": self._sampler.state(),
+                "metrics_bytes": self._metrics.position,
+                "summary": self._summary,
+                "seconds": time.monotonic() - self._started,
+            }
+
+        save_run(self._run_dir, step, self.policy, self._anchor, rest)
+        if self.mesh.rank == 0:
+            remove_old(self._run_dir, settings.keep, settings.milestone)
 
     def sync_engines(self, version: int) -> dict[str, float]:
         """Publish the weights as ``version`` and bring them into every engine, proved by checksums."""

@@ -57,7 +57,7 @@ def test_wrong_usage_is_explained(arguments: tuple[str, ...]):
 
 
 def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.MonkeyPatch):
-    def broken(*_: object) -> None:
+    def broken(*_: object, **how: object) -> None:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(launcher, "train", broken)

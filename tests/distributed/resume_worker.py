@@ -1,0 +1,81 @@
+"""One rank of test_resume_layouts: update a fixed batch, save, load, and update again, in several layouts."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.model import start_mesh
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training.checkpoints import ANCHOR, MODEL
+from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.training.state import load_model, save_model
+from tests.distributed.layout_worker import cut_unevenly
+
+
+def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
+    """Load or make a policy, update it, save it where ``case`` says; what the updates reported."""
+    settings = Settings.model_validate(case["settings"])
+    mesh = start_mesh(settings.parallel)
+    shape = read_model_shape(settings.model.path)
+
+    def load(policy: Policy) -> None:
+        load_hf_weights(
+            settings.model.path,
+            policy.named_parameters(),
+            layout_for(shape),
+            tensor=mesh.tensor,
+            tensor_rank=mesh.tensor_rank,
+            vocab_multiple=settings.model.vocab_multiple,
+        )
+
+    policy = Policy(settings, shape, mesh, device, load)
+    anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
+    batch = pickle.loads((folder / "batch.pkl").read_bytes())
+    packs = [policy.pack(micro) for micro in cut_unevenly(batch, 5, mesh)]
+    if case["load"]:
+        if not settings.optimizer.distributed:  # whatever a parameter holds, it must be overwritten
+            with torch.no_grad():
+                for _, p in policy.named_parameters():
+                    p.fill_(7.0)
+        load_model(Path(case["load"]), policy, anchor)
+    reports = []
+    for place in case["then"]:
+        with policy.updating():
+            update = policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-2)
+        reports.append({"loss": update.loss, "grad_norm": update.grad_norm})
+        if place:
+            if mesh.rank == 0:
+                for part in (MODEL, ANCHOR):
+                    (Path(place) / part).mkdir(parents=True)
+            dist.barrier()
+            save_model(Path(place), policy, anchor, len(reports))
+    mpu.destroy_model_parallel()
+    return reports
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    device = start_device("cpu")
+    start_process_group(device)
+    cases = json.loads((folder / "cases.json").read_text())
+    results = {name: run(case, folder, device) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

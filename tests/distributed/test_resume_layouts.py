@@ -1,0 +1,189 @@
+"""A checkpoint of training can be taken up in any layout, and the next update is the one that was due.
+
+Why: optimizer state that is silently lost or dealt out wrongly shows only as a run that learns worse; in
+Megatron a rank that owns no parameter of a group can lose the step count that way.
+Proved, on real Megatron over gloo in fp32: after three updates at TP2xPP2, saved after the second, a policy
+that loads the checkpoint at DP4 (TP1), TP2xDP2, PP2xDP2, PP2xVPP2xDP2, on one rank, and back at TP2xPP2 from
+what DP4 wrote, makes the next update with the same loss and gradient norm, and ends with the same weights,
+moments and held anchor; for the distributed, the plain and the Schedule-Free optimizer, with a vocabulary
+that the layouts pad differently. At the layout that saved, every number is the same bit for bit.
+A trainer that is killed while it saves leaves whole checkpoints only, and the newest one can be taken up; on
+a full disk it ends with one message.
+Not covered: GPUs, bfloat16, what else a run's checkpoint holds (tests/integration).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from rpg_megatron.training.checkpoints import ANCHOR, MODEL, find_problems, list_steps
+from tests.distributed.spawn import free_port, run_ranks
+from tests.distributed.test_layouts import make_batch, make_case, make_model, reference_logprobs
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "distributed": {"distributed": True},
+    "plain": {"distributed": False},
+    "schedule-free": {"type": "schedule_free_adamw", "distributed": False},
+}
+SAVED = {"tensor": 2, "pipeline": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2xPP2": SAVED,
+    "DP4": {"data": 4},
+    "TP2xDP2+SP": {"tensor": 2, "data": 2, "sequence": True},
+    "PP2xDP2": {"pipeline": 2, "data": 2},
+    "PP2xVPP2xDP2": {"pipeline": 2, "virtual": 2, "data": 2},
+}
+
+
+def read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a torch_dist checkpoint, whole, by torch's own reader."""
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(t.size, dtype=t.properties.dtype)
+        for name, t in metadata.items()
+        if isinstance(t, TensorStorageMetadata)
+    }
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    return state
+
+
+def trim(tensors: dict[str, torch.Tensor], vocab: int = 251) -> dict[str, torch.Tensor]:
+    """Without the rows that pad the vocabulary."""
+    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    return {n: t[:vocab] if n.endswith(padded) else t for n, t in tensors.items()}
+
+
+def compare(wanted_folder: Path, folder: Path, tolerance: float) -> None:
+    """Weights, optimizer state and anchor against those of the run that never stopped."""
+    for part in (MODEL, ANCHOR):
+        wanted, got = trim(read_whole(wanted_folder / part)), trim(read_whole(folder / part))
+        assert got.keys() == wanted.keys(), folder
+        weights = {name for name in wanted if not name.startswith("optimizer.")}
+        assert len(weights) == 4 * 8 + 3
+        if part == MODEL:  # two or three numbers for each weight
+            assert len(wanted) in (3 * len(weights), 4 * len(weights)), sorted(wanted)
+        for key, tensor in wanted.items():
+            gap = float((got[key].double() - tensor.double()).abs().max())
+            assert gap <= tolerance, f"{folder.name}: {key} is off by {gap:.1e}"
+
+
+def test_the_next_update_is_the_same_in_every_layout(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", tied=False)
+    batch = make_batch()
+    with torch.no_grad():
+        for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
+            t.old = t.anchor = logp.float().numpy().astype(np.float32)
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+
+    def case(kind: str, parallel: dict[str, Any], load: str | None, then: list[str | None]) -> dict[str, Any]:
+        # A large epsilon: where gradients are tiny, Adam would otherwise blow rounding errors up.
+        optimizer = {"weight_decay": 0.1, "eps": 1e-3, "clip_grad": 1.0, **OPTIMIZERS[kind]}
+        settings = {"optimizer": optimizer, "objective": {"beta": 0.05}, "anchor": {"type": "fixed"}}
+        folder = tmp_path / kind
+        return {
+            "settings": make_case(tmp_path / "model", parallel, 5, settings)["settings"],
+            "load": load and str(folder / load),
+            "then": [place and str(folder / place) for place in then],
+        }
+
+    cases = {}
+    for kind in OPTIMIZERS:
+        cases[f"{kind}, straight"] = case(kind, SAVED, None, [None, "second", "third", "fourth"])
+        for name, parallel in LAYOUTS.items():
+            cases[f"{kind}, {name}"] = case(kind, parallel, "second", [name])
+        cases[f"{kind}, back"] = case(kind, SAVED, "DP4", ["back"])
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    results = run_ranks("resume_worker", 4, tmp_path)
+    alone = {f"{kind}, one rank": case(kind, {}, "second", ["one rank"]) for kind in OPTIMIZERS}
+    (tmp_path / "cases.json").write_text(json.dumps(alone))
+    results |= run_ranks("resume_worker", 1, tmp_path)
+
+    for kind in OPTIMIZERS:
+        for name in [*LAYOUTS, "one rank", "back"]:
+            place, update = ("fourth", 3) if name == "back" else ("third", 2)
+            wanted, (got,) = results[f"{kind}, straight"][update], results[f"{kind}, {name}"]
+            tolerance = 0.0 if name == "TP2xPP2" else 1e-6
+            for key in ("loss", "grad_norm"):
+                assert abs(got[key] - wanted[key]) <= tolerance, (kind, name, key, got, wanted)
+            compare(tmp_path / kind / place, tmp_path / kind / name, tolerance)
+
+
+def start_saving(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """One rank that saves checkpoints of steps 1, 2, ... into ``folder``, or goes on from the newest."""
+    if not (folder / "model").exists():
+        make_model(folder / "model", tied=True)
+    settings = make_case(folder / "model", {}, 1, {"anchor": {"type": "fixed"}})["settings"]
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("save_worker.py")), str(folder), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, kills: int) -> None:
+    moments = random.Random()
+    for number in range(kills + 1):
+        worker = start_saving(tmp_path)
+        try:
+            assert worker.stdout is not None
+            lines = list(itertools.takewhile(lambda line: not line.startswith("at "), worker.stdout))
+            assert worker.poll() is None, "".join(lines)
+            if number == kills:
+                break  # it has taken up what the last kill left
+            # The first save of all is left to end. Megatron has its own to say of saving.
+            told = next(m for line in worker.stdout if (m := re.fullmatch(r"saved (\d+)\n", line)))
+            saved = int(told[1])
+            time.sleep(moments.uniform(0, 1.0))
+        finally:
+            worker.kill()
+            worker.wait()
+        whole = [step for step, place in list_steps(tmp_path).items() if not find_problems(place)]
+        assert whole, list((tmp_path / "checkpoints").iterdir())
+        # What was said to be saved is there, and nothing passes for whole that is not.
+        assert whole[0] >= saved
+        assert len(whole) == len(list_steps(tmp_path))
+        latest = json.loads((tmp_path / "checkpoints" / "latest.json").read_text())
+        assert latest["step"] in whole
+
+
+def test_a_full_disk_is_one_message_and_spoils_nothing(tmp_path: Path) -> None:
+    worker = start_saving(tmp_path, "20000")
+    try:
+        text, _ = worker.communicate(timeout=240)
+    finally:
+        worker.kill()
+    told = [line for line in text.splitlines() if line.startswith("refused")]
+    assert len(told) == 1, text
+    assert "the checkpoint cannot be written to" in told[0]
+    assert "GiB are free" in told[0]
+    assert not list((tmp_path / "checkpoints").glob(".*.part"))
+    assert not any(find_problems(place) for place in list_steps(tmp_path).values())
+    assert list_steps(tmp_path)

@@ -1,0 +1,131 @@
+"""Which run a command goes on with, what may have changed by then, and which checkpoints are kept.
+
+Why: continuing the wrong run, or with another learning rate, spoils days of work and shows nowhere. Folders
+are made by hand here; their contents are real in tests/integration and tests/distributed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.launch.resuming import OpenRun, open_run
+from rpg_megatron.launch.run_directory import CONFIG
+from rpg_megatron.policy.checkpoint_folder import Facts, write_manifest
+from rpg_megatron.training.checkpoints import (
+    FORMAT,
+    list_steps,
+    part_folder,
+    publish,
+    remove_old,
+    step_folder,
+)
+
+
+def make_settings(folder: Path, **sections: dict) -> Settings:
+    plain = {"name": "r", "runs": folder, "model": {"path": "/m"}, "data": {"path": "/d"}}
+    return Settings.model_validate(plain | sections)
+
+
+def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0) -> Path:
+    folder = step_folder(run.folder, step)
+    part = part_folder(folder)
+    part.mkdir(parents=True)
+    state = {"format": FORMAT, "step": step, "metrics_bytes": metrics_bytes}
+    (part / "state.json").write_text(json.dumps(state))
+    (part / CONFIG).write_text((run.folder / CONFIG).read_text())
+    write_manifest(part, Facts("0.0", "float32", 1, 1))
+    publish(part, folder, step)
+    return folder
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """A run that was killed in step 5, with checkpoints of steps 2 and 4."""
+    run = open_run(make_settings(tmp_path))
+    add_checkpoint(run, 2, 10)
+    add_checkpoint(run, 4, 20)
+    (run.folder / "metrics.jsonl").write_text('{"step":1}' * 2 + '{"step":5')
+    for part in ("rollouts", "evaluation"):
+        (run.folder / part).mkdir()
+        for step in (4, 5):
+            (run.folder / part / f"step_{step:06d}.jsonl").write_text("x")
+    run.close()
+    return run.folder
+
+
+def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) -> None:
+    run = open_run(make_settings(tmp_path))
+    assert (run.folder, run.checkpoint, run.made) == (killed, step_folder(killed, 4), False)
+    assert "continuing" in run.notes[0]
+    assert "from step 4" in run.notes[0]
+    # What the redone steps will write again is gone, and nothing else.
+    assert (killed / "metrics.jsonl").read_text() == '{"step":1}' * 2
+    for part in ("rollouts", "evaluation"):
+        assert [f.name for f in (killed / part).iterdir()] == ["step_000004.jsonl"]
+    # While it is at work, the same command makes a run of its own.
+    other = open_run(make_settings(tmp_path))
+    assert (other.folder.name, other.checkpoint, other.made) == ("r-002", None, True)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, killed: Path) -> None:
+    state = step_folder(killed, 4) / "state.json"
+    state.write_text(state.read_text().replace("20", "21"))
+    run = open_run(make_settings(tmp_path))
+    assert run.checkpoint == step_folder(killed, 2)
+    assert "damaged" in run.notes[0]
+    assert "state.json has other contents" in run.notes[0]
+    assert list(list_steps(killed)) == [2]  # or retention would take the damaged one for the newest
+
+
+def test_a_new_run_where_nothing_is_to_be_continued(tmp_path: Path, killed: Path) -> None:
+    settings = make_settings(tmp_path)
+    assert open_run(settings, fresh=True).folder.name == "r-002"
+    assert open_run(make_settings(tmp_path, name="other")).folder.name == "other-001"
+    (tmp_path / "r-002" / "summary.json").write_text("{}")  # finished: the older one was left on purpose
+    run = open_run(settings)
+    assert (run.folder.name, run.checkpoint) == ("r-003", None)
+
+
+def test_from_a_checkpoint_of_another_run(tmp_path: Path, killed: Path) -> None:
+    run = open_run(make_settings(tmp_path, name="fork"), source=step_folder(killed, 2))
+    assert (run.folder.name, run.checkpoint, run.made) == ("fork-001", step_folder(killed, 2), True)
+    assert (run.folder / "metrics.jsonl").read_text() == '{"step":1}'
+    assert step_folder(killed, 4).exists()
+    assert open_run(make_settings(tmp_path, name="fork"), source=killed).checkpoint == step_folder(killed, 4)
+    with pytest.raises(UserError, match="not a whole checkpoint"):
+        open_run(make_settings(tmp_path), source=tmp_path)
+
+
+def test_changes_of_the_maths_are_refused_and_listed(tmp_path: Path, killed: Path) -> None:
+    before = (killed / "metrics.jsonl").read_text()
+    changed = make_settings(tmp_path, optimizer={"lr": 1.0, "beta1": 0.5}, parallel={"data": 2})
+    with pytest.raises(UserError) as e:
+        open_run(changed)
+    assert "optimizer.beta1: 0.9 -> 0.5\n  optimizer.lr: 1e-06 -> 1.0\n" in str(e.value)
+    assert "parallel" not in str(e.value)
+    assert "--fresh" in str(e.value)
+    assert (killed / "metrics.jsonl").read_text() == before
+    with pytest.raises(UserError, match=r"4 steps behind it, more than training\.steps \(3\)"):
+        open_run(make_settings(tmp_path, training={"steps": 3}))
+
+
+def test_layout_and_length_may_change(tmp_path: Path, killed: Path) -> None:
+    run = open_run(make_settings(tmp_path, parallel={"data": 2}, training={"steps": 9}))
+    assert run.checkpoint == step_folder(killed, 4)
+    assert "parallel.data: 1 -> 2, training.steps: 400 -> 9" in run.notes[0]
+    assert "data: 2" in (killed / CONFIG).read_text()
+
+
+def test_retention(tmp_path: Path) -> None:
+    run = open_run(make_settings(tmp_path))
+    for step in (10, 15, 20, 25, 30):
+        add_checkpoint(run, step)
+    remove_old(run.folder, keep=2, milestone=20)
+    assert list(list_steps(run.folder)) == [30, 25, 20]
+    remove_old(run.folder, keep=1, milestone=None)
+    assert list(list_steps(run.folder)) == [30]
+    assert json.loads((run.folder / "checkpoints" / "latest.json").read_text())["step"] == 30
