@@ -11,6 +11,7 @@ from rpg_megatron.policy.runtime import start_device, start_process_group  # iso
 
 import torch
 import torch.distributed as dist
+from layout_worker import cut_unevenly
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.bridge.hf_import import load_hf_weights
@@ -22,7 +23,6 @@ from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.checkpoints import ANCHOR, MODEL
 from rpg_megatron.training.objective import build_aggregator, build_loss
 from rpg_megatron.training.state import load_model, save_model
-from tests.distributed.layout_worker import cut_unevenly
 
 
 def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
