@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from rpg_megatron.bridge.agreement import agree, describe
+from rpg_megatron.bridge.agreement import Sums, agree, describe
 from rpg_megatron.bridge.collective import gather_objects, run_together
 from rpg_megatron.bridge.layouts import Layout
 from rpg_megatron.bridge.manifest import MANIFEST, Manifest, Shard, write_private
@@ -56,16 +56,18 @@ class CudaIpcPublisher:
             raise UserError(
                 "weights lie on several machines; CUDA IPC reaches one: set bridge.transport to process_group"
             )
-        wrong = sorted({str(params[p].dtype) for _, _, p, _ in self._agreement.mine()} - {str(dtype)})
-        if wrong:
-            raise UserError(f"parameters are {', '.join(wrong)}, engines are to receive {dtype}")
+        self._handles: dict[int, str] = {}
+        run_together(self._check_types)
 
     @torch.no_grad()
     def publish(self, generation: int) -> Manifest | None:
         """Let engines read the present weights; returns the manifest on rank 0, else None."""
-        torch.cuda.synchronize()
-        sums = run_together(lambda: self._agreement.sum_boxes(self._params, self.dtype))
-        gathered = gather_objects((self.placement.rank, sums, *self._shards()))
+
+        def own() -> tuple[Sums, list[Shard], dict[str, tuple[int, int]]]:
+            torch.cuda.synchronize()
+            return self._agreement.sum_boxes(self._params, self.dtype), *self._shards()
+
+        gathered = gather_objects((self.placement.rank, *run_together(own)))
         if self.placement.rank != 0:
             return None
         shards: list[Shard] = []
@@ -98,6 +100,11 @@ class CudaIpcPublisher:
         """Remove the manifest."""
         self.retract()
 
+    def _check_types(self) -> None:
+        found = {str(self._params[p].dtype) for _, _, p, _ in self._agreement.mine()}
+        if wrong := sorted(found - {str(self.dtype)}):
+            raise UserError(f"parameters are {', '.join(wrong)}, engines are to receive {self.dtype}")
+
     def _shards(self) -> tuple[list[Shard], dict[str, tuple[int, int]]]:
         """This rank's pieces of memory, and in which of them, and where, each parameter lies."""
         shards: list[Shard] = []
@@ -108,7 +115,10 @@ class CudaIpcPublisher:
             storage = param.untyped_storage()
             if storage.data_ptr() not in index:
                 index[storage.data_ptr()] = len(shards)
-                shards.append(Shard(self.placement.rank, storage.nbytes(), handle=_export(storage)))
+                # Once for each piece of memory: every export would add to a chain that torch keeps.
+                handle = self._handles.setdefault(storage.data_ptr(), "") or _export(storage)
+                self._handles[storage.data_ptr()] = handle
+                shards.append(Shard(self.placement.rank, storage.nbytes(), handle=handle))
             places[name] = index[storage.data_ptr()], param.storage_offset() * param.element_size()
         return shards, places
 
@@ -116,6 +126,7 @@ class CudaIpcPublisher:
 def _export(storage: torch.UntypedStorage) -> str:
     parts = list(storage._share_cuda_())
     gpu = str(torch.cuda.get_device_properties(parts[0]).uuid)
+    parts[7] = False  # no event to wait for: ``publish`` has synchronised
     for i in _BYTES:
         parts[i] = base64.b64encode(parts[i]).decode()
     return json.dumps([gpu, *parts[1:]])

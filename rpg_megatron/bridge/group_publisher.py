@@ -6,7 +6,6 @@ is its turn. A thread a link, so that a slow worker holds up no other.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import torch
 from rpg_megatron.bridge.agreement import agree, describe
 from rpg_megatron.bridge.collective import gather_objects, run_together
 from rpg_megatron.bridge.layouts import Layout
-from rpg_megatron.bridge.link import SENDER, Link, Meeting
+from rpg_megatron.bridge.link import SENDER, Link, LinkError, Meeting
 from rpg_megatron.bridge.manifest import Manifest, Shard
 from rpg_megatron.bridge.plan import Box, Piece, Placement
 from rpg_megatron.bridge.stream import Part, largest, room_of
@@ -95,6 +94,8 @@ class GroupPublisher:
         if generation < 0:
             raise ValueError(f"generation {generation}: must not be negative")
         self.retract()
+        while self._meeting.take(inbox(generation, self.placement.rank)):
+            pass  # of a worker whose controller gave up when this generation was published before
         sums = run_together(lambda: self._agreement.sum_boxes(self._params, self.dtype))
         gathered = gather_objects((self.placement.rank, sums))
         manifest = None
@@ -110,9 +111,9 @@ class GroupPublisher:
                 place=self._meeting.place,
                 generation=generation,
             )
-            self._meeting.store.set("manifest", manifest.to_json())
-        self._stopping.clear()
+        run_together(lambda: self._meeting.store.set("manifest", manifest.to_json()) if manifest else None)
         if self.nbytes:
+            self._stopping.clear()
             self._start(self._listen, generation)
         return manifest
 
@@ -131,19 +132,21 @@ class GroupPublisher:
 
     def _start(self, work: Any, *arguments: Any) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
+        thread.start()  # before it is in the list: ``retract`` may join it at once
         self._threads.append(thread)
-        thread.start()
 
     def _listen(self, generation: int) -> None:
         """Take requests as they come, and answer each in a thread of its own."""
-        store = self._meeting.again().store
-        key = inbox(generation, self.placement.rank)
-        while not self._stopping.is_set():
-            if not store.queue_len(key):
-                self._stopping.wait(_POLL_SECONDS)
-                continue
-            request = json.loads(store.queue_pop(key))
-            self._start(self._answer, request, generation)
+        try:
+            meeting = self._meeting.again()
+            while not self._stopping.is_set():
+                request = meeting.take(inbox(generation, self.placement.rank))
+                if request is None:
+                    self._stopping.wait(_POLL_SECONDS)
+                else:
+                    self._start(self._answer, request, generation)
+        except (OSError, RuntimeError) as e:
+            logger.warning("rank %d serves no more: %s", self.placement.rank, e)
 
     @torch.no_grad()
     def _answer(self, request: dict[str, Any], generation: int) -> None:
@@ -153,6 +156,8 @@ class GroupPublisher:
             if request["kind"] == "hello":
                 sender = self._links.get(name)
                 if sender is None:
+                    if request["buckets"] is None:
+                        raise LinkError("the link was given up; the worker's next check makes a new one")
                     link = self._meeting.again().connect(name, SENDER, self._device)
                     sender = self._links[name] = _Sender(link)
                 if request["buckets"] is not None:

@@ -9,7 +9,6 @@ serve again.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections import deque
@@ -85,10 +84,12 @@ class GroupReader:
                 self._hail(shard, buckets)
             for shard in streams:
                 self._links[shard].expect_greeting(manifest.generation)
-        except (LinkError, RuntimeError) as e:
+        except BaseException as e:
             # Links that answered may be in the middle of something; the next check makes new ones.
             self._hang_up()
-            raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
+            if isinstance(e, LinkError | RuntimeError):
+                raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
+            raise
         return {}
 
     def begin(self) -> None:
@@ -169,7 +170,7 @@ class GroupReader:
         manifest = self._opened()
         key = inbox(manifest.generation, manifest.shards[shard].rank)
         try:
-            self._meeting.store.queue_push(key, json.dumps(request))
+            self._meeting.ask(key, request)
         except RuntimeError as e:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
 

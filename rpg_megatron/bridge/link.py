@@ -7,27 +7,40 @@ group plays no part: engines have one of their own.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import os
 import secrets
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rpg_megatron.config.errors import UserError
+
 SENDER, RECEIVER = 0, 1
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+_ENVIRONMENT = threading.Lock()
 
 
 class Meeting:
     """A key-value store on trainer rank 0, by which ranks and workers find each other.
 
-    Torch's store knows no passwords, so every key begins with a secret that only those learn who are told the
-    ``place``: engines by authenticated requests.
+    Torch's store knows no passwords. So requests for weights are signed with a secret that only those learn
+    who are told the ``place``: engines, by authenticated requests. Links themselves are as open as all of
+    torch.distributed is.
     """
 
     def __init__(self, place: dict[str, Any], store: dist.Store) -> None:
         self.place = place
-        self.store = dist.PrefixStore(str(place["secret"]), store)
+        self._secret = str(place["secret"]).encode()
+        self.store = dist.PrefixStore(hashlib.sha256(self._secret).hexdigest()[:16], store)
 
     @classmethod
     def host(cls, address: str, *, timeout: float, backend: str) -> Meeting:
@@ -35,7 +48,10 @@ class Meeting:
 
         timeout: seconds that a single message between a rank and a worker may take. backend: gloo or nccl.
         """
-        listener = socket.create_server((address, 0), backlog=256)
+        try:
+            listener = socket.create_server((address, 0), backlog=256)
+        except OSError as e:
+            raise UserError(f"bridge.address: {address!r} is no address of this machine ({e})") from None
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -61,6 +77,25 @@ class Meeting:
             raise OSError(f"no trainer answers at {address[0]}:{address[1]} ({_first_line(e)})") from None
         store.set_timeout(timedelta(seconds=float(place["timeout"])))
         return cls(place, store)
+
+    def ask(self, inbox: str, request: dict[str, Any]) -> None:
+        """Leave a request. Raises RuntimeError if the store is gone."""
+        body = json.dumps(request)
+        self.store.queue_push(inbox, json.dumps([body, self._sign(inbox, body)]))
+
+    def take(self, inbox: str) -> dict[str, Any] | None:
+        """The next request, if there is one; those that are not signed are dropped."""
+        while self.store.queue_len(inbox):
+            try:
+                body, signature = json.loads(self.store.queue_pop(inbox))
+                if hmac.compare_digest(str(signature), self._sign(inbox, str(body))):
+                    return dict(json.loads(body))
+            except (ValueError, TypeError):
+                continue
+        return None
+
+    def _sign(self, inbox: str, body: str) -> str:
+        return hmac.new(self._secret, f"{inbox}|{body}".encode(), hashlib.sha256).hexdigest()
 
     def again(self) -> Meeting:
         """Another connection to the same store: one serves one thread at a time."""
@@ -92,7 +127,8 @@ class Link:
             else:
                 nccl = dist.ProcessGroupNCCL.Options()
                 nccl._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(store, side, 2, nccl)
+                with _blocking_waits():
+                    self._group = dist.ProcessGroupNCCL(store, side, 2, nccl)
         except RuntimeError as e:
             raise LinkError(f"no connection: {_first_line(e)}") from None
 
@@ -129,6 +165,24 @@ class Link:
             return call()
         except RuntimeError as e:
             raise LinkError(_first_line(e)) from None
+
+
+@contextmanager
+def _blocking_waits() -> Iterator[None]:
+    """Build NCCL groups whose ``wait`` waits and raises at the timeout.
+
+    Else NCCL's watchdog would end this process when the other end dies. Not yet run on a GPU.
+    """
+    with _ENVIRONMENT:
+        before = os.environ.get(_BLOCKING)
+        os.environ[_BLOCKING] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_BLOCKING]
+            else:
+                os.environ[_BLOCKING] = before
 
 
 def _gloo_device(address: str) -> Any:

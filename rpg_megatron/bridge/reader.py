@@ -105,6 +105,7 @@ class ShardReader:
         self._maps: dict[Path, _Mapped] = {}
         self._files: list[torch.Tensor] = []
         self._written = 0
+        self._opened_gpu: dict[str, torch.Tensor] = {}
 
     def open(self, place: dict[str, Any], generation: int) -> Manifest:
         """Map the files of a manifest, after checking place, owner and generation.
@@ -124,7 +125,12 @@ class ShardReader:
             raise ShardError(f"{path}: holds generation {manifest.generation}, asked for {generation}")
         if manifest.transport == "cuda_ipc":
             try:
-                self._files = [open_memory(s) for s in manifest.shards]
+                opened = {s.handle: self._opened_gpu.get(s.handle) for s in manifest.shards}
+                for s in manifest.shards:
+                    if opened[s.handle] is None:
+                        opened[s.handle] = open_memory(s)
+                self._opened_gpu = {h: m for h, m in opened.items() if m is not None}
+                self._files = [self._opened_gpu[s.handle] for s in manifest.shards]
             except HandleError as e:
                 raise ShardError(str(e)) from None
         else:
@@ -211,6 +217,7 @@ class ShardReader:
     def close(self) -> None:
         """Forget the publication and unmap its files."""
         self.manifest, self._files = None, []
+        self._opened_gpu.clear()
         for path in list(self._maps):
             self._forget(path)
 

@@ -107,6 +107,9 @@ class SharedMemoryPublisher:
             raise ValueError(f"generation {generation}: must not be negative")
         sums = run_together(lambda: self._fill(generation))
         gathered = gather_objects((self.placement.rank, sums))
+        return run_together(lambda: self._write_manifest(generation, dict(gathered)))
+
+    def _write_manifest(self, generation: int, sums: dict[int, Sums]) -> Manifest | None:
         if self.placement.rank != 0:
             return None
         path = self.folder / MANIFEST
@@ -117,7 +120,7 @@ class SharedMemoryPublisher:
             self.dtype,
             self._files,
             {key: (index[key[0]], offset) for key, offset in self._offsets.items()},
-            dict(gathered),
+            sums,
             transport="shared_memory",
             place={"manifest": str(path)},
             generation=generation,

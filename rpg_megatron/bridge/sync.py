@@ -90,7 +90,7 @@ async def sync_engine(
             await call("/pause?mode=keep")
         with _clock(report, "start"):
             # A controller that died during a sync left it open; starting twice would make workers raise.
-            await call("/collective_rpc", {"method": "rpg_abort"})
+            aborted = _results(await call("/collective_rpc", {"method": "rpg_abort"}))
             await call("/start_weight_update")
     except _CallFailed as e:
         raise EngineLost(f"engine cannot start a weight update: {e}") from None
@@ -104,6 +104,8 @@ async def sync_engine(
         except _CallFailed as e:
             problem = str(e)
     if problem is not None:
+        if any(a.get("unsettled") for a in aborted):
+            raise ApplyFailed(f"an earlier update stopped half way, and this one was refused: {problem}")
         try:
             await call("/collective_rpc", {"method": "rpg_abort"})
             await call("/resume")
@@ -117,8 +119,10 @@ async def sync_engine(
             done = await _acks(call, session, "apply", engine_tensor)
             if wrong := _failures(done) or await _verdict(manifest, done):
                 raise _CallFailed(wrong)
-            if not any(a["sums"] for a in (*checked, *done)):
-                raise _CallFailed("no worker says what it read")
+            if silent := [
+                a["rank"] for a, b in zip(checked, done, strict=True) if not (a["sums"] or b["sums"])
+            ]:
+                raise _CallFailed(f"worker ranks {silent} do not say what they read")
         with _clock(report, "finish"):
             await call("/finish_weight_update")
         with _clock(report, "resume"):
@@ -193,16 +197,23 @@ async def _acks(call: _Caller, session: str, phase: str, workers: int) -> list[d
 
     A call of its own, for the route that starts a phase passes no answers on.
     """
-    text = await call("/collective_rpc", {"method": "rpg_ack"})
-    try:
-        given = {int(a["rank"]): a for a in json.loads(text)["results"]}
-    except (ValueError, KeyError, TypeError) as e:
-        raise _CallFailed(f"the workers' answers cannot be read ({type(e).__name__}: {e})") from None
+    given = {int(a["rank"]): a for a in _results(await call("/collective_rpc", {"method": "rpg_ack"}))}
     missing = {"ok": False, "error": f"did not run {phase}"}
     return [
         ack if (ack.get("session"), ack.get("phase")) == (session, phase) else {"rank": rank, **missing}
         for rank, ack in ((r, given.get(r, {})) for r in range(workers))
     ]
+
+
+def _results(text: str) -> list[dict[str, Any]]:
+    """The workers' answers in that of a ``/collective_rpc``."""
+    try:
+        results = json.loads(text)["results"]
+        if not all("rank" in r for r in results):
+            raise ValueError("an answer without a rank")
+    except (ValueError, KeyError, TypeError) as e:
+        raise _CallFailed(f"the workers' answers cannot be read ({type(e).__name__}: {e})") from None
+    return list(results)
 
 
 def _failures(acks: Sequence[dict[str, Any]]) -> str:

@@ -80,6 +80,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         self.folder = Path(folder).resolve()
         self._readers: dict[str, Reader] = {}
         self.generation: int | None = None
+        self.unsettled = False
+        """Whether an *apply* began whose update was never finished: the weights may be a mixture."""
         self.ack: dict[str, Any] = {}
         self._plan: ModelPlan | None = None
         self._checked: tuple[str, int] | None = None
@@ -101,7 +103,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             ack["ok"] = True
         except BaseException as e:
             ack["error"] = f"{type(e).__name__}: {e}"
-            logger.exception("Weight update failed: %s", update_info)
+            known = {k: v for k, v in update_info.items() if k != "place"}  # which holds a secret
+            logger.exception("Weight update failed: %s", known)
             self.abort()
         ack["seconds"] = time.perf_counter() - began
 
@@ -124,7 +127,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             assert plan is not None
             reader.begin()
             # From here on a failure leaves a mixture, whose generation is nobody's.
-            self.generation = None
+            self.generation, self.unsettled = None, True
             load_published(self.model, self.model_config, self.device, plan, reader)
             ack["sums"] = reader.end()
             ack["bytes"] = plan.nbytes
@@ -138,15 +141,19 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             ack["layers_processed"] = sum(not p.in_place for p in plan.layers)
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do after *apply*."""
+        """What *apply* brought is to be served."""
         self._checked = None
+        self.unsettled = False
 
     def abort(self) -> None:
         """Give every module its own tensors back, whatever state an update stopped in. Never raises."""
         self._checked = None
-        try:
-            for reader in self._readers.values():
+        for reader in self._readers.values():
+            try:
                 reader.release()
+            except BaseException:
+                logger.exception("Could not let go of an update")
+        try:
             restore_layers(self.model)
         except BaseException:
             logger.exception("Could not restore the model; the engine must be restarted")
@@ -155,7 +162,10 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
     def shutdown(self) -> None:
         """Let go of the trainers' weights."""
         for reader in self._readers.values():
-            reader.close()
+            try:
+                reader.close()
+            except BaseException:
+                logger.exception("Could not let go of the trainers' weights")
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
@@ -194,7 +204,11 @@ class WorkerExtension:
         engine.abort()
         engine.reset_weight_update_target()
         self._weight_update_active = False
-        return {"rank": engine.parallel_config.rank, "generation": engine.generation}
+        return {
+            "rank": engine.parallel_config.rank,
+            "generation": engine.generation,
+            "unsettled": engine.unsettled,
+        }
 
     def rpg_ack(self) -> dict[str, Any]:
         """What the last phase did, and whether it went well."""

@@ -134,7 +134,7 @@ def load_published(
             _load_whole(model, model_config, reader)
             _refresh(_sharing_modules(model))
             return
-        _load_slices(plan.layers, reader)
+        _load_slices(plan.layers, reader, overlap=device.type == "cpu")
         _refresh(plan.shared)
         for module in model.modules():
             # Modules that prepare something from others' weights; vLLM calls them last, too.
@@ -237,8 +237,11 @@ def _load_layout(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in params.items() if name not in SKIP_TENSORS}
 
 
-def _load_slices(plans: list[LayerPlan], reader: Reader) -> None:
-    """Fill all modules. Where a CPU re-packs them, the slices of the next are copied meanwhile."""
+def _load_slices(plans: list[LayerPlan], reader: Reader, overlap: bool) -> None:
+    """Fill all modules; with ``overlap`` the slices of the next are copied while one is re-packed.
+
+    Not on a GPU, whose streams belong to threads: another thread's copies would race with the packing.
+    """
     packing: torch.nn.Module | None = None
     with ThreadPoolExecutor(1) as copier:
         for plan in plans:
@@ -246,6 +249,10 @@ def _load_slices(plans: list[LayerPlan], reader: Reader) -> None:
                 _copy_slices(plan, reader)
                 continue
             _begin_reload(plan.layer)
+            if not overlap:
+                _copy_slices(plan, reader)
+                _finish_reload(plan.layer)
+                continue
             copying = copier.submit(_copy_slices, plan, reader)
             try:
                 if packing is not None:

@@ -197,6 +197,7 @@ class Run:
                 raise RunFailed(self._keep(explain(early[0])))
             return
         time.sleep(1.0)  # those that the first one takes along: one of them may know more
+        self._progress.pump(0.0)  # a step that ended just before is one that the folder tells of
         dead = self._supervisor.failed()[0]
         message = user_error(dead)
         if message is None:

@@ -24,6 +24,8 @@ from rpg_megatron.launch.summary import shown
 from rpg_megatron.training.checkpoints import CHECKPOINTS, find_problems, list_steps, read_state
 
 LOCK = ".lock"
+ORIGIN = ".origin"
+"""In a run that was made although others could go on: the checkpoint that it starts from, or nothing."""
 _LARGE = 10**9
 """Bytes of a checkpoint from which on it is said that it is being read."""
 _STEP = re.compile(r"step_(\d{6,})")
@@ -62,35 +64,47 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
     """
     if source is not None:
         return _start_from(settings, source.absolute())
-    if not fresh:
-        for folder in list_runs(settings):
-            if (folder / SUMMARY).exists():
-                break  # finished; what is older was left behind on purpose
-            lock = _hold(folder)
-            if lock is None:
-                continue  # at work in another process
-            try:
-                run = _continue(settings, folder, lock)
-            except BaseException:
-                lock.close()
-                raise
-            if run is not None:
-                return run
+    if fresh:
+        return _make(settings, origin="")
+    notes: list[str] = []
+    for folder in list_runs(settings):
+        lock = _hold(folder)
+        if lock is None:
+            continue  # at work in another process
+        if (folder / SUMMARY).exists():
             lock.close()
-    return _make(settings)
+            break  # finished; what is older was left behind on purpose
+        try:
+            run = _continue(settings, folder, lock, notes)
+        except BaseException:
+            lock.close()
+            raise
+        if run is not None:
+            return run
+        lock.close()
+        if (folder / ORIGIN).exists():  # it was asked for a run of its own, and never came to a checkpoint
+            origin = (folder / ORIGIN).read_text(encoding="utf-8")
+            run = _start_from(settings, Path(origin)) if origin else _make(settings, origin="")
+            run.notes = [*notes, *(run.notes or [f"run {shown(run.folder)}"])]
+            return run
+    run = _make(settings)
+    if notes:
+        run.notes = [*notes, f"run {shown(run.folder)}"]
+    return run
 
 
-def _make(settings: Settings) -> OpenRun:
+def _make(settings: Settings, origin: str | None = None) -> OpenRun:
     folder = create_run(settings)
     lock = _hold(folder)
     if lock is None:  # another launcher has looked at it in this very moment, and will let go
         lock = (folder / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
+    if origin is not None:
+        (folder / ORIGIN).write_text(origin, encoding="utf-8")
     return OpenRun(folder, lock)
 
 
-def _continue(settings: Settings, folder: Path, lock: IO[str]) -> OpenRun | None:
-    notes: list[str] = []
+def _continue(settings: Settings, folder: Path, lock: IO[str], notes: list[str]) -> OpenRun | None:
     checkpoint = _newest_whole(folder, notes)
     if checkpoint is None:
         return None
@@ -117,7 +131,7 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
     changes = _compare(settings, checkpoint)
     state = read_state(checkpoint)
     _check_length(settings, checkpoint, state["step"])
-    run = _make(settings)
+    run = _make(settings, origin=str(checkpoint))
     with suppress(OSError):  # the past of its curves, where it is still there
         rows = (checkpoint.parents[1] / METRICS).read_bytes()[: state["metrics_bytes"]]
         (run.folder / METRICS).write_bytes(rows)
@@ -182,9 +196,11 @@ def _hold(folder: Path) -> IO[str] | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         lock.close()
         return None
+    except OSError:
+        pass  # a file system without locks: two launchers of one run are then the user's to avoid
     return lock
 
 

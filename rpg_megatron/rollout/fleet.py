@@ -98,6 +98,7 @@ class Fleet:
             elif replica.watch is None:
                 await replica.client.wait_ready(self._settings.start_timeout)
                 replica.life = life_of(self._work, replica.index)
+            if replica.watch is None:
                 replica.watch = asyncio.create_task(self._watch(replica))
             life = replica.life
             if not self.check(replica, life):

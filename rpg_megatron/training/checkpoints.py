@@ -57,7 +57,12 @@ def find_problems(folder: Path) -> list[str]:
         manifest = read_manifest(folder)
     except UserError as e:
         return [str(e)]
-    return [f"{MANIFEST} is missing"] if manifest is None else find_damage(folder, manifest[1])
+    if manifest is None:
+        return [f"{MANIFEST} is missing"]
+    try:
+        return find_damage(folder, manifest[1])
+    except OSError as e:
+        return [f"{e.filename or folder} cannot be read ({e.strerror})"]
 
 
 def read_state(folder: Path) -> dict[str, Any]:

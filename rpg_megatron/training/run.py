@@ -382,6 +382,7 @@ class Run:
             self._placement,
             dtype=DTYPES[dtype or self.settings.precision.dtype],
             max_shard_bytes=max_shard_bytes,
+            replace=True,  # a run that was killed right after its export goes on, and does it again
         )
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import shutil
@@ -63,7 +64,9 @@ def save_run(
             return
         state = {"format": FORMAT, "step": step, "anchor": anchor and anchor.state(), **rest()}
         (part / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
-        torch.save(generators, part / RNG)
+        buffer = io.BytesIO()  # torch.save to a full disk raises anything but OSError
+        torch.save(generators, buffer)
+        (part / RNG).write_bytes(buffer.getvalue())
         shutil.copyfile(run_dir / CONFIG, part / CONFIG)
         for file in part.rglob("*"):
             if file.is_file():
@@ -86,10 +89,12 @@ def save_run(
         save_model(part, policy, anchor, step)
         generators = gather_objects(_generators())
         run_together(finish)
-    except (OSError, CheckpointException) as e:  # the latter is no Exception, and comes to all ranks
+    except (OSError, UserError, CheckpointException) as e:  # the last is no Exception, and comes to all ranks
         print(f"writing {folder}: {e}", file=sys.stderr, flush=True)
         reason = (
-            str(e) if isinstance(e, OSError) else "Megatron could not write its files; see the rank's log"
+            "Megatron could not write its files; see the rank's log"
+            if isinstance(e, CheckpointException)
+            else str(e)
         )
         free = shutil.disk_usage(run_dir).free / 1024**3
         if first:

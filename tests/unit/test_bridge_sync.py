@@ -23,7 +23,8 @@ from rpg_megatron.bridge.sync import ApplyFailed, CheckFailed, EngineLost, compa
 class StandInEngine:
     """Two workers: matrices are read half and half by rows, vectors by both."""
 
-    def __init__(self, folder, fail=None, status=None, skip=()):
+    def __init__(self, folder, fail=None, status=None, skip=(), unsettled=False):
+        self.unsettled = unsettled
         self.folder, self.fail, self.status, self.skip = folder, fail, status or {}, skip
         self.calls, self.acks = [], {}
 
@@ -34,6 +35,9 @@ class StandInEngine:
         if path == "/update_weights":
             for rank in range(2):
                 self.work(rank, body["update_info"])
+        if self.calls[-1] == "rpg_abort":
+            results = [{"rank": r, "generation": 3, "unsettled": self.unsettled} for r in range(2)]
+            return 200, json.dumps({"results": results})
         if self.calls[-1] == "rpg_ack":
             return 200, json.dumps({"results": list(self.acks.values())})
         return 200, '{"success": true}'
@@ -150,6 +154,7 @@ def test_a_stale_or_half_written_publication_is_refused(published):
         ({"status": {"/pause?mode=keep": 503}}, EngineLost),
         ({"status": {"/start_weight_update": 500}}, EngineLost),
         ({"fail": ("check", 0), "status": {"/resume": 500}}, EngineLost),
+        ({"fail": ("check", 0), "unsettled": True}, ApplyFailed),
     ],
 )
 def test_an_engine_that_cannot_be_trusted_is_not_resumed(published, engine, error):

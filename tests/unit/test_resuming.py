@@ -129,3 +129,25 @@ def test_retention(tmp_path: Path) -> None:
     remove_old(run.folder, keep=1, milestone=None)
     assert list(list_steps(run.folder)) == [30]
     assert json.loads((run.folder / "checkpoints" / "latest.json").read_text())["step"] == 30
+
+
+@pytest.mark.parametrize("asked", ["fresh", "from"])
+def test_a_run_that_was_asked_for_is_not_forgotten_before_its_first_checkpoint(
+    tmp_path: Path, killed: Path, asked: str
+) -> None:
+    source = killed if asked == "from" else None
+    first = open_run(make_settings(tmp_path), fresh=asked == "fresh", source=source)
+    first.close()
+    assert first.folder != killed
+    again = open_run(make_settings(tmp_path))
+    assert again.folder not in (killed, first.folder)
+    assert again.checkpoint == (step_folder(killed, 4) if asked == "from" else None)
+    assert (killed / "rollouts" / "step_000005.jsonl").exists(), "the older run was rewound"
+
+
+def test_damage_is_told_even_if_nothing_can_be_continued(tmp_path: Path, killed: Path) -> None:
+    for step in (2, 4):
+        (step_folder(killed, step) / "state.json").write_text("{}")
+    run = open_run(make_settings(tmp_path))
+    assert run.folder != killed
+    assert sum("damaged" in note for note in run.notes) == 2
