@@ -20,7 +20,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -367,8 +366,6 @@ def stopped_at(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {MARK: mark},
-            # A job in the background of a script has SIGINT ignored, and would hand that down.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stderr is not None
         while word not in process.stderr.readline():
