@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Before anything imports torch: tests start several processes, whose OpenMP threads would stall each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A job in the background of a script has SIGINT ignored and hands that down, to commands that are to be stopped.
+# A job in the background of a script has SIGINT ignored, and would hand that down to commands under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
