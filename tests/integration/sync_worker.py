@@ -70,7 +70,7 @@ class Engines:
         )
 
 
-def perturb(policy: Policy, seed: int, tied: bool) -> None:
+def perturb(policy: Policy, seed: int, tied: bool, noise_scale: float) -> None:
     """Add noise to every weight: the same to copies of one, whichever ranks hold them."""
     for name, p in policy.named_parameters():
         shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -78,7 +78,7 @@ def perturb(policy: Policy, seed: int, tied: bool) -> None:
         key = f"{'vocabulary' if shared else name}/{cut}/{seed}".encode()
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(zlib.crc32(key)))
         with torch.no_grad():
-            p.add_(0.05 * noise)
+            p.add_(noise_scale * noise)
 
 
 def score(policy: Policy, samples: list[list[list[Sample]]]) -> list[np.ndarray]:
@@ -169,7 +169,7 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
 
     for change in range(case["perturbations"]):
         for kind in publishers:
-            perturb(policy, 2 * change + (kind == "process_group"), shape.tied_embeddings)
+            perturb(policy, 2 * change + (kind == "process_group"), shape.tied_embeddings, case["noise"])
             bring(kind)
             asked = engines.start(engines.generate(change, 12)).result() if engines else None
             samples = from_rank_0(asked)
@@ -183,7 +183,7 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
         time.sleep(case["head_start"])
         dist.barrier()
         old = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
-        perturb(policy, 1000, shape.tied_embeddings)
+        perturb(policy, 1000, shape.tied_embeddings, case["noise"])
         bring(kind)
         samples = from_rank_0(under_way.result() if engines else None)
         new_logp = score(policy, samples)
