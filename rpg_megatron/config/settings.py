@@ -131,12 +131,27 @@ def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
     """Read a YAML file and apply ``key.sub=value`` overrides (values are YAML).
 
     Paths of inputs are taken relative to the YAML file; in an override, to the working directory.
+    ``extends: FILE`` (or a list of files, the later ones over the earlier) puts a file on top of others.
     Raises UserError that names the file and key, and for an unknown key the nearest valid one.
     """
+    raw = _read(file, ())
+    for item in overrides or []:
+        _apply_override(raw, item)
+    try:
+        return Settings.model_validate(raw)
+    except ValidationError as e:
+        raise UserError("\n".join(_explain(file, error, raw) for error in e.errors())) from None
+
+
+def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A YAML file on top of those that it extends; above: the files that extend this one."""
+    if file.resolve() in above:
+        raise UserError(f"{above[-1]}: extends {file}, which extends it; take one of the two out")
     try:
         raw = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
-        raise UserError(f"{file}: no such config file") from None
+        by = f" ({above[-1]} extends it)" if above else ""
+        raise UserError(f"{file}: no such config file{by}") from None
     except IsADirectoryError:
         raise UserError(f"{file}: is a directory; give a YAML file") from None
     except (OSError, UnicodeDecodeError) as e:
@@ -147,13 +162,30 @@ def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
         raw = {}
     if not isinstance(raw, dict):
         raise UserError(f"{file}: must hold keys and values, not a {type(raw).__name__}")
+    extended = raw.pop("extends", [])
+    names = [extended] if isinstance(extended, str) else extended
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{file}: extends must be a file or a list of files (got {extended!r})")
     _rebase(raw, Settings, file.parent)
-    for item in overrides or []:
-        _apply_override(raw, item)
-    try:
-        return Settings.model_validate(raw)
-    except ValidationError as e:
-        raise UserError("\n".join(_explain(file, error, raw) for error in e.errors())) from None
+    merged: dict[str, Any] = {}
+    for name in names:
+        _put_over(merged, _read(file.parent / name, (*above, file.resolve())))
+    _put_over(merged, raw)
+    return merged
+
+
+def _put_over(below: dict[str, Any], above: dict[str, Any]) -> None:
+    """Merge block by block. A block of another type replaces the one below: their keys do not go together."""
+    for key, value in above.items():
+        before = below.get(key)
+        if (
+            isinstance(value, dict)
+            and isinstance(before, dict)
+            and value.get("type") in (None, before.get("type"))
+        ):
+            _put_over(before, value)
+        else:
+            below[key] = value
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -200,3 +200,44 @@ def test_resolved_settings_can_be_read_again(tmp_path: Path) -> None:
     file.write_text(first.to_yaml())
     again = load_settings(file)
     assert again.model_copy(update={"model": first.model, "data": first.data}) == first
+
+
+def write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def test_a_file_on_top_of_others(tmp_path: Path) -> None:
+    write(tmp_path / "base/model.yaml", "model: {path: weights}\nprecision: {dtype: float32}\n")
+    write(tmp_path / "base/data.yaml", "data: {path: train.jsonl, max_prompt_tokens: 7}\nseed: 3\n")
+    objective = "objective: {type: grpo, beta: 0.5, clip: {high: 0.4}}"
+    write(tmp_path / "base/both.yaml", f"extends: [model.yaml, data.yaml]\nseed: 4\n{objective}\n")
+    top = write(tmp_path / "a.yaml", "extends: base/both.yaml\nobjective: {clip: {low: 0.1}}\n")
+    settings = load_settings(top, ["data.limit=9"])
+    assert settings.model.path == tmp_path / "base" / "weights", "relative to the file it stands in"
+    assert (settings.data.max_prompt_tokens, settings.data.limit, settings.seed) == (7, 9, 4)
+    assert settings.objective.type == "grpo"
+    assert settings.objective.beta == 0.5
+    assert (settings.objective.clip.low, settings.objective.clip.high) == (0.1, 0.4), "blocks merge"
+
+    other = write(tmp_path / "b.yaml", "extends: a.yaml\nobjective: {type: rpg, divergence: fkl}\n")
+    objective_of_another_type = load_settings(other).objective
+    assert objective_of_another_type.type == "rpg"
+    assert objective_of_another_type.beta == 1e-4, "another type begins anew"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("extends: nowhere.yaml", "nowhere.yaml: no such config file ("),
+        ("extends: {a: 1}", "extends must be a file or a list of files"),
+        ("extends: [3]", "extends must be a file or a list of files"),
+        ("extends: loop.yaml", "which extends it"),
+    ],
+)
+def test_files_that_cannot_be_extended(tmp_path: Path, text: str, told: str) -> None:
+    write(tmp_path / "loop.yaml", "extends: top.yaml")
+    with pytest.raises(UserError) as caught:
+        load_settings(write(tmp_path / "top.yaml", text))
+    assert told in str(caught.value)
