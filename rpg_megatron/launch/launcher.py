@@ -31,7 +31,7 @@ from rpg_megatron.launch.supervision import (
 from rpg_megatron.launch.workspace import create_workspace
 from rpg_megatron.rollout import processes
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
-from rpg_megatron.rollout.lives import begin_life, take_request
+from rpg_megatron.rollout.lives import begin_life, has_answered, take_request
 
 SAMPLER = "rpg_megatron.rollout.sampler"
 RANK = "rpg_megatron.training.rank"
@@ -247,13 +247,17 @@ class Run:
             if engine.index in self._healthy:
                 continue
             seconds = self._probed - self._started[engine.index]
+            life = self._restarts[engine.index]
+            if not engine.alive() and has_answered(self._workspace.work, engine.index, life):
+                self._restart(engine, f"engine {engine.index} died")
+                continue
             try:
                 if seconds > self._settings.engine.start_timeout or not engine.alive():
                     engine.wait_healthy()  # raises, with the end of the log
                 elif not engine.healthy(timeout=2.0):
                     continue
             except UserError as e:
-                if not self._restarts[engine.index]:
+                if not life:
                     raise UserError(self._keep(str(e))) from None
                 self._restart(engine, str(e).partition("; the end of")[0])
                 continue

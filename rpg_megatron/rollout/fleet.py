@@ -19,7 +19,7 @@ from rpg_megatron.bridge.sync import CheckFailed, SyncError, SyncReport, sync_en
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.rollout.channel import SyncResult
 from rpg_megatron.rollout.client import EngineClient, EngineError
-from rpg_megatron.rollout.lives import ask_restart, life_of
+from rpg_megatron.rollout.lives import ask_restart, life_of, note_answer
 
 logger = logging.getLogger("rpg_megatron.sampler")
 
@@ -98,6 +98,7 @@ class Fleet:
             elif replica.watch is None:
                 await replica.client.wait_ready(self._settings.start_timeout)
                 replica.life = life_of(self._work, replica.index)
+                note_answer(self._work, replica.index, replica.life)
             if replica.watch is None:
                 replica.watch = asyncio.create_task(self._watch(replica))
             life = replica.life
@@ -186,6 +187,7 @@ class Fleet:
         while life_of(self._work, replica.index) == replica.life or not await replica.client.health():
             await asyncio.sleep(_POLL_SECONDS)
         replica.life = life_of(self._work, replica.index)
+        note_answer(self._work, replica.index, replica.life)
         logger.info("engine %d is back", replica.index)
         if self.version is None:  # with the weights that it had before
             replica.serving.set()

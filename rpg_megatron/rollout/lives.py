@@ -26,6 +26,19 @@ def begin_life(work: Path, index: int, life: int) -> None:
     _write(work / f"engine-{index}.life", str(life))
 
 
+def note_answer(work: Path, index: int, life: int) -> None:
+    """The sampler's: this life has come up."""
+    _write(work / f"engine-{index}.answered", str(life))
+
+
+def has_answered(work: Path, index: int, life: int) -> bool:
+    """The launcher's, whose own look at a busy engine may come late: whether this life had come up."""
+    try:
+        return (work / f"engine-{index}.answered").read_text(encoding="ascii") == str(life)
+    except FileNotFoundError:
+        return False
+
+
 def ask_restart(work: Path, index: int, life: int, reason: str) -> None:
     """The sampler's: this life of the engine is of no use any more; ``reason`` says what it did."""
     _write(work / f"engine-{index}.restart", json.dumps([life, reason]))

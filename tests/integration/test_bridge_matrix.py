@@ -140,7 +140,7 @@ def check_matrix(folder: Path, name: str, perturbations: int, capsys: pytest.Cap
                 "head_start": 0.7,
             }
             (folder / "case.json").write_text(json.dumps(case))
-            results = run_ranks("../integration/sync_worker", world, folder, timeout=500)
+            results = run_ranks("../integration/sync_worker", world, folder, timeout=500 * perturbations)
             for layout, result in results.items():
                 assert len(result["mismatch"]) == 2 * perturbations
                 assert max(result["mismatch"]) < 1e-3, layout
@@ -163,6 +163,7 @@ def test_layouts_engines_and_transports(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.long
+@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_after_five_perturbations(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

@@ -60,10 +60,17 @@ class Run(Command):
         self.wait((self.run / "rollouts" / f"step_{step:06d}.jsonl.zst").exists)
 
     def wait_for_engine(self, index: int = 0) -> int:
-        """Until it has started; its process."""
-        self.wait(lambda: f"engine {index} is up" in self.out.read_text())
+        """Until its process is there: it takes most of a minute to start, so all that follows is seen."""
+        found: list[int | None] = [None]
+
+        def begun() -> bool:
+            found[0] = self.search("vllm.entrypoints", f"engine-{index}.sock")
+            return found[0] is not None
+
+        self.wait(begun)
         self.bridge = next(f for f in self.folders() if f.is_relative_to("/dev/shm"))
-        return self.engine(index)
+        assert found[0] is not None
+        return found[0]
 
     def wait_for_first_rollout(self) -> None:
         """Until the weights were published and taken back: every engine has been synced."""
@@ -82,8 +89,8 @@ class Run(Command):
         except OSError:
             return -1
 
-    def find(self, *words: str) -> int:
-        """The process whose command line has all the words."""
+    def search(self, *words: str) -> int | None:
+        """The process whose command line has all the words, if there is one."""
         for pid in self.processes():
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
@@ -91,7 +98,12 @@ class Run(Command):
                 continue
             if all(word in line for word in words) and "guardian" not in line:
                 return pid
-        raise AssertionError(f"no process {words}")
+        return None
+
+    def find(self, *words: str) -> int:
+        pid = self.search(*words)
+        assert pid is not None, f"no process {words}\n{self.out.read_text()}"
+        return pid
 
     def engine(self, index: int = 0) -> int:
         return self.find("vllm.entrypoints", f"engine-{index}.sock")

@@ -25,7 +25,7 @@ from rpg_megatron.rollout import fleet as fleet_module
 from rpg_megatron.rollout.client import EngineError, EngineGone, Sample
 from rpg_megatron.rollout.draws import Draw, sample_draws
 from rpg_megatron.rollout.fleet import Fleet
-from rpg_megatron.rollout.lives import begin_life, life_of, take_request
+from rpg_megatron.rollout.lives import begin_life, has_answered, life_of, take_request
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
 
@@ -247,3 +247,18 @@ def test_a_request_for_a_life_that_is_over_is_dropped(tmp_path: Path) -> None:
     begin_life(tmp_path, 0, 1)
     assert take_request(tmp_path, 0, life_of(tmp_path, 0)) is None
     assert list(tmp_path.glob("*.restart")) == []
+
+
+def test_each_life_that_came_up_is_noted(tmp_path: Path) -> None:
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 1)
+        assert not has_answered(tmp_path, 0, 0)
+        await fleet.sync(NOTHING, 1, again=False)
+        assert has_answered(tmp_path, 0, 0)
+        engines[0].restart()
+        fleet.refresh()
+        assert not has_answered(tmp_path, 0, 1)
+        await until(lambda: not fleet.replicas[0].is_away)
+        assert has_answered(tmp_path, 0, 1)
+
+    play(scene)
