@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -14,10 +16,15 @@ HERE = Path(__file__).parent
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port of the loopback interface that was free a moment ago.
+
+    Below those that the kernel hands out: one of them may be another socket's before the ranks have started.
+    """
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(worker: str, world: int, folder: Path, *args: str, timeout: float = 240) -> Any:

@@ -85,7 +85,13 @@ def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:
         "precision": {"dtype": "float32"},
         "optimizer": {"distributed": False},
         "rollout": {"prompts_per_step": 16, "temperature": 1.0, "max_response_tokens": 600},
-        "engine": {"tensor": engine_tensor, "max_sequences": 8, "kv_cache_gib": 0.25, "cpu_threads": 1},
+        "engine": {
+            "tensor": engine_tensor,
+            "max_sequences": 8,
+            "kv_cache_gib": 0.25,
+            "cpu_threads": 1,
+            "arguments": ["--skip-tokenizer-init"],  # there is none; requests are tokens
+        },
     }
 
 
