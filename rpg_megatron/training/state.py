@@ -18,7 +18,6 @@ import importlib.metadata
 import io
 import json
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -112,7 +111,7 @@ class Saver:
         def prepare() -> None:
             if not self._first:
                 return
-            remove_parts(self._run_dir)
+            self._clean()  # of a run that was killed
             folder.parent.mkdir(exist_ok=True)
             for name in self._folders():
                 (part / name).mkdir(parents=True)
@@ -211,10 +210,8 @@ class Saver:
             publish(part, job.folder, job.step)
         except Exception as e:
             return _reason(e)
-        try:
+        with suppress(OSError):  # what cannot be removed is tried again after the next save
             remove_old(self._run_dir, self._settings.keep, self._settings.milestone)
-        except OSError as e:
-            print(f"warning: older checkpoints cannot be removed ({e})", file=sys.stderr, flush=True)
         return None
 
     def _clean(self) -> None:

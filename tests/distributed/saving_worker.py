@@ -82,7 +82,7 @@ def adopt(settings: Settings, mesh: Mesh, policy: Policy, folder: Path) -> Share
 
 
 def save_while_everything_changes(case: dict, device: torch.device) -> None:
-    """Save 1 (anchor -1); before anything is written, all is spoilt."""
+    """Save 1 (anchor -1); before anything is written, all is spoilt. Then save 2, and wait for it."""
     settings = Settings.model_validate(case["settings"])
     mesh, policy, anchor = build(settings, device)
     publisher = adopt(settings, mesh, policy, Path(case["bridge"])) if case["bridge"] else None
@@ -98,6 +98,15 @@ def save_while_everything_changes(case: dict, device: torch.device) -> None:
     GATE.set()
     saver.wait()
     assert [o.problem for o in saver.outcomes()] == [None]
+    fill(policy, -2)
+    anchor.after_step(1, 0.0)
+    fill(policy, 2)
+    patient = settings.checkpoint.model_copy(update={"asynchronous": False})
+    saver = Saver(Path(case["folder"]), policy, anchor, patient)
+    saver.start(2, dict)
+    fill(policy, -1000)
+    assert [o.problem for o in saver.outcomes()] == [None]
+    dist.barrier()
     if publisher:
         publisher.close()
     mpu.destroy_model_parallel()
@@ -149,6 +158,15 @@ class Disk:
         dist.barrier()
         return outcome.problem is None
 
+    def save_twice(self) -> None:
+        """The second waits for the first."""
+        steps = next(self.steps), next(self.steps)
+        for step in steps:
+            self.saver.start(step, dict)
+        self.saver.wait()
+        assert [(o.step, o.problem) for o in self.saver.outcomes()] == [(step, None) for step in steps]
+        dist.barrier()
+
     def limit_files(self, number: int) -> None:
         """On this rank no file may be larger."""
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -168,6 +186,7 @@ class Disk:
 
     def try_everything(self, mounted: bool) -> None:
         """Name by name; a save that is expected to work follows each kind of trouble."""
+        self.save_twice()
         self.save("first")
         # A disk that takes files up to a size: rank 1's only, then everyone's down to the smallest.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -81,11 +81,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
                 subprocess.run(["umount", "-l", folder / "disk" / CHECKPOINTS], capture_output=True)
 
 
+@pytest.mark.parametrize("step", [1, 2])  # 2: training waited
 @pytest.mark.parametrize("name", STAGED)
-def test_a_checkpoint_holds_what_was_when_it_was_begun(saved: Any, name: str) -> None:
-    place = step_folder(saved[0] / name, 1)
+def test_a_checkpoint_holds_what_was_when_it_was_begun(saved: Any, name: str, step: int) -> None:
+    place = step_folder(saved[0] / name, step)
     assert not find_problems(place)
-    for part, value in ((MODEL, 1.0), (ANCHOR, -1.0)):
+    for part, value in ((MODEL, step), (ANCHOR, -step)):
         tensors = read_whole(place / part)
         weights = [n for n in tensors if not n.startswith("optimizer.")]
         assert len(weights) == 4 * 8 + 3
