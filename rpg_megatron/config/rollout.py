@@ -140,3 +140,7 @@ class CheckpointSettings(Section):
     """So many are kept, the newest."""
     milestone: int | None = Field(None, ge=1)
     """Those at multiples of so many steps are kept for good; null: none are."""
+    asynchronous: bool = True
+    """Write in the background while training goes on, from a copy in host memory of what each rank writes.
+    false: without the copy, and training waits.
+    """

@@ -71,7 +71,7 @@ def majority_correct(result: EvalResult) -> bool:
 
 def write_results(path: Path, results: Sequence[EvalResult]) -> None:
     """Write one JSON object a line for each problem, as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         for result in results:

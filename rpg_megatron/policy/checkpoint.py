@@ -8,9 +8,11 @@ and shapes of the weights that it belongs to.
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
@@ -29,7 +37,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.policy.checkpoint_folder import Contents, read_contents
+from rpg_megatron.policy.checkpoint_folder import MEGATRON, Contents, read_contents
 
 CONTENT = {
     # Layers under keys of their own: Megatron is about to drop the other way, one tensor over all layers.
@@ -42,13 +50,65 @@ CONTENT = {
 """How keys are formed. Megatron keeps it in the checkpoint, and readers form theirs alike."""
 
 
-def save_weights(
-    folder: Path, models: Sequence[GPTModel], optimizer: MegatronOptimizer | None = None, iteration: int = 0
-) -> None:
-    """Write this rank's part of the weights. Collective; ``folder`` exists and is empty.
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's, which also says what it has planned: its own way to end a save is no use to us.
+
+    If rank 0 cannot write the index, that raises there and leaves the other ranks in a broadcast.
+    """
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, async_strategy: str) -> Any:
+        self.writer, self.index = writer, planned[1]
+        return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
+
+
+@dataclass
+class PlannedSave:
+    """This rank's part of a save: who writes what is agreed upon, nothing is written."""
+
+    folder: Path
+    files: list[str]
+    """Names of those that this rank writes; none or one."""
+    _strategy: _Strategy
+
+    def write(self) -> list[Any]:
+        """Write them, through to the disk; returns Megatron's description of them. Not collective.
+
+        Any thread may do it. Raises what went wrong, an OSError mostly.
+        """
+        writer, found = self._strategy.writer, []
+        for bucket in writer.write_buckets:
+            # Megatron keeps Python's garbage collector off meanwhile, in the whole process.
+            _, result = writer.write_preloaded_data(
+                [writer.transforms], 0, bucket, None, None, use_fsync=True
+            )
+            if isinstance(result, BaseException):
+                raise result
+            found += result
+        writer.write_buckets = []  # the staged copies can go
+        return found
+
+    def finish(self, everyone: list[list[Any]]) -> None:
+        """Write the index, from what ``write`` returned on every rank. On rank 0, when all have written."""
+        self._strategy.writer.finish(self._strategy.index, everyone)
+        save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self.folder))
+        with (self.folder / MEGATRON).open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def plan_save(
+    folder: Path,
+    models: Sequence[GPTModel],
+    optimizer: MegatronOptimizer | None = None,
+    iteration: int = 0,
+    *,
+    stage: bool,
+) -> PlannedSave:
+    """Decide which rank writes what of the weights. Collective; ``folder`` exists and is empty.
 
     models: the pipeline chunks of this rank, one without virtual stages. Weights keep their dtype.
     optimizer: theirs, written as well: float32 main weights, moments, step.
+    stage: copy to host memory what this rank will write, so that weights and moments may change as soon as
+    this returns; otherwise they must stay as they are until ``write`` is done.
     """
     state: dict[str, Any] = _describe(models, CONTENT)
     if optimizer is not None:
@@ -57,10 +117,37 @@ def save_weights(
         state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata(CONTENT))
     # What Megatron-LM looks for: without a version it would take QKV to have its oldest order.
     state |= {"checkpoint_version": 3.0, "iteration": iteration}
+    if stage:
+        # Megatron's own staging copies what lies on a GPU, and of other memory only what is part of something
+        # larger: it counts on a forked writer to keep the rest, and a fork does not keep shared memory.
+        apply_factories(state)
+        for leaf in nested_values(state):
+            if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
+                leaf.data = leaf.data.detach().to("cpu", copy=True)
+    strategy = _Strategy(thread_count=1)
     with _queue_in_process():
         dist_checkpointing.save(
-            state, str(folder), TorchDistSaveShardedStrategy(thread_count=1), content_metadata=dict(CONTENT)
+            state,
+            str(folder),
+            strategy,
+            async_sharded_save=True,
+            async_strategy="mcore",
+            content_metadata=dict(CONTENT),
         )
+    return PlannedSave(folder, [name for _, name, _ in strategy.writer.write_buckets], strategy)
+
+
+def save_weights(folder: Path, models: Sequence[GPTModel], iteration: int = 0) -> None:
+    """Write this rank's part of the weights, without optimizer. Collective; ``folder`` exists and is empty.
+
+    For programs that end when a rank fails: the others would wait.
+    """
+    planned = plan_save(folder, models, iteration=iteration, stage=False)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, planned.write())
+    if dist.get_rank() == 0:
+        planned.finish(everyone)
+    dist.barrier()
 
 
 def load_weights(
@@ -140,10 +227,9 @@ def _fits(stored: tuple[int, ...], wanted: tuple[int, ...], vocab: int | None) -
 
 @contextmanager
 def _queue_in_process() -> Iterator[None]:
-    """Let Megatron's writer hand its results over in this process.
+    """Keep Megatron's writer from starting a process for its results.
 
-    It would start a process for that, whose import of everything takes longer than most saves, and which only
-    writers in other processes need.
+    Only writers in other processes need it; it imports everything anew and outlives a rank that is killed.
     """
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.Queue()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,17 +82,38 @@ def is_megatron(path: Path) -> bool:
     return (path / MEGATRON).is_file() or (path / LATEST).is_file()
 
 
-def write_manifest(folder: Path, facts: Facts, count: Callable[[int], None] = lambda n: None) -> None:
+def hash_files(
+    folder: Path, names: Iterable[str], count: Callable[[int], None] = lambda n: None
+) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files of a checkpoint, as its manifest has them."""
+    sums = _hash_all(folder, names, count)
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in sums}
+
+
+def write_manifest(
+    folder: Path,
+    facts: Facts,
+    count: Callable[[int], None] = lambda n: None,
+    known: Mapping[str, dict[str, Any]] | None = None,
+) -> None:
     """List every file with its size and SHA-256, then say so in ``manifest.json``, written last.
 
     ``count`` is told of bytes as they are read, from several threads.
+    known: files that were hashed by those who wrote them and are not read again. Raises OSError if one of
+    them is not here, or not of that size.
     """
-    names = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
-    sums = _hash_all(folder, names, count)
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in sums}
-    text = json.dumps({"format": _FORMAT, **asdict(facts), "files": files}, indent=2) + "\n"
+    files = dict(known or {})
+    for name, wanted in files.items():
+        size = (folder / name).stat().st_size
+        if size != wanted["bytes"]:
+            raise OSError(
+                f"{folder / name} has {size} bytes here, and {wanted['bytes']} where it was written"
+            )
+    names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    files |= hash_files(folder, sorted(names - files.keys()), count)
+    text = json.dumps({"format": _FORMAT, **asdict(facts), "files": dict(sorted(files.items()))}, indent=2)
     with (folder / MANIFEST).open("w", encoding="utf-8") as f:
-        f.write(text)
+        f.write(text + "\n")
         f.flush()
         os.fsync(f.fileno())
 

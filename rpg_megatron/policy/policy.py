@@ -17,7 +17,7 @@ from torch import Tensor
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.objectives import LossOutput, unnormalised_kl
-from rpg_megatron.policy.checkpoint import load_weights, save_weights
+from rpg_megatron.policy.checkpoint import PlannedSave, load_weights, plan_save
 from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
@@ -96,12 +96,15 @@ class Policy:
         """This rank's parameters under Megatron's names, layers numbered through the whole model."""
         return named_parameters(self.chunks)
 
-    def save(self, folder: Path, step: int) -> None:
-        """Write weights and optimizer state; ``folder`` exists and is empty. Not while ``updating``."""
-        save_weights(folder, self.chunks, self._optimizer, step)
+    def plan_save(self, folder: Path, step: int, *, stage: bool) -> PlannedSave:
+        """Weights and optimizer state, to be written; ``folder`` exists and is empty. Not while ``updating``.
+
+        stage: they may change as soon as this returns.
+        """
+        return plan_save(folder, self.chunks, self._optimizer, step, stage=stage)
 
     def load(self, folder: Path) -> None:
-        """Take up weights and optimizer state that ``save`` wrote, in whatever layout."""
+        """Take up weights and optimizer state that were saved, in whatever layout."""
         load_weights(folder, self.chunks, self.vocab, self._optimizer)
 
     def pack(self, trajectories: Sequence[Trajectory]) -> Pack:

@@ -78,15 +78,21 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def publish(part: Path, folder: Path, step: int) -> None:
     """Give a finished checkpoint its name, then let ``latest.json`` name it; both at once or not at all."""
-    shutil.rmtree(folder, ignore_errors=True)  # of the same step, and not whole, or it would have been used
-    os.replace(part, folder)
     latest = folder.parent / LATEST
     draft = latest.with_name(f".{LATEST}.part")
-    with draft.open("w", encoding="utf-8") as f:
+    with draft.open("w", encoding="utf-8") as f:  # first, while a full disk can still stop it all
         json.dump({"step": step, "folder": folder.name}, f)
         f.flush()
         os.fsync(f.fileno())
+    shutil.rmtree(folder, ignore_errors=True)  # of the same step, and not whole, or it would have been used
+    os.replace(part, folder)
     os.replace(draft, latest)
+
+
+def remove_parts(run: Path) -> None:
+    """Remove what saves have left that did not come to their end. Raises OSError."""
+    for old in (run / CHECKPOINTS).glob(".*.part"):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 def remove_old(run: Path, keep: int, milestone: int | None) -> None:

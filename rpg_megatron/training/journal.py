@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +20,22 @@ _PLAIN = ("prompt_id", "group", "sample", "finish", "text", "reward", "correct",
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
     """Write one JSON object a trajectory, zstd-compressed. The file appears under its name when it is whole.
 
-    Floats are written in full, so reading gives back the same bits.
+    Floats are written in full, so reading gives back the same bits. Raises OSError, and leaves nothing then;
+    the folder above the file's own must be there.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(exist_ok=True)
     part = file.with_name(f".{file.name}.part")
-    with part.open("wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as out:
-        for t in trajectories:
-            row = {name: getattr(t, name) for name in _PLAIN}
-            row |= {name: getattr(t, name).tolist() for name in _ARRAYS}
-            out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-    os.replace(part, file)
+    try:
+        with part.open("wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as out:
+            for t in trajectories:
+                row = {name: getattr(t, name) for name in _PLAIN}
+                row |= {name: getattr(t, name).tolist() for name in _ARRAYS}
+                out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        os.replace(part, file)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:

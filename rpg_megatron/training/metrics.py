@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -85,7 +86,12 @@ class MetricsWriter:
         )
 
     def write(self, row: dict[str, Any]) -> None:
-        """One row; numbers go to TensorBoard as well, under the row's ``step``."""
+        """One row; numbers go to TensorBoard as well, under the row's ``step``.
+
+        Raises OSError if it cannot be written, UserError if the file has been removed.
+        """
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise UserError(f"{self._file.name} has been removed, perhaps with its folder; the run ends here")
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for key, value in row.items():

@@ -7,17 +7,27 @@ job is done, 2 with ``error: ...`` as its last line on a problem the user can me
 
 from __future__ import annotations
 
+import errno
+import gc
 import logging
 import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.policy.runtime import start_device, start_process_group
+
+if TYPE_CHECKING:
+    from rpg_megatron.training.run import Run
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk says that takes no more."""
 
 
 def main() -> None:
@@ -30,6 +40,7 @@ def main() -> None:
     job = sys.argv[4] if len(sys.argv) > 4 else "train"
     checkpoint = Path(sys.argv[5]) if len(sys.argv) > 5 else None
     token = os.environ.get("RPG_ENGINE_TOKEN", "")
+    run: Run | None = None
     try:
         settings = load_settings(run_dir / "config.yaml")
         device = start_device(settings.device)
@@ -42,6 +53,9 @@ def main() -> None:
 
         mesh = start_mesh(settings.parallel)
         run = Run(settings, run_dir, work, bridge, token, mesh, device, checkpoint)
+        # Megatron collects garbage in every save, and what has been made up to here is none.
+        gc.collect()
+        gc.freeze()
         if job == "audit":
             audit(run, run_dir, work, bridge, token)
         else:
@@ -49,8 +63,18 @@ def main() -> None:
         dist.barrier()
         run.close()
         dist.destroy_process_group()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr, flush=True)
+    except (UserError, OSError) as e:
+        if isinstance(e, OSError) and e.errno not in _DISK:
+            raise
+        told = str(e)
+        if run is not None:
+            run.finish_saving(timeout=300)
+        if isinstance(e, OSError):
+            told = f"{run_dir} cannot be written ({e}); make room, then the same command goes on"
+            if run is not None:
+                run.warn(told)  # to the terminal: the log lies on the same disk, as a rule
+        with suppress(OSError):
+            print(f"error: {told}", file=sys.stderr, flush=True)
         # The other ranks wait in a collective that will never come; the launcher ends them.
         os._exit(2)
 

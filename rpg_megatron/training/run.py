@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,12 @@ from rpg_megatron.policy.policy import Policy, Update
 from rpg_megatron.policy.runtime import peak_memory_bytes
 from rpg_megatron.rollout.channel import EVENTS, SOCKET, SamplerClient
 from rpg_megatron.rollout.events import EventSender
-from rpg_megatron.training.checkpoints import read_state, remove_old
+from rpg_megatron.training.checkpoints import read_state
 from rpg_megatron.training.journal import write_rollouts
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
 from rpg_megatron.training.objective import build_aggregator, build_loss
 from rpg_megatron.training.serving import Serving
-from rpg_megatron.training.state import load_run, save_run
+from rpg_megatron.training.state import Saver, load_run
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Run:
         self._anchor = (
             HeldAnchor([p for _, p in self.policy.named_parameters()], settings.anchor) if held else None
         )
+        self._saver = Saver(run_dir, self.policy, self._anchor, settings.checkpoint)
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
         self._sampler: SamplerClient | None = None
         if mesh.rank == 0:
@@ -143,11 +145,10 @@ class Run:
         return int(state["step"])
 
     def save(self, step: int) -> None:
-        """Write a checkpoint if one is due after this step, and remove what need not be kept."""
-        settings = self.settings.checkpoint
-        if settings.every is None or (step % settings.every and step != self.steps):
+        """Begin a checkpoint if one is due after this step; it is written while training goes on."""
+        every = self.settings.checkpoint.every
+        if every is None or (step % every and step != self.steps):
             return
-        self._phase("checkpoint")
 
         def rest() -> dict[str, Any]:
             assert self._sampler is not None  # this is rank 0's part
@@ -158,9 +159,27 @@ class Run:
                 "seconds": time.monotonic() - self._started,
             }
 
-        save_run(self._run_dir, step, self.policy, self._anchor, rest)
-        if self.mesh.rank == 0:
-            remove_old(self._run_dir, settings.keep, settings.milestone)
+        self._phase("checkpoint")
+        with self.time("checkpoint"):
+            self._saver.start(step, rest)
+
+    def finish_saving(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint under way is whole, or for so many seconds. Not collective."""
+        self._saver.wait(timeout)
+        self._tell_of_saves()
+
+    def _tell_of_saves(self) -> dict[str, float]:
+        """Metrics of the saves that have ended since; those that failed are warned of. Rank 0's work."""
+        outcomes = self._saver.outcomes()
+        for saved in outcomes:
+            if saved.problem:
+                self.warn(
+                    f"step {saved.step}: no checkpoint, {saved.folder} cannot be written ({saved.problem}); "
+                    f"{_free(self._run_dir)}training goes on"
+                )
+        row = {"checkpoint/failed": float(sum(bool(saved.problem) for saved in outcomes))}
+        whole = [saved for saved in outcomes if not saved.problem]
+        return row | ({"checkpoint/seconds": whole[-1].seconds} if whole else {})
 
     def sync_engines(self, version: int) -> dict[str, float]:
         """Publish the weights as ``version`` and bring them into every engine, proved by checksums."""
@@ -248,8 +267,7 @@ class Run:
             self._metrics.write({"step": step, **batch.metrics, **row})  # what the message speaks of
             raise
         if warning:
-            self.events.send({"kind": "status", "text": f"warning: {warning}"})
-            print(f"warning: {warning}", flush=True)
+            self.warn(warning)
         return row
 
     def update(self, step: int, batch: Batch) -> list[Update]:
@@ -325,7 +343,7 @@ class Run:
         results = self._serving.attend(lambda sampler: sampler.evaluate())
         if results is None:
             return {}
-        write_results(self._run_dir / "evaluation" / f"step_{step:06d}.jsonl", results)
+        self._keep(lambda: write_results(self._run_dir / "evaluation" / f"step_{step:06d}.jsonl", results))
         row = score_results(evaluation.name, results)
         accuracy = row[f"eval/{evaluation.name}/avg@{evaluation.samples}"]
         self._summary.setdefault("accuracy_before", accuracy)
@@ -336,7 +354,7 @@ class Run:
         """Write the step's metrics and show them. Rank 0's work."""
         if self.mesh.rank:
             return
-        full = {"step": step, **row, **self._serving.counts()}
+        full = {"step": step, **row, **self._serving.counts(), **self._tell_of_saves()}
         self._metrics.write(full)
         self.events.send({"kind": "step", "row": full, "steps": self.steps})
         if "throughput/tokens_per_second" in row:
@@ -345,7 +363,8 @@ class Run:
     def journal(self, step: int, batch: Batch) -> None:
         """Keep the step's rollouts. Rank 0's work."""
         if self.mesh.rank == 0:
-            write_rollouts(self._run_dir / "rollouts" / f"step_{step:06d}.jsonl.zst", batch.all)
+            file = self._run_dir / "rollouts" / f"step_{step:06d}.jsonl.zst"
+            self._keep(lambda: write_rollouts(file, batch.all))
 
     def export(self) -> None:
         """Write the final Hugging Face checkpoint and the summary that the launcher prints."""
@@ -357,6 +376,7 @@ class Run:
             self.write_checkpoint(
                 out, dtype=settings.dtype, max_shard_bytes=int(settings.max_shard_gib * 1024**3)
             )
+        self.finish_saving()
         if self.mesh.rank == 0:
             rates = self._summary.pop("rates")
             self._summary |= {
@@ -386,15 +406,37 @@ class Run:
         )
 
     def close(self) -> None:
-        """Let go of shared memory and connections."""
+        """Let go of shared memory and connections, when all is saved."""
+        self.finish_saving()
         self._serving.close()
         if self.mesh.rank == 0:
             self._metrics.close()
         self.events.close()
 
+    def _keep(self, write: Callable[[], None]) -> None:
+        """Write something that the run can do without."""
+        try:
+            write()
+        except OSError as e:
+            self.warn(f"not written: {e}; training goes on")
+
+    def warn(self, text: str) -> None:
+        """Tell the user; rank 0 speaks for all."""
+        if self.mesh.rank == 0:
+            self.events.send({"kind": "status", "text": f"warning: {text}"})
+            with suppress(OSError):  # the log lies on the disk that may be full
+                print(f"warning: {text}", flush=True)
+
     def _phase(self, name: str) -> None:
         if self.mesh.rank == 0:
             self.events.phase(name, 0, 1)
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1024**3:.1f} GiB are free there; "
+    except OSError:
+        return ""
 
 
 def _data_ranks(mesh: Mesh) -> list[int]:

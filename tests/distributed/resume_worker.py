@@ -20,9 +20,9 @@ from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.training.checkpoints import ANCHOR, MODEL
+from rpg_megatron.training.checkpoints import CONFIG
 from rpg_megatron.training.objective import build_aggregator, build_loss
-from rpg_megatron.training.state import load_model, save_model
+from rpg_megatron.training.state import Saver, load_model
 
 
 def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
@@ -51,17 +51,22 @@ def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
                 for _, p in policy.named_parameters():
                     p.fill_(7.0)
         load_model(Path(case["load"]), policy, anchor)
-    reports = []
+    reports, savers = [], []
     for place in case["then"]:
         with policy.updating():
             update = policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-2)
         reports.append({"loss": update.loss, "grad_norm": update.grad_norm})
         if place:
             if mesh.rank == 0:
-                for part in (MODEL, ANCHOR):
-                    (Path(place) / part).mkdir(parents=True)
-            dist.barrier()
-            save_model(Path(place), policy, anchor, len(reports))
+                Path(place).mkdir(parents=True)
+                (Path(place) / CONFIG).write_text("")
+            saver = Saver(Path(place), policy, anchor, settings.checkpoint)
+            saver.start(1, dict)
+            savers.append(saver)  # the next updates do not wait for it
+    for saver in savers:
+        saver.wait()
+        assert [outcome.problem for outcome in saver.outcomes()] == [None]
+    dist.barrier()  # others read what rank 0 has named
     mpu.destroy_model_parallel()
     return reports
 

@@ -1,25 +1,18 @@
-"""test_resume_layouts: one rank that takes up the newest whole checkpoint, checks it, and saves on and on.
-
-``save_worker.py FOLDER [BYTES]``: after the first save no file may be larger than this, as on a full disk.
-"""
+"""test_resume_layouts: a rank that takes up the newest whole checkpoint, checks it, and saves on and on."""
 
 from __future__ import annotations
 
-import resource
-import signal
+import gc
 import sys
 from pathlib import Path
 
 from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
 
-import torch
+from saving_worker import build, fill, numbers
 
-from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.policy.anchor import HeldAnchor
-from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.policy.policy import Policy
-from rpg_megatron.training.checkpoints import find_problems, list_steps, remove_old
-from rpg_megatron.training.state import load_run, save_run
+from rpg_megatron.config import Settings
+from rpg_megatron.training.checkpoints import find_problems, list_steps
+from rpg_megatron.training.state import Saver, load_run
 
 
 def main() -> None:
@@ -27,37 +20,33 @@ def main() -> None:
     settings = Settings.model_validate_json((folder / "config.yaml").read_text())
     device = start_device("cpu")
     start_process_group(device)
-    mesh = start_mesh(settings.parallel)
-    shape = read_model_shape(settings.model.path)
-    policy = Policy(settings, shape, mesh, device, lambda policy: None)
-    parameters = [p for _, p in policy.named_parameters()]
-    anchor = HeldAnchor(parameters, settings.anchor)
+    mesh, policy, anchor = build(settings, device)
     step = 0
     whole = [place for place in list_steps(folder).values() if not find_problems(place)]
     if whole:
+        fill(policy, 0.5)
         step = load_run(whole[0], policy, anchor)["step"]
-        assert all(bool((p == step).all()) for p in parameters)
+        assert all(bool((t == step).all()) for t in numbers(policy))
         with anchor.swapped_in():
-            assert all(bool((p == -step).all()) for p in parameters)
+            assert all(bool((p == -step).all()) for _, p in policy.named_parameters())
+    saver = Saver(folder, policy, anchor, settings.checkpoint)
+    gc.collect()
+    gc.freeze()  # as a trainer does
     print(f"at {step}", flush=True)
     while True:
         step += 1
-        for value in (-step, step):
-            with torch.no_grad():
-                for p in parameters:
-                    p.fill_(value)
-            if value < 0:
-                anchor = HeldAnchor(parameters, settings.anchor)
-        try:
-            save_run(folder, step, policy, anchor, lambda: {})
-        except UserError as e:
-            print(f"refused {e}", flush=True)
-            return
-        remove_old(folder, 2, None)
-        print(f"saved {step}", flush=True)
-        for limit in map(int, sys.argv[2:]):
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        fill(policy, -step)
+        anchor.after_step(1, 0.0)
+        fill(policy, step)
+        if mesh.rank == 0:
+            print(f"saving {step}", flush=True)
+        saver.start(step, dict)
+        fill(policy, float("nan"))  # what is written is no longer here
+        saver.wait()
+        (outcome,) = saver.outcomes()
+        assert outcome.problem is None, outcome
+        if mesh.rank == 0:
+            print(f"saved {step} in {outcome.seconds:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rpg_megatron.policy.checkpoint_folder import (
     Facts,
     find_checkpoint,
     find_damage,
+    hash_files,
     is_megatron,
     read_manifest,
     write_manifest,
@@ -80,6 +81,24 @@ def test_a_manifest_tells_what_it_was_told_and_finds_all_damage(tmp_path: Path) 
         "__0_0.distcp is missing",
         "__1_0.distcp has 5 bytes, not 600",
     ]
+
+
+def test_a_manifest_takes_over_what_writers_say_of_their_files(tmp_path: Path) -> None:
+    folder = write(tmp_path / "release")
+    known = hash_files(folder, ["__0_0.distcp", "__1_0.distcp"])
+    before = (folder / MANIFEST).read_bytes()
+    (folder / MANIFEST).unlink()
+    seen: list[int] = []
+    write_manifest(folder, FACTS, seen.append, known)
+    assert (folder / MANIFEST).read_bytes() == before
+    rest = [f for f in folder.rglob("*") if f.is_file() and f.name not in (*known, MANIFEST)]
+    assert sum(seen) == sum(f.stat().st_size for f in rest)
+    (folder / "__1_0.distcp").write_bytes(b"cut")  # as the disk shows it to another node
+    with pytest.raises(OSError, match=r"__1_0.distcp has 3 bytes here, and 600 where it was written"):
+        write_manifest(folder, FACTS, known=known)
+    (folder / "__1_0.distcp").unlink()  # each node has a disk of its own
+    with pytest.raises(FileNotFoundError):
+        write_manifest(folder, FACTS, known=known)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "files": {"a": 3}}'])

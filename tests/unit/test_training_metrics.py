@@ -1,10 +1,11 @@
-"""The mismatch guard fires when it must and only then; a journal gives back the same bits.
+"""The mismatch guard fires when it must and only then; a journal gives back the same bits, or is not there.
 
 Not covered: the loop itself (tests/integration).
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training.journal import read_rollouts, write_rollouts
-from rpg_megatron.training.metrics import compare_logprobs, guard_mismatch
+from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
 
 
 def trajectory(gap: list[float], versions: list[int]) -> Trajectory:
@@ -81,3 +82,24 @@ def test_journal_round_trip(tmp_path: Path) -> None:
             else:
                 assert getattr(got, name) == value
     assert [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+def test_a_journal_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    with pytest.raises(FileNotFoundError):  # the run's folder has been removed, and is not made anew
+        write_rollouts(tmp_path / "gone" / "rollouts" / "step_000001.jsonl.zst", [])
+    assert not (tmp_path / "gone").exists()
+    (folder / "step_000001.jsonl.zst").mkdir(parents=True)  # in the way
+    with pytest.raises(IsADirectoryError):
+        write_rollouts(folder / "step_000001.jsonl.zst", [trajectory([0.0], [1])])
+    assert [f.name for f in folder.iterdir()] == ["step_000001.jsonl.zst"]
+
+
+def test_metrics_that_nobody_will_find_end_the_run(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write({"step": 0, "reward/mean": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "reward/mean": 0.5}
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=r"metrics.jsonl has been removed"):
+        writer.write({"step": 1})
+    writer.close()

@@ -1,0 +1,132 @@
+"""A run whose disk fills up trains on, ends with one message when it must, and goes on when there is room.
+
+Why: the disk of a long run does fill up, at night; what counts is that nothing learnt before is lost.
+Proved, with a real engine by the command line, on a small disk: with too little room for a checkpoint the run
+warns, counts it and trains on; with no room for a row of metrics it ends with exit code 2, without traceback,
+process or shared memory left; the newest checkpoint is whole, and the same command finishes the run with
+every step in the metrics once. Not covered: several nodes; how a save ends at each point (test_saving).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rpg_megatron.training.checkpoints import find_problems, list_steps
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+SETTINGS = [
+    "parallel.tensor=1",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "training.minibatches=2",
+    "training.tokens_per_microbatch=512",
+    "training.steps=40",
+    "engine.max_sequences=32",
+    "engine.kv_cache_gib=0.25",
+    "evaluation=null",
+    "checkpoint={every: 1, keep: 1}",
+]
+TIMEOUT = 580.0
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty disk of 96 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path, room: int) -> None:
+    """Leave so many bytes."""
+    with (disk / "ballast").open("ab") as file:
+        while (free := shutil.disk_usage(disk).free - room) > 0:
+            file.write(bytes(min(free, 1 << 20)))
+            file.flush()
+
+
+def rows_of(run: Path) -> list[dict]:
+    file = run / "metrics.jsonl"
+    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    return [json.loads(row) for row in whole.splitlines()]
+
+
+def mine() -> set[str]:
+    """What a run of this test may leave behind."""
+    found = {str(p.pid) for p in psutil.process_iter() if "test_a_run_trains_on" in " ".join(p.cmdline())}
+    return found | {name for name in os.listdir("/dev/shm") if name.startswith("rpg-")}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path: Path) -> None:
+    before = mine()
+    run, log = disk / "full-001", tmp_path / "log"
+    command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(QUICKSTART), *SETTINGS]
+    command += [f"runs={disk}", "name=full"]
+
+    def start() -> subprocess.Popen[bytes]:
+        with log.open("w") as out:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+
+    def wait_for(what: Callable[[], bool]) -> None:
+        end = time.monotonic() + TIMEOUT
+        while not what():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+
+    process = start()
+    try:
+        wait_for(lambda: len(rows_of(run)) >= 3 and bool(list_steps(run)))
+        fill(disk, 1_000_000)
+        wait_for(lambda: any(row.get("checkpoint/failed") for row in rows_of(run)))
+        failed = next(row["step"] for row in rows_of(run) if row.get("checkpoint/failed"))
+        wait_for(lambda: rows_of(run)[-1]["step"] > failed)  # and on it goes
+        assert "no checkpoint" in log.read_text()
+        fill(disk, 0)
+        assert process.wait(TIMEOUT) == 2, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    told = log.read_text()
+    assert "Traceback" not in told, told
+    assert "cannot be written ([Errno 28] No space left on device" in told
+    assert mine() <= before
+    steps = list_steps(run)
+    assert steps
+    assert not any(find_problems(place) for place in steps.values())
+    newest = max(steps)
+    assert newest <= failed
+
+    (disk / "ballast").unlink()
+    last = rows_of(run)[-1]["step"]
+    command.append(f"training.steps={last + 1}")
+    process = start()
+    try:
+        assert process.wait(TIMEOUT) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert f"from step {newest};" in log.read_text()
+    assert [row["step"] for row in rows_of(run)] == list(range(last + 2))
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest.json", f"step_{last + 1:06d}"]
+    assert mine() <= before
