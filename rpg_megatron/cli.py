@@ -166,6 +166,25 @@ def plan(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file with the settings of a run.")
+    ] = None,
+    overrides: Overrides = None,
+    json: AsJson = False,
+) -> None:
+    """Check this machine, with CONFIG for that run; under srun every node of the job step.
+
+    Exit code 0: all is well; 1: something is not, and its line says what to do.
+    """
+    from rpg_megatron.config import load_settings
+    from rpg_megatron.launch.doctor.command import run_doctor
+
+    if not run_doctor(load_settings(config, overrides) if config else None, as_json=json):
+        raise typer.Exit(1)
+
+
 convert = typer.Typer(
     name="convert",
     help="Hugging Face checkpoints to Megatron-Core's and back, in any tensor x pipeline layout. On the CPU.",
