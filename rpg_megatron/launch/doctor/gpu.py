@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from rpg_megatron.launch.doctor.software import import_torch
 from rpg_megatron.launch.preflight import check_gpus
 
 GPU_LINES = ("driver", "GPUs", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory")
-OLDEST_DRIVER = {"12": 525, "13": 580}
-"""CUDA's major version -> the first driver that runs programs made with it."""
+OLDEST_DRIVER = 580
+"""The first driver that runs programs made with CUDA 13, as torch 2.11 is."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SYS_PTRACE = 1 << 19
 
@@ -23,6 +23,16 @@ _SYS_PTRACE = 1 << 19
 def has_gpu() -> bool:
     """Whether this machine shows an NVIDIA GPU, by its device file or its tool."""
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+
+def card_memory() -> str | None:
+    """Memory of the smallest card as ``plan`` reads it, None if nvidia-smi does not say."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        return f"{min(int(line) for line in done.stdout.split())}MiB"
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
 
 
 def probe_torch(subject: Subject) -> Iterator[Check]:
@@ -77,11 +87,10 @@ def _driver() -> Check:
     if done.returncode or not cards:
         return failed("driver", f"nvidia-smi: {(done.stderr or done.stdout).strip()[:200]}", fix)
     version = cards[0].partition(",")[0]
-    oldest = max(OLDEST_DRIVER.values())
-    if version.split(".")[0].isdigit() and int(version.split(".")[0]) < oldest:
-        return failed(
-            "driver", f"{version}; torch's CUDA 13 wants {oldest} or later", "update the NVIDIA driver"
-        )
+    number = version.split(".")[0]
+    if number.isdigit() and int(number) < OLDEST_DRIVER:
+        found = f"{version}; CUDA 13, which torch is made with, wants {OLDEST_DRIVER} or later"
+        return failed("driver", found, "update the NVIDIA driver")
     return ok("driver", f"{version}: {len(cards)} x{cards[0].partition(',')[2]}")
 
 
@@ -112,14 +121,13 @@ def _capabilities() -> int:
 
 
 def _locked_memory() -> Check:
-    import resource
-
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("locked memory", "unlimited")
-    found = f"limited to {soft // 1024} KiB: InfiniBand cannot register buffers"
-    if not os.path.isdir("/sys/class/infiniband"):
+    if not Path("/sys/class/infiniband").is_dir():
         return ok("locked memory", f"limited to {soft // 1024} KiB; there is no InfiniBand here")
     return failed(
-        "locked memory", found, "ulimit -l unlimited in the job, or PropagateResourceLimits in Slurm"
+        "locked memory",
+        f"limited to {soft // 1024} KiB: InfiniBand cannot register buffers",
+        "ulimit -l unlimited in the job, or PropagateResourceLimits in slurm.conf",
     )

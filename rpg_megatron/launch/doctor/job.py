@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from rpg_megatron.launch.doctor.check import Check, Subject, failed, not_applica
 from rpg_megatron.launch.doctor.machine import nearest_folder
 from rpg_megatron.launch.plan.activations import ITEM_BYTES
 from rpg_megatron.launch.plan.engine import worker_parameters
-from rpg_megatron.launch.plan.plan import gib
+from rpg_megatron.launch.plan.plan import count, gib
 from rpg_megatron.launch.preflight import check_batch, check_data, check_model, check_parallel
 from rpg_megatron.launch.run_directory import METRICS, list_runs
 
@@ -43,9 +44,7 @@ def probe_model(subject: Subject) -> Iterator[Check]:
     except UserError as e:
         yield of_error("model", e)
         return
-    yield ok(
-        "model", f"{settings.model.path}: {shape.family}, {worker_parameters(shape, 1) / 1e9:.3f}B, whole"
-    )
+    yield ok("model", f"{settings.model.path}: {shape.family}, {count(worker_parameters(shape, 1))}, whole")
     for name, check in (("layout", check_parallel), ("batch", check_batch)):
         try:
             check(settings, shape)
@@ -76,7 +75,7 @@ def probe_run_folder(subject: Subject) -> Iterator[Check]:
         speed = _write_speed(folder, min(SPEED_BYTES, free // 4))
     except OSError as e:
         fix = "choose another folder with runs=..., or mend its rights"
-        if free < SPEED_BYTES:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
             fix = "remove old runs, or choose a larger disk with runs=..."
         yield failed("run folder", f"{folder}: {e.strerror or e}", fix)
         return
@@ -137,7 +136,10 @@ def probe_walltime(subject: Subject, environment: Mapping[str, str] = os.environ
         yield ok("walltime", f"{left / 60:,.0f} min left; seconds per step unknown before a first run")
         return
     interval = step * min(settings.checkpoint.every, settings.training.steps)
-    found = f"{left / 60:,.0f} min left, a checkpoint every {interval / 60:,.1f} min (last run: {step:.0f} s a step)"
+    found = (
+        f"{left / 60:,.0f} min left, a checkpoint every {interval / 60:,.1f} min "
+        f"({step:.0f} s a step in the last run)"
+    )
     if left < interval:
         every = max(1, int(left / 2 / step))
         yield failed("walltime", found, f"set checkpoint.every={every}, or give the job more --time")

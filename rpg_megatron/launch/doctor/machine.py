@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rpg_megatron.config import UserError
 from rpg_megatron.launch.doctor.check import Check, Subject, failed, not_applicable, of_error, ok
+from rpg_megatron.launch.doctor.gpu import card_memory
 from rpg_megatron.launch.plan.plan import gib, make_plan
 from rpg_megatron.launch.preflight import check_port, check_shared_memory
 from rpg_megatron.rollout.processes import SHARED_MEMORY
@@ -49,7 +50,7 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     if settings is None or subject.shape is None:
         yield not_applicable("memory", "no config, or no model to be read")
         return
-    plan = make_plan(settings)
+    plan = make_plan(settings, card_memory() if settings.device == "cuda" else None)
     if plan.problems:
         fix = "rpg-megatron plan shows each part, and a layout that fits"
         yield failed("memory", "; ".join(plan.problems), fix)

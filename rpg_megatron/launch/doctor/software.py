@@ -26,10 +26,7 @@ IMPORT_SECONDS = 90.0
 """Importing torch may take that long from a slow file system."""
 OURS = "rpg-megatron"
 _REPOSITORY = Path(rpg_megatron.__file__).parents[1]
-_OPTIONAL = {
-    "apex": "apex",
-    "flash_attn": "flash-attn",
-}
+_OPTIONAL = {"apex": "apex", "flash_attn": "flash-attn"}
 """Module -> distribution that is used where it is there, and not missed where it is not."""
 _SETUP = {
     "cpu": "make .venv in the repository, and use .venv/bin/rpg-megatron",
@@ -84,14 +81,16 @@ def probe_packages(subject: Subject) -> Iterator[Check]:
 
 
 def probe_optional(subject: Subject) -> Iterator[Check]:
-    """Packages that make a GPU faster."""
-    for module, name in _OPTIONAL.items():
-        if subject.device == "cpu":
+    """Packages that only a GPU has use for. There Transformer Engine is among those of ``probe_packages``."""
+    if subject.device == "cpu":
+        for name in ("transformer-engine", *_OPTIONAL.values()):
             yield not_applicable(name, "device is cpu")
-        elif importlib.util.find_spec(module) is None:
+        return
+    for module, name in _OPTIONAL.items():
+        if importlib.util.find_spec(module) is None:
             yield ok(name, "not there; optional")
         else:
-            yield ok(name, f"{_version(name)}")
+            yield ok(name, _version(name))
 
 
 def import_torch() -> dict[str, Any]:

@@ -21,6 +21,8 @@ class Batch:
     """Of one mini-batch, on the data-parallel replica with the most."""
     longest: int
     """Tokens of the longest prompt and response together."""
+    context: int
+    """The same, evaluation included: what an engine has to hold."""
     tokens_per_microbatch: int
     """Tokens of the largest micro-batch: the budget, or one longest sequence that is larger."""
     microbatches: int
@@ -36,6 +38,8 @@ def plan_batch(settings: Settings, max_positions: int) -> Batch:
     update = sequences // training.minibatches
     per_rank = -(-update // parallel.data)
     longest = min(settings.data.max_prompt_tokens + rollout.max_response_tokens, max_positions)
+    evaluated = settings.evaluation.data.max_prompt_tokens if settings.evaluation else 0
+    prompt = max(settings.data.max_prompt_tokens, evaluated)
     in_one = max(1, training.tokens_per_microbatch // longest)
     tokens = max(min(training.tokens_per_microbatch, per_rank * longest), longest)
     align = parallel.tensor if parallel.sequence else 1
@@ -49,6 +53,7 @@ def plan_batch(settings: Settings, max_positions: int) -> Batch:
         sequences_per_update=update,
         sequences_per_rank=per_rank,
         longest=longest,
+        context=min(prompt + rollout.max_response_tokens, max_positions),
         tokens_per_microbatch=-(-tokens // align) * align,
         microbatches=microbatches,
         pipeline_idle=waits / (microbatches + waits),

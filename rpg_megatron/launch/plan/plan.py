@@ -114,7 +114,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data > 1 else (True,))
     ]
-    engine = engine_memory(settings, shape, longest=batch.longest, device=target.device, card=target.nbytes)
+    engine = engine_memory(settings, shape, longest=batch.context, device=target.device, card=target.nbytes)
     largest = max(ranks, key=lambda r: r.peak)
     flying = in_flight(largest.stage, parallel, batch.microbatches)
     draft = Plan(
@@ -204,3 +204,8 @@ def _warnings(plan: Plan) -> list[str]:
 def gib(nbytes: float) -> str:
     """A size as one reads it."""
     return f"{nbytes / 1024**3:.2f} GiB" if nbytes >= 1024**3 / 10 else f"{nbytes / 1024**2:.1f} MiB"
+
+
+def count(parameters: int) -> str:
+    """A number of parameters as one says it."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 10**8 else f"{parameters / 1e6:.2f}M"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rpg_megatron.launch.plan.engine import SERVER
 from rpg_megatron.launch.plan.layouts import Candidate
-from rpg_megatron.launch.plan.plan import Plan, gib
+from rpg_megatron.launch.plan.plan import Plan, count, gib
 from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE
 
 
@@ -144,10 +144,11 @@ def _facts(plan: Plan) -> Table:
     engine = plan.settings.engine
     layers = shape.stage_layers(parallel.pipeline * parallel.virtual)
     of_layers = str(layers[0]) if len(set(layers)) == 1 else "/".join(map(str, layers))
+    pieces = "micro-batches" if batch.microbatches > 1 else "micro-batch"
     table = Table.grid(padding=(0, 2))
     table.add_row(
         "model",
-        f"{shape.family}, {plan.parameters / 1e9:.3f}B parameters: {shape.num_layers} layers, hidden "
+        f"{shape.family}, {count(plan.parameters)} parameters: {shape.num_layers} layers, hidden "
         f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         + (", tied" if shape.tied_embeddings else ""),
     )
@@ -166,7 +167,7 @@ def _facts(plan: Plan) -> Table:
     table.add_row(
         "update",
         f"{batch.sequences_per_rank:,} responses a replica, up to {batch.longest:,} tokens: at most "
-        f"{batch.microbatches:,} micro-batches of {batch.tokens_per_microbatch:,} tokens"
+        f"{batch.microbatches:,} {pieces} of {batch.tokens_per_microbatch:,} tokens"
         + (f"; pipeline idle {batch.pipeline_idle:.0%}" if parallel.pipeline > 1 else ""),
     )
     return table
@@ -175,7 +176,7 @@ def _facts(plan: Plan) -> Table:
 def _trainer_table(plan: Plan) -> Table:
     rank = plan.largest
     where = "" if plan.settings.parallel.pipeline == 1 else f", pipeline stage {rank.stage}, the largest"
-    table = _table(f"trainer rank{where}: {rank.parameters / 1e9:.3f}B parameters")
+    table = _table(f"trainer rank{where}: {count(rank.parameters)} parameters")
     for part in rank.parts:
         when = "host memory" if part.host else part.phase
         table.add_row(part.name, gib(part.nbytes), part.basis, when)
