@@ -89,7 +89,7 @@ def check(settings: Settings, folder: Path, bridge: Path) -> None:
         "microbatches": microbatches,
     }
     (folder / "case.json").write_text(json.dumps(case))
-    ranks = run_ranks("memory_worker", settings.parallel.world, folder, timeout=550)
+    ranks = run_ranks("plan_memory_worker", settings.parallel.world, folder, timeout=550)
     shape = read_model_shape(settings.model.path)
     told = []
     for found in ranks:
@@ -139,7 +139,7 @@ def test_activations_are_those_that_autograd_saves(
     }
     described = {n: {"settings": s.model_dump(mode="json"), "lengths": LENGTHS} for n, s in cases.items()}
     (tmp_path / "case.json").write_text(json.dumps(described))
-    ranks = run_ranks("activation_worker", 2, tmp_path)
+    ranks = run_ranks("plan_activation_worker", 2, tmp_path)
     for name, settings in cases.items():
         model = read_model_shape(settings.model.path)
         w = widths(model, settings.parallel, settings.precision.dtype)

@@ -11,7 +11,7 @@ from rpg_megatron.policy.runtime import start_device, start_process_group  # iso
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from memory_worker import trajectories
+from plan_memory_worker import trajectories
 
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.policy.model import start_mesh
