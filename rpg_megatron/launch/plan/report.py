@@ -36,7 +36,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
     )
     for name in ("", "TP", "PP", "DP", "SP"):
         table.add_column(name, justify="right")
-    for name in ("a rank", "left", "micro-batches", "idle"):
+    for name in ("a rank", "left", "passes", "idle"):
         table.add_column(name, justify="right")
     for candidate in candidates[:most]:
         p = candidate.plan
