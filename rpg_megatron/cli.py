@@ -140,6 +140,51 @@ def config(config: ConfigFile, overrides: Overrides = None) -> None:
     typer.echo(resolved_yaml(load_settings(config, overrides)), nl=False)
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="CARD|BYTES", help="Such as h100-80, h200-141 or 48GiB.")
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Rank the layouts of as many trainer ranks.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Work out sizes, batch and memory of a run, and whether it fits. Needs neither a GPU nor torch.
+
+    Exit code 0: it fits; 1: it does not, and what would is printed.
+    """
+    from rpg_megatron.config import load_settings
+    from rpg_megatron.launch.plan.command import run_plan
+
+    if not run_plan(load_settings(config, overrides), gpu, sweep=sweep, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file with the settings of a run.")
+    ] = None,
+    overrides: Overrides = None,
+    json: AsJson = False,
+) -> None:
+    """Check this machine, with CONFIG for that run; under srun every node of the job step.
+
+    Exit code 0: all is well; 1: something is not, and its line says what to do.
+    """
+    from rpg_megatron.config import load_settings
+    from rpg_megatron.launch.doctor.command import run_doctor
+
+    if not run_doctor(load_settings(config, overrides) if config else None, as_json=json):
+        raise typer.Exit(1)
+
+
 convert = typer.Typer(
     name="convert",
     help="Hugging Face checkpoints to Megatron-Core's and back, in any tensor x pipeline layout. On the CPU.",

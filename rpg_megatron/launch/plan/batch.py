@@ -1,0 +1,60 @@
+"""From prompts to micro-batches: what a step is cut into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rpg_megatron.config import Settings
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's numbers. Tokens are upper bounds: every response as long as it may be."""
+
+    prompts: int
+    sequences: int
+    """Responses of a step."""
+    minibatches: int
+    """Optimizer updates in a step."""
+    sequences_per_update: int
+    sequences_per_rank: int
+    """Of one mini-batch, on the data-parallel replica with the most."""
+    longest: int
+    """Tokens of the longest prompt and response together."""
+    context: int
+    """The same, evaluation included: what an engine has to hold."""
+    tokens_per_microbatch: int
+    """Tokens of the largest micro-batch: the budget, or one longest sequence that is larger."""
+    microbatches: int
+    """Of one update on one replica, if all sequences are as long as they may be."""
+    pipeline_idle: float
+    """Share of an update that a pipeline rank waits, with so many micro-batches of equal size."""
+
+
+def plan_batch(settings: Settings, max_positions: int) -> Batch:
+    """Cut a step of these settings. max_positions: the model's."""
+    rollout, training, parallel = settings.rollout, settings.training, settings.parallel
+    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    update = sequences // training.minibatches
+    per_rank = -(-update // parallel.data)
+    longest = min(settings.data.max_prompt_tokens + rollout.max_response_tokens, max_positions)
+    evaluated = settings.evaluation.data.max_prompt_tokens if settings.evaluation else 0
+    prompt = max(settings.data.max_prompt_tokens, evaluated)
+    in_one = max(1, training.tokens_per_microbatch // longest)
+    tokens = max(min(training.tokens_per_microbatch, per_rank * longest), longest)
+    align = parallel.tensor if parallel.sequence else 1
+    microbatches = -(-per_rank // in_one)
+    # Interleaved, every rank's work comes in as many pieces, and the wait at the ends is as much shorter.
+    waits = (parallel.pipeline - 1) / parallel.virtual
+    return Batch(
+        prompts=rollout.prompts_per_step,
+        sequences=sequences,
+        minibatches=training.minibatches,
+        sequences_per_update=update,
+        sequences_per_rank=per_rank,
+        longest=longest,
+        context=min(prompt + rollout.max_response_tokens, max_positions),
+        tokens_per_microbatch=-(-tokens // align) * align,
+        microbatches=microbatches,
+        pipeline_idle=waits / (microbatches + waits),
+    )

@@ -1,0 +1,211 @@
+"""A run's plan: sizes, batch, memory of every process by part, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rpg_megatron.bridge.layouts import check_layout
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.launch.plan.activations import in_flight
+from rpg_megatron.launch.plan.batch import Batch, plan_batch
+from rpg_megatron.launch.plan.cards import DEFAULT, card_bytes, machine_bytes
+from rpg_megatron.launch.plan.engine import SERVER, EngineMemory, engine_memory
+from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE, RankMemory, rank_memory, recomputed_bytes
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the run is to fit."""
+
+    device: Device
+    name: str
+    nbytes: int
+    """Of one GPU, or of the machine."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known of a run before it starts."""
+
+    settings: Settings
+    shape: ModelShape
+    parameters: int
+    """Of the whole model, each counted once."""
+    target: Target
+    batch: Batch
+    ranks: tuple[RankMemory, ...]
+    """One of each pipeline stage: data-parallel replica 0, and another if there are several."""
+    engine: EngineMemory
+    recomputed: int
+    """Activations of the largest rank, were they recomputed; there is no such setting yet."""
+    problems: tuple[str, ...]
+    """Why it cannot run or does not fit, each with what to do; empty: it fits."""
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing stands against it."""
+        return not self.problems
+
+    @property
+    def largest(self) -> RankMemory:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda r: r.peak)
+
+    @property
+    def rank_total(self) -> int:
+        """Bytes of the largest rank with all that is not the run's own: imports, or the GPU's reserve."""
+        return self.largest.peak + (IMPORTS if self.target.device == "cpu" else RESERVE)
+
+    @property
+    def machine_total(self) -> int:
+        """On a CPU: bytes of all processes together."""
+        engine, parallel = self.settings.engine, self.settings.parallel
+        ranks = 0
+        for rank in self.ranks:
+            others = parallel.data - 1 if any(not r.publishes for r in self.ranks) else 0
+            ranks += (1 if rank.publishes else others) * parallel.tensor * (rank.peak + IMPORTS)
+        return ranks + engine.replicas * (SERVER + engine.tensor * self.engine.total)
+
+
+def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
+    """Plan a run for a card, by default for what the settings name.
+
+    gpu: see ``card_bytes``; it makes the plan one for GPUs, whatever settings.device says. Raises UserError
+    if the model's config.json cannot be read or its layout is impossible.
+    """
+    shape = read_model_shape(settings.model.path)
+    return plan_for(settings, shape, find_target(settings, gpu))
+
+
+def find_target(settings: Settings, gpu: str | None) -> Target:
+    """The card of that name, or what the settings run on."""
+    if gpu is None and settings.device == "cpu":
+        return Target("cpu", "this machine", machine_bytes())
+    name = gpu or DEFAULT
+    return Target("cuda", name, card_bytes(name))
+
+
+def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
+    """The plan of one layout. Raises UserError if the model cannot be cut so."""
+    parallel = settings.parallel
+    for sizes, where in (
+        ((parallel.tensor, parallel.pipeline, parallel.virtual), "parallel"),
+        ((settings.engine.tensor, 1, 1), "engine"),
+    ):
+        try:
+            check_layout(shape, *sizes)
+        except UserError as e:
+            raise UserError(f"{where}: {e}") from None
+    batch = plan_batch(settings, shape.max_positions)
+    ranks = [
+        rank_memory(
+            settings,
+            shape,
+            stage=stage,
+            publishes=publishes,
+            tokens=batch.tokens_per_microbatch,
+            microbatches=batch.microbatches,
+            device=target.device,
+        )
+        for stage in range(parallel.pipeline)
+        for publishes in ((True, False) if parallel.data > 1 else (True,))
+    ]
+    engine = engine_memory(settings, shape, longest=batch.context, device=target.device, card=target.nbytes)
+    largest = max(ranks, key=lambda r: r.peak)
+    flying = in_flight(largest.stage, parallel, batch.microbatches)
+    draft = Plan(
+        settings=settings,
+        shape=shape,
+        parameters=_parameters(shape),
+        target=target,
+        batch=batch,
+        ranks=tuple(ranks),
+        engine=engine,
+        recomputed=recomputed_bytes(settings, shape, largest, batch.tokens_per_microbatch, flying),
+        problems=(),
+        warnings=(),
+    )
+    return Plan(**{**vars(draft), "problems": tuple(_problems(draft)), "warnings": tuple(_warnings(draft))})
+
+
+def _parameters(shape: ModelShape) -> int:
+    one = Settings.model_validate({"model": {"path": "."}, "data": {"path": "."}})
+    return rank_memory(
+        one, shape, stage=0, publishes=True, tokens=1, microbatches=1, device="cuda"
+    ).parameters
+
+
+def _problems(plan: Plan) -> list[str]:
+    settings, batch, engine, target = plan.settings, plan.batch, plan.engine, plan.target
+    found = []
+    for where, data in [("data", settings.data)] + (
+        [("evaluation.data", settings.evaluation.data)] if settings.evaluation else []
+    ):
+        tokens = data.max_prompt_tokens + settings.rollout.max_response_tokens
+        if tokens > plan.shape.max_positions:
+            found.append(
+                f"{where}.max_prompt_tokens + rollout.max_response_tokens is {tokens}, the model has "
+                f"{plan.shape.max_positions} positions; lower one of the two"
+            )
+    if batch.sequences_per_update < settings.parallel.data:
+        found.append(
+            f"a mini-batch of {batch.sequences_per_update} responses is fewer than parallel.data "
+            f"({settings.parallel.data}); lower training.minibatches"
+        )
+    if target.device == "cpu":
+        if plan.machine_total > target.nbytes:
+            found.append(
+                f"all processes together need {gib(plan.machine_total)}, {target.name} has "
+                f"{gib(target.nbytes)}; lower training.tokens_per_microbatch or engine.kv_cache_gib"
+            )
+    else:
+        if plan.rank_total > target.nbytes:
+            found.append(
+                f"a trainer rank needs {gib(plan.rank_total)}, {target.name} has {gib(target.nbytes)}"
+            )
+        if engine.kv_cache < 0:
+            found.append(
+                f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "
+                f"vLLM takes {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
+            )
+    if engine.kv_cache >= 0 and engine.full_sequences < 1:
+        more = "engine.kv_cache_gib" if target.device == "cpu" else "engine.tensor"
+        found.append(
+            f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
+            f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens"
+        )
+    return found
+
+
+def _warnings(plan: Plan) -> list[str]:
+    found, engine = [], plan.engine
+    wanted = min(
+        plan.settings.engine.max_sequences, -(-plan.batch.sequences // plan.settings.engine.replicas)
+    )
+    if 1 <= engine.full_sequences < wanted:
+        found.append(
+            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, {wanted} may run at "
+            "once: vLLM then puts some off and computes them again"
+        )
+    if plan.settings.parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
+        found.append(
+            f"pipeline ranks wait {plan.batch.pipeline_idle:.0%} of an update: {plan.batch.microbatches} "
+            "micro-batches; lower training.tokens_per_microbatch or training.minibatches"
+        )
+    if plan.settings.optimizer.distributed and plan.settings.parallel.data == 1:
+        found.append("optimizer.distributed cuts nothing with parallel.data 1")
+    return found
+
+
+def gib(nbytes: float) -> str:
+    """A size as one reads it."""
+    return f"{nbytes / 1024**3:.2f} GiB" if nbytes >= 1024**3 / 10 else f"{nbytes / 1024**2:.1f} MiB"
+
+
+def count(parameters: int) -> str:
+    """A number of parameters as one says it."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 10**8 else f"{parameters / 1e6:.2f}M"

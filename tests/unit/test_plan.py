@@ -1,0 +1,307 @@
+"""``rpg-megatron plan``: figures that are published or can be counted by hand, the command, and no torch.
+
+Why: a plan is believed because its exact parts are exact. Not covered: how near the estimates come to real
+ranks (tests/distributed/test_plan_memory); whatever a GPU adds was never measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rpg_megatron import cli
+from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.launch.plan.activations import in_flight
+from rpg_megatron.launch.plan.batch import plan_batch
+from rpg_megatron.launch.plan.cards import card_bytes
+from rpg_megatron.launch.plan.engine import engine_memory, worker_parameters
+from rpg_megatron.launch.plan.layouts import smallest, sweep
+from rpg_megatron.launch.plan.plan import Target, plan_for
+from rpg_megatron.launch.plan.trainer import rank_memory, state_bytes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GIB = 1024**3
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
+QWEN2_7B = LLAMA_8B | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+QWEN3_8B = LLAMA_8B | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 36,
+    "intermediate_size": 12288,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+QWEN3_06B = QWEN3_8B | {
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write a model's config.json and a YAML file that names it; returns the latter."""
+
+    def make(config: dict[str, object], **settings: object) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump({"model": {"path": "model"}, "data": {"path": "d"}, **settings}))
+        return file
+
+    return make
+
+
+def plan_of(file: Path, gpu: str = "h100-80"):
+    settings = load_settings(file)
+    return plan_for(settings, read_model_shape(settings.model.path), Target("cuda", gpu, card_bytes(gpu)))
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        (QWEN2_7B, 7_615_616_512),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN3_06B, 596_049_920),
+    ],
+)
+def test_parameters_are_the_published_numbers(write: Callable[..., Path], config, parameters: int) -> None:
+    plan = plan_of(write(config))
+    assert plan.parameters == parameters
+    assert plan.engine.weights == 2 * parameters  # vocabularies are multiples of 64 here
+    assert worker_parameters(plan.shape, 1) == parameters
+
+
+def test_bytes_per_parameter_are_the_published_numbers() -> None:
+    assert sum(state_bytes("bfloat16", distributed=False, data=4)) == 18
+    assert sum(state_bytes("float32", distributed=False, data=4)) == 16
+    for data in (1, 2, 4, 8):  # Megatron-LM's table for the distributed optimizer
+        assert sum(state_bytes("bfloat16", distributed=True, data=data)) == 6 + 12 / data
+        assert sum(state_bytes("float32", distributed=True, data=data)) == 8 + 8 / data
+
+
+def test_key_value_cache_of_llama_8b_is_128_kib_a_token(write: Callable[..., Path]) -> None:
+    settings = load_settings(write(LLAMA_8B))
+    shape = read_model_shape(settings.model.path)
+    one = engine_memory(settings, shape, longest=4096, device="cuda", card=80 * GIB)
+    assert one.kv_bytes_per_token == 128 * 1024
+    wide = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 16})})
+    more = engine_memory(wide, shape, longest=4096, device="cuda", card=80 * GIB)
+    assert more.kv_bytes_per_token == 16 * 1024  # 8 heads over 16 workers: one each, twice
+
+
+def test_vllm_arguments_are_read(write: Callable[..., Path]) -> None:
+    plan = plan_of(write(LLAMA_8B))
+    assert plan.engine.utilisation == 0.92
+    for arguments in (["--gpu-memory-utilization", "0.5"], ["--gpu_memory_utilization=0.5"]):
+        less = plan_of(write(LLAMA_8B, engine={"arguments": arguments}))
+        assert less.engine.utilisation == 0.5
+        assert plan.engine.kv_cache - less.engine.kv_cache == pytest.approx(
+            0.42 * card_bytes("h100-80"), abs=2
+        )
+    with pytest.raises(UserError, match="needs a number, has 'half'"):
+        plan_of(write(LLAMA_8B, engine={"arguments": ["--gpu-memory-utilization", "half"]}))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tensor": 2}, {"pipeline": 3}, {"pipeline": 2, "virtual": 3}, {"tensor": 2, "pipeline": 2, "data": 2}],
+)
+@pytest.mark.parametrize("config", [QWEN3_8B, QWEN3_06B])
+def test_the_ranks_together_hold_the_model(write: Callable[..., Path], config, parallel) -> None:
+    plan = plan_of(write(config, parallel=parallel))
+    shape, sizes = plan.shape, plan.settings.parallel
+    held = sum(r.parameters for r in plan.ranks if r.publishes) * sizes.tensor
+    norms = shape.num_layers * (2 * shape.hidden_size + 2 * shape.head_dim) + shape.hidden_size
+    twice = shape.vocab_size * shape.hidden_size if shape.tied_embeddings and sizes.pipeline > 1 else 0
+    assert held == plan.parameters + (sizes.tensor - 1) * norms + twice
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "microbatches", "held"),
+    [
+        (1, 1, 8, [1]),
+        (4, 1, 8, [4, 3, 2, 1]),
+        (4, 1, 2, [2, 2, 2, 1]),
+        (4, 2, 8, [11, 9, 7, 5]),  # warm-up 2 (p - r - 1) + (v - 1) p chunks, and one under way
+        (2, 2, 1, [4, 3]),  # filled up to 2 micro-batches of 2 chunks
+    ],
+)
+def test_micro_batches_in_flight(pipeline: int, virtual: int, microbatches: int, held: list[int]) -> None:
+    parallel = ParallelSettings(pipeline=pipeline, virtual=virtual)
+    assert [in_flight(s, parallel, microbatches) for s in range(pipeline)] == held
+
+
+@pytest.mark.parametrize("data", [1, 3])
+def test_a_step_is_cut_as_the_trainer_cuts_it(write: Callable[..., Path], data: int) -> None:
+    settings = load_settings(
+        write(
+            QWEN3_8B,
+            parallel={"data": data},
+            rollout={"prompts_per_step": 12, "samples_per_prompt": 5, "max_response_tokens": 900},
+            training={"minibatches": 4, "tokens_per_microbatch": 4096},
+        ),
+        ["data.max_prompt_tokens=100"],
+    )
+    batch = plan_batch(settings, 40960)
+    assert (batch.sequences, batch.sequences_per_update, batch.longest) == (60, 15, 1000)
+    real = plan_batches([1000] * 60, minibatches=4, data=data, budget=4096)
+    assert {len(mini) for share in real for mini in share} == {batch.microbatches}
+    assert max(1000 * len(micro) for share in real for mini in share for micro in mini) <= (
+        batch.tokens_per_microbatch
+    )
+
+
+def test_the_larger_the_layout_the_smaller_the_rank(write: Callable[..., Path]) -> None:
+    def peak(**parallel: object) -> int:
+        return plan_of(write(QWEN3_8B, parallel=parallel)).largest.peak
+
+    assert peak() > peak(tensor=2) > peak(tensor=2, sequence=True) > peak(tensor=4, sequence=True)
+    assert peak(data=2) < peak()  # the distributed optimizer
+    longer = plan_of(write(QWEN3_8B, training={"tokens_per_microbatch": 16384}))
+    assert longer.largest.peak > peak()
+
+
+def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], capsys) -> None:
+    file = write(QWEN3_8B)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", str(file), "--json"])
+    assert left.value.code == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["fits"]
+    assert "a trainer rank needs" in told["problems"][0]
+    overrides = told["suggestion"]["parallel"].split()
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", str(file), *overrides])
+    assert left.value.code == 0
+    assert "fits" in capsys.readouterr().out
+    settings = load_settings(file)
+    best = smallest(settings, read_model_shape(settings.model.path), Target("cuda", "x", 80 * GIB))
+    assert best is not None
+    fewer = best.plan.settings.parallel.world // 2
+    plans = sweep(settings, best.plan.shape, best.plan.target, fewer)
+    assert plans
+    assert not any(c.plan.fits for c in plans), "a smaller layout fits as well"
+
+
+def test_an_engine_that_does_not_fit_is_told(write: Callable[..., Path], capsys) -> None:
+    big = QWEN3_8B | {"num_hidden_layers": 64, "hidden_size": 8192, "intermediate_size": 28672}
+    file = write(big, parallel={"tensor": 8, "pipeline": 8, "sequence": True})
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(file), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert any("raise engine.tensor" in problem for problem in told["problems"])
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(file), "--json", f"engine.tensor={told['suggestion']['engine.tensor']}"])
+    assert json.loads(capsys.readouterr().out)["engine"]["full_sequences"] >= 1
+
+
+def test_sweep_lists_every_layout_of_as_many_ranks_the_best_first(write, capsys) -> None:
+    file = write(QWEN3_8B, parallel={"tensor": 8, "sequence": True})
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(file), "--sweep", "--json"])
+    swept = json.loads(capsys.readouterr().out)["sweep"]
+    sizes = {(c["tensor"], c["pipeline"], c["data"]) for c in swept}
+    assert sizes == {(t, p, 8 // (t * p)) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 8}
+    fits = [c["fits"] for c in swept]
+    assert fits == sorted(fits, reverse=True)
+    assert True in fits
+    assert False in fits
+
+
+def test_a_layout_that_the_model_cannot_be_cut_into_is_one_message(write: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="tensor=3 does not divide the model's 32 attention heads"):
+        plan_of(write(QWEN3_8B, parallel={"tensor": 3}))
+
+
+@pytest.mark.parametrize(("name", "size"), [("80GiB", 80 * GIB), ("96e9", 96 * 10**9), ("H200-141", None)])
+def test_cards(name: str, size: int | None) -> None:
+    assert card_bytes(name) == (size or 143771 * 1024**2)
+
+
+def test_an_unknown_card_is_one_message() -> None:
+    with pytest.raises(UserError, match="did you mean h100-80"):
+        card_bytes("h100")
+
+
+def test_the_tables_fit_80_columns_and_carry_no_colour_codes_in_a_pipe(write: Callable[..., Path]) -> None:
+    file = write(QWEN3_8B, parallel={"tensor": 4, "data": 2, "sequence": True})
+    # As on a login node: no torch, no vLLM, no Megatron.
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'vllm', 'megatron', 'transformers', 'numpy'): sys.modules[name] = None\n"
+        "from rpg_megatron import cli; cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(file), "--sweep"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("best:")]
+    assert max(map(len, lines)) <= 80
+    for word in ("activations", "KV cache", "exact", "estimated", "layouts, the best first"):
+        assert word in done.stdout
+    assert "…" not in done.stdout
+
+
+def test_the_quickstart_fits_this_machine(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", str(EXAMPLES / "quickstart.yaml")])
+    out = capsys.readouterr().out
+    assert left.value.code == 0
+    assert re.search(r"all processes +\d", out)
+
+
+def test_shared_memory_counts_where_the_weights_are_copied(tmp_path: Path, write) -> None:
+    def parts(**settings: object) -> dict[str, int]:
+        loaded = Settings.model_validate(load_settings(write(QWEN3_06B)).model_dump() | settings)
+        shape: ModelShape = read_model_shape(loaded.model.path)
+        rank = rank_memory(
+            loaded, shape, stage=0, publishes=True, tokens=100, microbatches=1, device=loaded.device
+        )
+        return {p.name: p.nbytes for p in rank.parts if not p.host}
+
+    weights = 2 * 596_049_920
+    cpu = {"device": "cpu"}
+    assert parts(**cpu)["bridge: copy in shared memory"] == weights
+    plain = parts(**cpu, optimizer={"distributed": False})
+    assert plain["bridge: parameters lie in shared memory"] == 0
+    assert "bridge: copy in shared memory" not in parts()  # the machine's memory, not the card's
+    assert parts(bridge={"transport": "process_group"})["bridge: buckets"] == 256 * 1024**2
+    assert parts(anchor={"type": "fixed"}, **cpu)["held anchor"] == weights
