@@ -89,7 +89,7 @@ class Run:
             tensor_rank=mesh.tensor_rank,
             pipeline_rank=mesh.pipeline_rank,
             data_rank=mesh.data_rank,
-            context_rank=0,
+            context_rank=mesh.context_rank,
             vocab_multiple=settings.model.vocab_multiple,
         )
         publisher = open_publisher(
@@ -216,6 +216,8 @@ class Run:
                 minibatches=training.minibatches,
                 data=self.mesh.data,
                 budget=training.tokens_per_microbatch,
+                context=self.mesh.context,
+                attention_length=self._shape.attention_length,
             )
             shares = [
                 [[[everything[i] for i in micro] for micro in mini] for mini in plan[data_rank]]
@@ -440,5 +442,5 @@ def _free(folder: Path) -> str:
 
 
 def _data_ranks(mesh: Mesh) -> list[int]:
-    """Data-parallel rank of every rank. Megatron numbers ranks tensor first, then data, then pipeline."""
-    return [rank // mesh.tensor % mesh.data for rank in range(mesh.world)]
+    """Data-parallel rank of every rank. Megatron numbers them tensor, context, data, pipeline."""
+    return [rank // (mesh.tensor * mesh.context) % mesh.data for rank in range(mesh.world)]

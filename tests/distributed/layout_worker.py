@@ -27,8 +27,14 @@ from rpg_megatron.training.objective import build_aggregator, build_loss
 
 
 def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
-    """This data rank's share of ``count`` uneven micro-batches; empty ones keep the ranks in step."""
-    bounds = [round(len(trajectories) * (i / count) ** 1.7) for i in range(count + 1)]
+    """This data rank's share of ``count`` uneven micro-batches; empty ones keep the ranks in step.
+
+    As many as there are trajectories: one each.
+    """
+    if count == len(trajectories):
+        bounds = list(range(count + 1))
+    else:
+        bounds = [round(len(trajectories) * (i / count) ** 1.7) for i in range(count + 1)]
     micro = [trajectories[a:b] for a, b in pairwise(bounds)]
     mine = micro[mesh.data_rank :: mesh.data]
     return mine + [[]] * (-(-count // mesh.data) - len(mine))
@@ -57,7 +63,14 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
     else:
         budget = settings.training.tokens_per_microbatch
         lengths = [t.length for t in trajectories]
-        (plan,) = plan_batches(lengths, minibatches=1, data=mesh.data, budget=budget)[mesh.data_rank]
+        (plan,) = plan_batches(
+            lengths,
+            minibatches=1,
+            data=mesh.data,
+            budget=budget,
+            context=mesh.context,
+            attention_length=shape.attention_length,
+        )[mesh.data_rank]
         mini = [[trajectories[i] for i in micro] for micro in plan]
     packs = [policy.pack(micro) for micro in mini]
     scored: dict[int, list] = {}
@@ -85,10 +98,10 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         scored = zip(packs, policy.logprobs(packs), strict=True)
         return [part.tolist() for pack, values in scored for _, part in pack.split(values[0])]
 
-    after = logprobs()
+    after = logprobs() if case["after"] else []
     weights = [p.detach().clone() for _, p in policy.named_parameters()]
     with anchor.swapped_in():
-        anchored = logprobs()
+        anchored = logprobs() if case["after"] else []
     for (parameter, p), before in zip(policy.named_parameters(), weights, strict=True):
         assert torch.equal(p, before), f"{parameter} is not what it was before the anchor took its turn"
     placement = Placement(
@@ -97,7 +110,7 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         tensor_rank=mesh.tensor_rank,
         pipeline_rank=mesh.pipeline_rank,
         data_rank=mesh.data_rank,
-        context_rank=0,
+        context_rank=mesh.context_rank,
         vocab_multiple=settings.model.vocab_multiple,
     )
     for what, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):
