@@ -178,7 +178,7 @@ def botched(workplace: Path) -> dict[str, dict[str, str]]:
         ("careless", "model", "/nowhere/model is not a directory", "give the folder of a Hugging Face"),
         ("careless", "data", "none.jsonl", "."),
         ("careless", "rendezvous port", "cannot be used", "rendezvous_port=0"),
-        ("careless", "open files", "limited to 256, 1040 may be open", "ulimit -n|hard limit"),
+        ("careless", "open files", "limited to 256, 528 may be open", "ulimit -n|hard limit"),
         ("careless", "secrets", r"\.netrc has mode 0644", r"chmod 600 .*\.netrc"),
         ("careless", "walltime", "10 min left, a checkpoint every 20.0 min", r"checkpoint.every=[45], or"),
         ("cramped", "shared memory", "/dev/shm has 1 MiB free", "--shm-size="),

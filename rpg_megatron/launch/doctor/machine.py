@@ -18,7 +18,7 @@ from rpg_megatron.launch.plan.plan import gib, make_plan
 from rpg_megatron.launch.preflight import check_port, check_shared_memory
 from rpg_megatron.rollout.processes import SHARED_MEMORY
 
-SPARE_FILES = 1024
+SPARE_FILES = 512
 """Open files that processes need besides one for each request: libraries, sockets, logs."""
 SMALLEST_TEMPORARY = 64 * 1024**2
 SKEW_SECONDS = 5.0
