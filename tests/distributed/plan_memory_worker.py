@@ -95,7 +95,7 @@ def main() -> None:
         tensor_rank=mesh.tensor_rank,
         pipeline_rank=mesh.pipeline_rank,
         data_rank=mesh.data_rank,
-        context_rank=0,
+        context_rank=mesh.context_rank,
         vocab_multiple=settings.model.vocab_multiple,
     )
     publisher = open_publisher(
@@ -135,7 +135,7 @@ def main() -> None:
     publisher.close()
     mine = {
         "stage": mesh.pipeline_rank,
-        "data_rank": mesh.data_rank,
+        "publishes": mesh.data_rank == mesh.context_rank == 0,
         "parameters": sum(p.numel() for _, p in policy.named_parameters()),
         "baseline": baseline,
         "peaks": peaks,

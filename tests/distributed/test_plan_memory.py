@@ -50,6 +50,9 @@ LAYOUTS = {
     "DP2": {"parallel": {"data": 2}},
     "DP2 distributed": {"parallel": {"data": 2}, "optimizer": {"distributed": True}},
     "TP1 held anchor": {"anchor": {"type": "fixed"}},
+    "CP2": {"parallel": {"context": 2}},
+    "TP1 MLPs recomputed": {"memory": {"recompute": "selective"}},
+    "TP1 layers recomputed": {"memory": {"recompute": "full"}},
 }
 
 
@@ -62,6 +65,7 @@ def settings_for(model: Path, **changes: object) -> Settings:
             "data": {"path": "none"},
             "optimizer": {"distributed": False},
             "training": {"logprob_chunk": 256},
+            "memory": {"recompute": "none"},
         }
         | changes
     )
@@ -97,8 +101,8 @@ def check(settings: Settings, folder: Path, bridge: Path) -> None:
             settings,
             shape,
             stage=found["stage"],
-            publishes=found["data_rank"] == 0,
-            tokens=TOKENS,
+            publishes=found["publishes"],
+            tokens=TOKENS // settings.parallel.context,
             microbatches=microbatches,
             device="cpu",
         )

@@ -190,8 +190,20 @@ def test_the_larger_the_layout_the_smaller_the_rank(write: Callable[..., Path]) 
 
     assert peak() > peak(tensor=2) > peak(tensor=2, sequence=True) > peak(tensor=4, sequence=True)
     assert peak(data=2) < peak()  # the distributed optimizer
-    longer = plan_of(write(QWEN3_8B, training={"tokens_per_microbatch": 16384}))
-    assert longer.largest.peak > peak()
+
+
+def test_what_is_recomputed_is_not_kept(write: Callable[..., Path]) -> None:
+    def activations(recompute: str | None, context: int = 1, **training: int) -> int:
+        memory, parallel = {"recompute": recompute}, {"context": context}
+        plan = plan_of(write(QWEN3_8B, memory=memory, parallel=parallel, training=training))
+        assert plan.settings.parallel.world == context
+        return next(p.nbytes for p in plan.largest.parts if p.name.startswith("activations"))
+
+    kept = [activations(how) for how in ("none", "selective", "full")]
+    assert kept[0] > 1.3 * kept[1] > 10 * kept[2]
+    assert activations(None) == kept[1], "8192 tokens"
+    assert activations(None, tokens_per_microbatch=16384) == pytest.approx(2 * kept[2], rel=0.01)
+    assert 0.5 * kept[0] < activations("none", context=2) < 0.6 * kept[0], "keys and values of the whole row"
 
 
 def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], capsys) -> None:

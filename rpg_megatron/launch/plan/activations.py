@@ -55,8 +55,11 @@ def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> Widths:
     )
 
 
-def layer_bytes(w: Widths, *, qk_norm: bool) -> float:
-    """Bytes per token that one transformer layer saves for its backward pass."""
+def layer_bytes(w: Widths, *, qk_norm: bool, context: int = 1) -> float:
+    """Bytes per token of a rank that one transformer layer saves for its backward pass, nothing recomputed.
+
+    With context parallelism attention keeps keys and values of the whole row, ``context`` times as many.
+    """
     wide_input = w.item != _WIDE  # in float32 the norm's wide input is the tensor that came in
     # Input in float32, 1/rms, normalised, and the result, which the linear layer behind it reads.
     norm = _WIDE * w.hidden + _WIDE * w.hidden / w.whole + 2 * w.item * w.hidden
@@ -68,14 +71,22 @@ def layer_bytes(w: Widths, *, qk_norm: bool) -> float:
     attention += w.item * (w.query + w.key)  # rotated
     attention += w.item * w.query + _WIDE * w.heads  # output and log-sum-exp
     attention += w.item * w.query  # the sequences' outputs put together again, read by the projection
-    # gate|up, silu(gate), up + offset, their product, which the second linear layer reads.
-    mlp = w.item * 5 * w.ffn
-    return 2 * norm + attention + mlp
+    if context > 1:
+        attention += w.item * 2 * w.key * context
+    return 2 * norm + attention + mlp_bytes(w)
 
 
-def recomputed_layer_bytes(w: Widths) -> float:
-    """Bytes per token of a layer if only its input were kept (full recompute)."""
-    return w.item * w.hidden
+def mlp_bytes(w: Widths) -> float:
+    """Of these, the MLP's: gate|up, silu(gate), up + offset, their product, which its second layer reads."""
+    return w.item * 5 * w.ffn
+
+
+def kept_bytes(w: Widths, *, qk_norm: bool, context: int, recompute: str) -> float:
+    """Bytes per token that a layer keeps until its backward pass begins (``memory.recompute``)."""
+    if recompute == "full":
+        return w.item * w.hidden  # the layer's input
+    whole = layer_bytes(w, qk_norm=qk_norm, context=context)
+    return whole - (mlp_bytes(w) if recompute == "selective" else 0)
 
 
 def head_bytes(w: Widths) -> float:
@@ -84,12 +95,13 @@ def head_bytes(w: Widths) -> float:
     return norm + w.item * w.whole + 16  # hidden states of all tokens; targets, normaliser, entropy
 
 
-def working_bytes(w: Widths, tokens: int) -> float:
-    """Bytes that a layer needs besides what is saved, at the worst moment of its backward pass.
+def working_bytes(w: Widths, tokens: int, again: float = 0) -> float:
+    """Bytes that a layer needs besides what is kept, at the worst moment of its backward pass.
 
-    The gradients of the MLP's inner tensors and of the residual stream, and one weight's gradient.
+    The gradients of the MLP's inner tensors and of the residual stream, and one weight's gradient; again:
+    bytes per token that are computed again.
     """
-    return tokens * w.item * (5 * w.ffn + 3 * w.whole) + w.item * 2 * w.ffn * w.whole
+    return tokens * (again + w.item * (5 * w.ffn + 3 * w.whole)) + w.item * 2 * w.ffn * w.whole
 
 
 def in_flight(stage: int, parallel: ParallelSettings, microbatches: int) -> int:

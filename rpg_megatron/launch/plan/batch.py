@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rpg_megatron.config import Settings
+from rpg_megatron.data.packing import fill_length
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Batch:
     """The same, evaluation included: what an engine has to hold."""
     tokens_per_microbatch: int
     """Tokens of the largest micro-batch: the budget, or one longest sequence that is larger."""
+    tokens_per_rank: int
+    """Of these, what a context rank holds."""
     microbatches: int
     """Of one update on one replica, if all sequences are as long as they may be."""
     pipeline_idle: float
@@ -40,9 +43,11 @@ def plan_batch(settings: Settings, max_positions: int) -> Batch:
     longest = min(settings.data.max_prompt_tokens + rollout.max_response_tokens, max_positions)
     evaluated = settings.evaluation.data.max_prompt_tokens if settings.evaluation else 0
     prompt = max(settings.data.max_prompt_tokens, evaluated)
-    in_one = max(1, training.tokens_per_microbatch // longest)
-    tokens = max(min(training.tokens_per_microbatch, per_rank * longest), longest)
-    align = parallel.tensor if parallel.sequence else 1
+    filled = fill_length(longest, parallel.context)
+    in_one = max(1, training.tokens_per_microbatch // filled)
+    tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
+    align = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    tokens = -(-tokens // align) * align
     microbatches = -(-per_rank // in_one)
     # Interleaved, every rank's work comes in as many pieces, and the wait at the ends is as much shorter.
     waits = (parallel.pipeline - 1) / parallel.virtual
@@ -54,7 +59,8 @@ def plan_batch(settings: Settings, max_positions: int) -> Batch:
         sequences_per_rank=per_rank,
         longest=longest,
         context=min(prompt + rollout.max_response_tokens, max_positions),
-        tokens_per_microbatch=-(-tokens // align) * align,
+        tokens_per_microbatch=tokens,
+        tokens_per_rank=tokens // parallel.context,
         microbatches=microbatches,
         pipeline_idle=waits / (microbatches + waits),
     )

@@ -36,17 +36,18 @@ class Candidate:
         p = self.plan.settings.parallel
         return " ".join(
             f"parallel.{name}={str(getattr(p, name)).lower()}"
-            for name in ("tensor", "pipeline", "data", "sequence")
+            for name in ("tensor", "pipeline", "context", "data", "sequence")
         )
 
 
 def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Candidate]:
     """All layouts of ``world`` trainer ranks that the model and the batch can be cut into, the best first.
 
-    Virtual stages stay off, sequence parallelism is on wherever there is tensor parallelism.
+    Virtual stages stay off, sequence parallelism is on wherever there is tensor parallelism, and sequences
+    are cut over as many context ranks as the settings say.
     """
     found = []
-    for tensor, pipeline, data in _cuts(world):
+    for tensor, pipeline, data in _cuts(world // settings.parallel.context):
         parallel = settings.parallel.model_copy(
             update={
                 "tensor": tensor,
@@ -70,7 +71,7 @@ def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate
 
     Whether the engines fit is another question: they have their own cards.
     """
-    world = 1
+    world = settings.parallel.context
     while world <= MOST_RANKS:
         for candidate in sweep(settings, shape, target, world):
             p = candidate.plan

@@ -7,11 +7,11 @@ from typing import Literal
 
 from rpg_megatron.bridge.layouts import check_layout
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.launch.plan.activations import in_flight
+from rpg_megatron.config.policy import MemorySettings
 from rpg_megatron.launch.plan.batch import Batch, plan_batch
 from rpg_megatron.launch.plan.cards import DEFAULT, card_bytes, machine_bytes
 from rpg_megatron.launch.plan.engine import SERVER, EngineMemory, engine_memory
-from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE, RankMemory, rank_memory, recomputed_bytes
+from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE, RankMemory, rank_memory
 
 Device = Literal["cpu", "cuda"]
 
@@ -37,10 +37,8 @@ class Plan:
     target: Target
     batch: Batch
     ranks: tuple[RankMemory, ...]
-    """One of each pipeline stage: data-parallel replica 0, and another if there are several."""
+    """One of each pipeline stage: the one that publishes, and another if there are several replicas."""
     engine: EngineMemory
-    recomputed: int
-    """Activations of the largest rank, were they recomputed; there is no such setting yet."""
     problems: tuple[str, ...]
     """Why it cannot run or does not fit, each with what to do; empty: it fits."""
     warnings: tuple[str, ...]
@@ -66,8 +64,8 @@ class Plan:
         engine, parallel = self.settings.engine, self.settings.parallel
         ranks = 0
         for rank in self.ranks:
-            others = parallel.data - 1 if any(not r.publishes for r in self.ranks) else 0
-            ranks += (1 if rank.publishes else others) * parallel.tensor * (rank.peak + IMPORTS)
+            of_a_kind = 1 if rank.publishes else parallel.data * parallel.context - 1
+            ranks += of_a_kind * parallel.tensor * (rank.peak + IMPORTS)
         return ranks + engine.replicas * (SERVER + engine.tensor * self.engine.total)
 
 
@@ -107,16 +105,14 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
             shape,
             stage=stage,
             publishes=publishes,
-            tokens=batch.tokens_per_microbatch,
+            tokens=batch.tokens_per_rank,
             microbatches=batch.microbatches,
             device=target.device,
         )
         for stage in range(parallel.pipeline)
-        for publishes in ((True, False) if parallel.data > 1 else (True,))
+        for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     ]
     engine = engine_memory(settings, shape, longest=batch.context, device=target.device, card=target.nbytes)
-    largest = max(ranks, key=lambda r: r.peak)
-    flying = in_flight(largest.stage, parallel, batch.microbatches)
     draft = Plan(
         settings=settings,
         shape=shape,
@@ -125,7 +121,6 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         batch=batch,
         ranks=tuple(ranks),
         engine=engine,
-        recomputed=recomputed_bytes(settings, shape, largest, batch.tokens_per_microbatch, flying),
         problems=(),
         warnings=(),
     )
@@ -164,8 +159,12 @@ def _problems(plan: Plan) -> list[str]:
             )
     else:
         if plan.rank_total > target.nbytes:
+            again = settings.model_copy(update={"memory": MemorySettings(recompute="full")})
+            least = plan_for(again, plan.shape, target).rank_total if again != settings else plan.rank_total
             found.append(
-                f"a trainer rank needs {gib(plan.rank_total)}, {target.name} has {gib(target.nbytes)}"
+                f"a trainer rank needs {gib(plan.rank_total)}"
+                + (f" ({gib(least)} with memory.recompute=full)" if least < plan.rank_total else "")
+                + f", {target.name} has {gib(target.nbytes)}"
             )
         if engine.kv_cache < 0:
             found.append(

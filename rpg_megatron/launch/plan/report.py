@@ -129,7 +129,6 @@ def _describe(plan: Plan) -> dict[str, Any]:
         ],
         "rank_bytes": plan.rank_total,
         "machine_bytes": plan.machine_total if plan.target.device == "cpu" else None,
-        "activations_if_recomputed": plan.recomputed,
         "engine": {
             **vars(engine),
             "total": engine.total,
@@ -152,11 +151,14 @@ def _facts(plan: Plan) -> Table:
         f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         + (", tied" if shape.tied_embeddings else ""),
     )
+    cuts = [f"TP {parallel.tensor}" + (" + SP" if parallel.sequence else "")]
+    cuts += [f"PP {parallel.pipeline}" + (f" x VPP {parallel.virtual}" if parallel.virtual > 1 else "")]
+    cuts += [f"CP {parallel.context}"] if parallel.context > 1 else []
+    cuts += [f"DP {parallel.data}"]
     table.add_row(
         "policy",
-        f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' if parallel.sequence else ''}, PP "
-        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' if parallel.virtual > 1 else ''}, "
-        f"DP {parallel.data}; {of_layers} layers a stage, {shape.num_heads // parallel.tensor} heads a rank",
+        f"{parallel.world} ranks: {', '.join(cuts)}; {of_layers} layers a stage, "
+        f"{shape.num_heads // parallel.tensor} heads a rank",
     )
     table.add_row("engines", f"{engine.replicas} x TP {engine.tensor}")
     table.add_row(
@@ -187,9 +189,6 @@ def _trainer_table(plan: Plan) -> Table:
     table.add_section()
     worst = max(rank.phases, key=lambda phase: rank.phases[phase])
     table.add_row("[bold]peak[/]", f"[bold]{gib(plan.rank_total)}[/]", _of(plan, plan.rank_total), worst)
-    table.add_row(
-        "activations, if recomputed", gib(plan.recomputed), "estimated", "not a setting yet", style="dim"
-    )
     return table
 
 

@@ -12,8 +12,8 @@ from rpg_megatron.launch.plan.activations import (
     ITEM_BYTES,
     head_bytes,
     in_flight,
+    kept_bytes,
     layer_bytes,
-    recomputed_layer_bytes,
     widths,
     working_bytes,
 )
@@ -31,6 +31,13 @@ MALLOC = 0.07
 """On a CPU: share of the tensors' bytes that malloc holds on to besides, in holes left by freed
 tensors. Fitted to measurements, where it was between 2% and 16%; 0 if every tensor had pages of its own.
 """
+
+
+_ACTIVATIONS = {
+    "none": "activations",
+    "selective": "activations, MLPs recomputed",
+    "full": "activations, layers recomputed",
+}
 
 
 @dataclass(frozen=True)
@@ -120,14 +127,13 @@ def rank_memory(
     microbatches: int,
     device: Literal["cpu", "cuda"],
 ) -> RankMemory:
-    """Every part of one rank. tokens: of its largest micro-batch; microbatches: of one update."""
+    """Every part of one rank. tokens: its share of the largest micro-batch; microbatches: of one update."""
     parallel, dtype = settings.parallel, settings.precision.dtype
+    replicas = parallel.data * parallel.context  # that hold the same parameters
     w = widths(shape, parallel, dtype)
     shapes = {n: math.prod(s) for n, s in stage_shapes(layout_for(shape), settings, stage).items()}
     count, largest = sum(shapes.values()), max(shapes.values())
-    weights, gradients, state = state_bytes(
-        dtype, distributed=settings.optimizer.distributed, data=parallel.data
-    )
+    weights, gradients, state = state_bytes(dtype, distributed=settings.optimizer.distributed, data=replicas)
     parts = [
         Part("parameters", round(weights * count), "exact"),
         Part("gradients", round(gradients * count), "exact"),
@@ -140,42 +146,35 @@ def rank_memory(
     last = stage == parallel.pipeline - 1
     layers = sum(shape.stage_layers(parallel.pipeline * parallel.virtual)[stage :: parallel.pipeline])
     flying = in_flight(stage, parallel, microbatches)
-    per_chunk = tokens * layers / parallel.virtual * layer_bytes(w, qk_norm=shape.qk_norm)
+    recompute = settings.memory.recompute_for(settings.training.tokens_per_microbatch // parallel.context)
+    whole = layer_bytes(w, qk_norm=shape.qk_norm, context=parallel.context)
+    kept = kept_bytes(w, qk_norm=shape.qk_norm, context=parallel.context, recompute=recompute)
+    per_chunk = tokens * layers / parallel.virtual * kept
     activations = flying * per_chunk + (tokens * head_bytes(w) if last else 0)
     logits = _logits_bytes(settings, shape, tokens) if last else 0
     rows = shape.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
     output = rows * shape.hidden_size
-    working = round(working_bytes(w, tokens))
+    working = round(working_bytes(w, tokens, again=whole - kept))
     # The head's backward pass comes first, with everything saved; a layer's working set only after it.
     head = logits + output * (4 + (weights if weights < 4 else 0)) if last else 0
     parts += [
-        Part("activations", round(activations), "estimated", "update"),
+        Part(_ACTIVATIONS[recompute], round(activations), "estimated", "update"),
         Part("logits chunk, gradients in work", max(working, round(head)), "estimated", "update"),
-        Part("a layer and a logits chunk", working + logits, "estimated", "log-probs"),
+        Part(
+            "a layer and a logits chunk", round(working_bytes(w, tokens)) + logits, "estimated", "log-probs"
+        ),
     ]
     if device == "cpu":
         # Our AdamW has two temporaries as large as the parameter, or its shard, that it is at; on a GPU the
         # fused optimizers have none.
-        share = parallel.data if settings.optimizer.distributed else 1
+        share = replicas if settings.optimizer.distributed else 1
         parts.append(Part("optimizer's temporaries", 2 * 4 * largest // share, "estimated", "optimizer"))
-        if parallel.data > 1 and settings.optimizer.distributed:
+        if replicas > 1 and settings.optimizer.distributed:
             # gloo reduces and scatters in a copy of the whole buffer.
             parts.append(Part("copy of the gradients", 4 * count, "estimated", "reduce"))
         tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
         parts.append(Part("malloc, libraries", RUNTIME + round(MALLOC * tensors), "estimated"))
     return RankMemory(stage, publishes, count, tuple(parts))
-
-
-def recomputed_bytes(
-    settings: Settings, shape: ModelShape, rank: RankMemory, tokens: int, flying: int
-) -> int:
-    """Bytes of activations of this rank if layers kept their inputs alone, and one at a time the rest."""
-    parallel = settings.parallel
-    w = widths(shape, parallel, settings.precision.dtype)
-    layers = sum(shape.stage_layers(parallel.pipeline * parallel.virtual)[rank.stage :: parallel.pipeline])
-    kept = flying * layers / parallel.virtual * recomputed_layer_bytes(w)
-    head = head_bytes(w) if rank.stage == parallel.pipeline - 1 else 0
-    return round(tokens * (kept + head + layer_bytes(w, qk_norm=shape.qk_norm)))
 
 
 def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
