@@ -185,6 +185,40 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def grade(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.jsonl", help='Lines of {"response": ..., "answer": ...}.')
+    ],
+    style: Annotated[
+        str, typer.Option(metavar="STYLE", help="Where the answer stands: auto, answer_line, boxed, gsm8k.")
+    ] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the verdicts here, not to standard output.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that verify LaTeX.")] = 2,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer, then it is wrong.")] = 5.0,
+    skip_malformed: Annotated[
+        bool, typer.Option("--skip-malformed", help="Leave malformed lines out and count them.")
+    ] = False,
+) -> None:
+    """Grade responses against reference answers: a verdict a line, and a summary."""
+    from rpg_megatron.rewards.extraction import STYLES
+    from rpg_megatron.rewards.files import grade_file
+
+    known = next((s for s in STYLES if s == style), None)
+    if known is None:
+        raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
+    try:
+        summary = grade_file(
+            file, style=known, out=out, workers=workers, deadline=deadline, skip_malformed=skip_malformed
+        )
+    except KeyboardInterrupt:
+        print("stopped: Ctrl-C" + ("; nothing was written" if out else ""), file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{file}: {summary}", file=sys.stderr)
+
+
 convert = typer.Typer(
     name="convert",
     help="Hugging Face checkpoints to Megatron-Core's and back, in any tensor x pipeline layout. On the CPU.",

@@ -1,44 +1,71 @@
-"""Settings of prompts, rewards, rollouts, engines and evaluation."""
+"""Settings of rewards, rollouts, engines and evaluation."""
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rpg_megatron.config.base import InputPath, Section
+from rpg_megatron.config.base import Section
+from rpg_megatron.config.data import DataSettings
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class DataSettings(Section):
-    """A file of prompts with checkable answers."""
+class OverlongSettings(Section):
+    """DAPO's soft penalty on long responses: 0 until ``buffer`` tokens are left, then linear to -factor."""
 
-    path: InputPath
-    """JSON lines file, one object a line."""
-    prompt_key: str = "prompt"
-    """Field that holds the problem."""
-    answer_key: str = "answer"
-    """Field that holds the reference answer."""
-    answer_after: str | None = None
-    """The answer is what follows the last occurrence of this mark in the field (GSM8K: "####")."""
-    template: str = "{prompt}"
-    """Text sent to the model; {prompt} is replaced by the problem. Ignored when chat is on."""
-    chat: bool = False
-    """Render the prompt as one user message with the tokenizer's chat template."""
-    max_prompt_tokens: int = Field(2048, ge=1)
-    """Longer prompts are left out and counted."""
-    limit: int | None = Field(None, ge=1)
-    """Use only the first so many lines."""
+    buffer: int = Field(512, ge=1)
+    """Tokens before rollout.max_response_tokens over which the penalty grows."""
+    factor: float = Field(1.0, gt=0)
+    """Penalty of a response that is cut."""
+
+
+BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")
+"""Values of reward.type that are no import path; ``rewards/extraction`` says where each finds the answer."""
 
 
 class RewardSettings(Section):
-    """How a response is scored."""
+    """How a response is scored: the sum of correctness, overlong and format."""
 
-    type: Literal["answer_line"] = "answer_line"
-    """answer_line: the last "Answer: ..." in the last 300 characters, compared after normalisation."""
+    type: str = "answer_line"
+    """Where the answer stands: answer_line (the last "Answer: ..." in the last 300 characters), boxed (the
+    last \\boxed{}), gsm8k (after ####), or auto (whichever comes last). It is compared as number or text,
+    then by math-verify. Or the import path module:function of your own: function(response, answer) returns
+    whether the response is right, or its reward (right if above 0).
+    """
     correct: float = 1.0
     """Reward of a right response."""
     wrong: float = -1.0
     """Reward of a wrong one."""
+    overlong: OverlongSettings | None = None
+    """Penalty on long responses; null for none."""
+    format: float = Field(0.0, le=0)
+    """Added where the response holds no answer in the form of ``type``."""
+    workers: int = Field(2, ge=1)
+    """Processes that verify answers which are not plain numbers."""
+    deadline: float = Field(5.0, gt=0)
+    """Seconds that one answer may take; then its process is killed and it counts as wrong."""
+    memory_gib: float = Field(2.0, gt=0)
+    """Address space of one such process, in GiB; an answer that needs more counts as wrong."""
+
+    @field_validator("type")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in BUILT_IN_REWARDS and not _IMPORT_PATH.fullmatch(value):
+            raise ValueError(
+                f"must be one of {', '.join(BUILT_IN_REWARDS)}, or an import path module:function"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> RewardSettings:
+        if self.format and self.type not in BUILT_IN_REWARDS:
+            raise ValueError(
+                f"format has no effect on {self.type}, which sees to the format itself; remove it"
+            )
+        return self
 
 
 class RolloutSettings(Section):

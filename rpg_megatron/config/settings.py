@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from rpg_megatron.config.base import Section, _RelativeToFile
+from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.objective import (
     AdvantageSettings,
@@ -33,7 +35,6 @@ from rpg_megatron.config.policy import (
 from rpg_megatron.config.rollout import (
     BridgeSettings,
     CheckpointSettings,
-    DataSettings,
     EngineSettings,
     EvaluationSettings,
     ExportSettings,
@@ -103,6 +104,12 @@ class Settings(Section):
             raise ValueError(
                 f"rollout.prompts_per_step ({prompts}) must be a multiple of training.minibatches ({parts}); "
                 f"try {prompts - prompts % parts or parts}"
+            )
+        overlong, longest = self.reward.overlong, self.rollout.max_response_tokens
+        if overlong is not None and overlong.buffer > longest:
+            raise ValueError(
+                f"reward.overlong.buffer ({overlong.buffer}) is longer than a response "
+                f"(rollout.max_response_tokens {longest}); try {max(longest // 4, 1)}"
             )
         for problem in self._settings_without_effect():
             raise ValueError(problem)
@@ -241,11 +248,18 @@ def _rebase(node: dict[str, Any], section: type[BaseModel], folder: Path) -> Non
     """Make the input paths of a YAML file relative to its folder."""
     for name, field in section.model_fields.items():
         value = node.get(name)
-        if isinstance(value, str) and any(isinstance(m, _RelativeToFile) for m in field.metadata):
+        if isinstance(value, str) and _is_input(field):
             node[name] = str(folder / value)
-        elif isinstance(value, dict):
-            for inner in _sections(field.annotation):
-                _rebase(value, inner, folder)
+        for block in value if isinstance(value, list) else [value]:
+            if isinstance(block, dict):
+                for inner in _sections(field.annotation):
+                    _rebase(block, inner, folder)
+
+
+def _is_input(field: FieldInfo) -> bool:
+    """Whether a field holds an InputPath, or one or nothing."""
+    marks = [*field.metadata, *(m for arg in typing.get_args(field.annotation) for m in typing.get_args(arg))]
+    return any(isinstance(mark, _RelativeToFile) for mark in marks)
 
 
 def _valid_keys() -> list[str]:
@@ -297,6 +311,9 @@ def _locate(location: tuple[Any, ...]) -> tuple[list[str], list[str]]:
     parts: list[str] = []
     siblings: list[str] = []
     for part in map(str, location):
+        if part.isdigit() and parts:  # a place in a list
+            parts[-1] += f"[{part}]"
+            continue
         tagged = [s for s in sections if "type" in s.model_fields and part in _tags(s)]
         if tagged and len(sections) > 1:
             sections = tagged

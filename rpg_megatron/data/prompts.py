@@ -1,32 +1,21 @@
-"""Prompts with their reference answers, and the order in which a run goes through them."""
+"""Problems as the engine gets them, and the order in which a run goes through them."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import numpy as np
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.rollout import DataSettings
+from rpg_megatron.config.data import DataSettings
+from rpg_megatron.data.problems import Problem, read_problems
 from rpg_megatron.data.trajectory import Tokens
 
 logger = logging.getLogger(__name__)
-
-
-class Problem(NamedTuple):
-    """One line of a data set, before the tokenizer has seen it."""
-
-    id: int
-    """Its line, from 0."""
-    prompt: str
-    """The problem as it stands in the file, without template."""
-    answer: str
-    """The reference answer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,189 +23,123 @@ class Prompt:
     """A prompt as the engine gets it."""
 
     id: int
-    """Line of the prompt in its data set, from 0."""
+    """Row of the problem in its data set, from 0; in a mixture the rows of the sources before count too."""
     text: str
     """What the tokens were made from: the problem in its template."""
     answer: str
     """The reference answer."""
     tokens: Tokens
     """Token ids, int32 [P]; at least one."""
-
-
-# -- reading -------------------------------------------------------------------------------------------------
-
-
-def read_problems(settings: DataSettings) -> list[Problem]:
-    """Read and check a JSON lines file; needs neither torch nor a tokenizer. Empty lines are skipped.
-
-    Raises UserError that names file and line (from 1) for a line that is no JSON object in UTF-8, lacks a key
-    or holds a value of the wrong type, and for a data set without a single problem.
-    """
-    if not settings.chat and "{prompt}" not in settings.template:
-        raise UserError(
-            f"data.template: {settings.template!r} has no place for the problem; put {{prompt}} into it"
-        )
-    path = settings.path
-    problems: list[Problem] = []
-    try:
-        with path.open("rb") as file:
-            for index, raw in enumerate(file):
-                if settings.limit is not None and index >= settings.limit:
-                    break
-                if raw.strip():
-                    problems.append(_parse(settings, raw, index))
-    except FileNotFoundError:
-        raise UserError(f"data.path: {path} does not exist; give a JSON lines file") from None
-    except IsADirectoryError:
-        raise UserError(f"data.path: {path} is a directory; give a JSON lines file") from None
-    except OSError as e:
-        raise UserError(f"data.path: {path} cannot be read ({e.strerror or e})") from None
-    if not problems:
-        raise UserError(
-            f'{path}: holds no problems; it needs one JSON object a line, such as {{"{settings.prompt_key}": '
-            f'"What is 1+1?", "{settings.answer_key}": "2"}}'
-        )
-    return problems
-
-
-def _parse(settings: DataSettings, raw: bytes, index: int) -> Problem:
-    where = f"{settings.path}:{index + 1}"
-    try:
-        text = raw.decode("utf-8-sig" if index == 0 else "utf-8")
-    except UnicodeDecodeError as e:
-        raise UserError(
-            f"{where}: not UTF-8 (byte {e.start + 1} of the line); save the file as UTF-8"
-        ) from None
-    try:
-        row = json.loads(text, parse_constant=_reject_constant)
-    except RecursionError:
-        raise UserError(f"{where}: nested too deeply; give one flat JSON object a line") from None
-    except ValueError as e:
-        raise UserError(f"{where}: not valid JSON ({e}); give one JSON object a line") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: holds a {_name(row)}, not an object; give one JSON object a line")
-    prompt = _field(row, settings.prompt_key, "data.prompt_key", where)
-    answer = _field(row, settings.answer_key, "data.answer_key", where)
-    if not isinstance(prompt, str):
-        raise UserError(f"{where}: {settings.prompt_key!r} is a {_name(prompt)}, not text; put it in quotes")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise UserError(f"{where}: {settings.answer_key!r} is a {_name(answer)}; it must be text or a number")
-    try:
-        answer = str(answer)
-        (prompt + answer).encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; remove it"
-        ) from None
-    except ValueError:  # an integer of more digits than Python prints
-        raise UserError(
-            f"{where}: {settings.answer_key!r} is a number too long to print; put it in quotes"
-        ) from None
-    if settings.answer_after is not None:
-        _before, mark, answer = answer.rpartition(settings.answer_after)
-        if not mark:
-            raise UserError(
-                f"{where}: {settings.answer_key!r} does not hold {settings.answer_after!r} "
-                "(data.answer_after); mend the line, or set data.answer_after to the mark that this file uses"
-            )
-    answer = answer.strip()
-    for key, value in ((settings.prompt_key, prompt), (settings.answer_key, answer)):
-        if not value.strip():
-            raise UserError(f"{where}: {key!r} is empty; fill it in or remove the line")
-    return Problem(index, prompt, answer)
-
-
-def _field(row: dict[str, Any], key: str, setting: str, where: str) -> Any:
-    if key not in row:
-        keys = ", ".join(repr(k) for k in row) or "none"
-        raise UserError(
-            f"{where}: the key {key!r} is missing (keys of this line: {keys}); add it or set {setting}"
-        )
-    return row[key]
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _name(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "text", bool: "true/false value", type(None): "null"}
-    return names.get(type(value), "number")
+    source: int = 0
+    """Which part of the mixture it is from."""
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
 
 
 def load_prompts(settings: DataSettings, tokenizer: Any) -> list[Prompt]:
-    """Read a data set and tokenize it with a Hugging Face tokenizer. Over-long prompts are left out; a
-    warning counts them.
+    """Read the data and tokenize it with a Hugging Face tokenizer. Over-long prompts are left out or cut, as
+    the settings say; a warning counts them.
 
-    Raises UserError as ``read_problems`` does, and if the tokenizer has no chat template although ``chat`` is
-    on, or if no prompt is short enough.
+    Raises UserError as ``read_problems`` does, and as ``fit_prompts``.
     """
-    prompts, left_out = fit_prompts(read_problems(settings), settings, tokenizer)
-    if left_out:
+    prompts, too_long = fit_prompts(read_problems(settings), settings, tokenizer)
+    if too_long:
+        cut = settings.too_long == "cut"
         logger.warning(
-            "%s: left out %d of %d prompts, which are longer than %d tokens (data.max_prompt_tokens)",
-            settings.path,
-            left_out,
-            left_out + len(prompts),
+            "prompts: %s %d of %d prompts, which are longer than %d tokens (data.max_prompt_tokens)",
+            "cut" if cut else "left out",
+            too_long,
+            len(prompts) + (0 if cut else too_long),
             settings.max_prompt_tokens,
         )
     return prompts
 
 
 def fit_prompts(problems: list[Problem], settings: DataSettings, tokenizer: Any) -> tuple[list[Prompt], int]:
-    """Tokenize problems; returns those of at most ``max_prompt_tokens`` tokens, and how many are longer."""
-    if settings.chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise UserError("data.chat: the model's tokenizer has no chat template; set data.chat to false")
-        texts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": problem.prompt}], tokenize=False, add_generation_prompt=True
-            )
-            for problem in problems
-        ]
-    else:
-        texts = [settings.template.replace("{prompt}", problem.prompt) for problem in problems]
+    """Render and tokenize problems; returns prompts of at most ``max_prompt_tokens`` tokens, and how many
+    were longer: left out, or cut to their last tokens.
+
+    Raises UserError if ``chat`` is on and the tokenizer has no chat template, or the template refuses a
+    problem; if a problem makes no token; and if no prompt is short enough.
+    """
+    if settings.chat and not getattr(tokenizer, "chat_template", None):
+        raise UserError("data.chat: the model's tokenizer has no chat template; set data.chat to false")
+    texts = [_render(problem, settings, tokenizer) for problem in problems]
     # A chat template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not settings.chat)["input_ids"]
-    prompts, left_out = [], 0
+    prompts, too_long, most = [], 0, settings.max_prompt_tokens
     for problem, text, ids in zip(problems, texts, encoded, strict=True):
         if not ids:
-            raise UserError(
-                f"{settings.path}:{problem.id + 1}: the tokenizer makes no token of {text!r}; mend it"
-            )
-        if len(ids) > settings.max_prompt_tokens:
-            left_out += 1
-        else:
-            prompts.append(Prompt(problem.id, text, problem.answer, np.asarray(ids, np.int32)))
+            raise UserError(f"{problem.where}: the tokenizer makes no token of {text!r}; mend it")
+        if len(ids) > most:
+            too_long += 1
+            if settings.too_long == "drop":
+                continue
+            ids = ids[-most:]
+            text = tokenizer.decode(ids)
+        prompts.append(Prompt(problem.id, text, problem.answer, np.asarray(ids, np.int32), problem.source))
     if not prompts:
         raise UserError(
-            f"{settings.path}: all {left_out} prompts are longer than {settings.max_prompt_tokens} tokens; "
+            f"{problems[0].where}: all {too_long} prompts are longer than {most} tokens; "
             "raise data.max_prompt_tokens"
         )
-    return prompts, left_out
+    return prompts, too_long
+
+
+def _render(problem: Problem, settings: DataSettings, tokenizer: Any) -> str:
+    chat = [("user", problem.prompt)] if isinstance(problem.prompt, str) else list(problem.prompt)
+    if not settings.chat:
+        if len(chat) != 1:
+            raise UserError(
+                f"{problem.where}: the problem is a chat of {len(chat)} messages; set data.chat to true"
+            )
+        return settings.template.replace("{prompt}", chat[0][1])
+    if isinstance(problem.prompt, str):
+        chat = [("user", settings.template.replace("{prompt}", problem.prompt))]
+    if settings.system is not None and chat[0][0] != "system":
+        chat.insert(0, ("system", settings.system))
+    options = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
+    messages = [{"role": role, "content": content} for role, content in chat]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except Exception as e:  # templates are programs of their own, and raise what they like
+        roles = ", ".join(role for role, _ in chat)
+        raise UserError(
+            f"{problem.where}: the chat template cannot render it (roles {roles}): {type(e).__name__}: {e}"
+        ) from None
 
 
 # -- order ---------------------------------------------------------------------------------------------------
 
 
 class PromptStream:
-    """Endless walk through a data set, shuffled anew in each epoch; its place can be saved and taken up
-    again.
+    """Endless walk through the data; its place can be saved and taken up again.
 
-    The order depends on the seed and the data alone. When a batch spans the end of an epoch, or is larger
-    than the data set, a prompt may come twice in it.
+    Each source is shuffled anew in each of its epochs. Of several sources the one that lags most behind its
+    weight is next, so that the shares are right at any moment and nothing but the counts need be kept. The
+    order depends on the seed and the data alone. When a batch spans the end of an epoch, or is larger than
+    the data, a prompt may come twice in it.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int):
+    def __init__(self, prompts: list[Prompt], seed: int, weights: Sequence[float] = (1.0,)):
+        """weights: of each source, relative to each other. Raises UserError if one has no prompt."""
         if not prompts:
             raise ValueError("a stream needs at least one prompt")
-        self._prompts = prompts
+        self._sources: list[list[Prompt]] = [[] for _ in weights]
+        for prompt in prompts:
+            self._sources[prompt.source].append(prompt)
+        for number, source in enumerate(self._sources):
+            if not source:
+                raise UserError(
+                    f"data.mixture[{number}]: no prompt is left of this source; remove it, or raise "
+                    "data.max_prompt_tokens"
+                )
+        self._weights = [weight / sum(weights) for weight in weights]
         self._seed = seed
         self._fingerprint = _fingerprint(prompts)
-        self._go_to(0, 0)
+        self._orders: list[tuple[int, Tokens]] = [(-1, np.zeros(0, np.int32)) for _ in weights]
+        self._taken = [0 for _ in weights]
 
     def take(self, n: int) -> list[Prompt]:
         """The next ``n`` prompts."""
@@ -226,27 +149,30 @@ class PromptStream:
         return self
 
     def __next__(self) -> Prompt:
-        if self._position == len(self._prompts):
-            self._go_to(self._epoch + 1, 0)
-        self._position += 1
-        return self._prompts[self._order[self._position - 1]]
+        drawn = sum(self._taken) + 1
+        lags = [w * drawn - taken for w, taken in zip(self._weights, self._taken, strict=True)]
+        number = max(range(len(lags)), key=lags.__getitem__)
+        source = self._sources[number]
+        epoch, position = divmod(self._taken[number], len(source))
+        self._taken[number] += 1
+        return source[self._order(number, epoch)[position]]
 
     def state(self) -> dict[str, Any]:
         """Where the walk stands, as plain values that JSON can hold."""
         return {
             "seed": self._seed,
-            "epoch": self._epoch,
-            "position": self._position,
+            "taken": list(self._taken),
+            "weights": list(self._weights),
             "prompts": self._fingerprint,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go to where ``state()`` was taken.
 
-        Raises UserError if the data set or the seed is another one: the walk could not go on where it
-        stopped.
+        Raises UserError if the data set, its weights or the seed is another one: the walk could not go on
+        where it stopped.
         """
-        if state["prompts"] != self._fingerprint:
+        if state["prompts"] != self._fingerprint or state["weights"] != self._weights:
             raise UserError(
                 "the training prompts have changed since the checkpoint was written (data set, its settings "
                 "or the tokenizer); bring the old ones back, or start a new run from the exported model"
@@ -255,20 +181,23 @@ class PromptStream:
             raise UserError(
                 f"the checkpoint was written with seed {state['seed']}, not {self._seed}; set seed to it"
             )
-        if not (state["epoch"] >= 0 and 0 <= state["position"] <= len(self._prompts)):
+        if len(state["taken"]) != len(self._taken) or min(state["taken"]) < 0:
             raise ValueError(f"no such place in the data: {state}")
-        self._go_to(state["epoch"], state["position"])
+        self._taken = list(state["taken"])
 
-    def _go_to(self, epoch: int, position: int) -> None:
-        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch])))
-        self._epoch, self._position = epoch, position
-        self._order = rng.permutation(len(self._prompts))
+    def _order(self, number: int, epoch: int) -> Tokens:
+        """Permutation of a source in an epoch."""
+        if self._orders[number][0] != epoch:
+            entropy = [self._seed, epoch] if number == 0 else [self._seed, epoch, number]
+            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
+            self._orders[number] = epoch, rng.permutation(len(self._sources[number])).astype(np.int32)
+        return self._orders[number][1]
 
 
 def _fingerprint(prompts: list[Prompt]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        digest.update(f"{prompt.id} {len(prompt.tokens)} ".encode())
+        digest.update(f"{prompt.source} {prompt.id} {len(prompt.tokens)} ".encode())
         digest.update(prompt.tokens.tobytes())
         digest.update(prompt.answer.encode() + b"\0")
     return digest.hexdigest()

@@ -19,6 +19,8 @@ class EvalResult:
     """The responses decoded."""
     correct: list[bool] = field(default_factory=list)
     """Whether the verifier accepted each."""
+    extracted: list[str | None] = field(default_factory=list)
+    """The answer that the verifier found in each."""
     lengths: list[int] = field(default_factory=list)
     """Tokens of each, its end-of-sequence token included."""
     finishes: list[str] = field(default_factory=list)

@@ -44,6 +44,12 @@ class Trajectory:
     """What the advantage is made from."""
     correct: bool = False
     """Whether the verifier accepted the answer; kept apart from the reward."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What the reward is the sum of: correctness, overlong, format."""
+    extracted: str | None = None
+    """The answer that the verifier found in the response."""
+    reason: str = ""
+    """What decided whether it is correct."""
     old: Floats = field(default_factory=_no_floats)
     """Trainer's log-probs before the update, float32 [R]."""
     anchor: Floats = field(default_factory=_no_floats)

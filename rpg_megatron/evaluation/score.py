@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rpg_megatron.data.results import EvalResult
-from rpg_megatron.rewards import answer_line
+from rpg_megatron.rewards import spelling
 
 
 def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
@@ -57,11 +57,10 @@ def majority_correct(result: EvalResult) -> bool:
     """
     votes: Counter[str] = Counter()
     verdict: dict[str, bool] = {}
-    for response, correct in zip(result.responses, result.correct, strict=True):
-        answer = answer_line.extract(response)
+    for answer, correct in zip(result.extracted, result.correct, strict=True):
         if answer is None:
             continue
-        key = answer_line.canonical(answer)
+        key = spelling.canonical(answer)
         votes[key] += 1
         verdict.setdefault(key, correct)
     if not votes:

@@ -18,7 +18,7 @@ from pathlib import Path
 from rpg_megatron.bridge.hf_files import verify_hf_checkpoint
 from rpg_megatron.bridge.layouts import check_layout, layout_for
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.data.prompts import read_problems
+from rpg_megatron.data.problems import read_counted
 from rpg_megatron.rollout import processes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -173,9 +173,9 @@ def check_port(port: int) -> None:
 
 def check_data(settings: Settings) -> None:
     """Every line of the data sets can be read."""
-    read_problems(settings.data)
+    read_counted(settings.data)
     if settings.evaluation is not None:
-        read_problems(settings.evaluation.data)
+        read_counted(settings.evaluation.data)
 
 
 def _installed(name: str) -> bool:

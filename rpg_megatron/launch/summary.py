@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config import UserError, load_settings
-from rpg_megatron.data.prompts import read_problems
+from rpg_megatron.data.problems import read_counted
 from rpg_megatron.launch.progress import clock
 from rpg_megatron.launch.run_directory import CONFIG, LOGS, METRICS, SUMMARY
 
@@ -73,8 +73,7 @@ def _sample_prompt(run: Path) -> str:
     try:
         settings = load_settings(run / CONFIG)
         data = settings.evaluation.data if settings.evaluation else settings.data
-        return data.template.replace(
-            "{prompt}", read_problems(data.model_copy(update={"limit": 1}))[0].prompt
-        )
+        problems, *_ = read_counted(data.model_copy(update={"limit": 1}))
+        return data.template.replace("{prompt}", problems[0].text)
     except UserError:
         return "1 + 1 ="

@@ -31,7 +31,7 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import Prompt, PromptStream, load_prompts
 from rpg_megatron.data.results import EvalResult
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rewards.score import score
+from rpg_megatron.rewards.score import Score, Scorer
 from rpg_megatron.rollout.channel import (
     EVENTS,
     SOCKET,
@@ -68,7 +68,10 @@ class Sampler:
         self._under_way: asyncio.Task[Any] | None = None
         self._context = context_length(settings)
         self._stops = stop_tokens(settings.model.path, tokenizer)
-        self._stream = PromptStream(load_prompts(settings.data, tokenizer), settings.seed)
+        self._stream = PromptStream(
+            load_prompts(settings.data, tokenizer), settings.seed, settings.data.weights
+        )
+        self._scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
         evaluation = settings.evaluation
         self._heldout = load_prompts(evaluation.data, tokenizer) if evaluation else []
 
@@ -122,6 +125,10 @@ class Sampler:
         """Take up a ``state()``."""
         self._stream.restore(state["stream"])
 
+    def close(self) -> None:
+        """End the processes that verify answers."""
+        self._scorer.close()
+
     async def _begin(self, work: Coroutine[Any, Any, Any]) -> Any:
         if self._under_way is not None:  # whoever asked for that is gone
             self._under_way.cancel()
@@ -138,22 +145,22 @@ class Sampler:
             self._prepare(prompt, place, rollout.samples_per_prompt, "rollout", step)
             for place, prompt in enumerate(prompts)
         ]
-        groups: list[list[Trajectory]] = [[] for _ in prompts]
-        grading = 0.0
+        scoring: list[asyncio.Task[Trajectory]] = []  # goes on while the engines sample
 
         def finish(place: int, samples: list[Sample]) -> None:
-            nonlocal grading
-            start = time.monotonic()
-            groups[place] = [
-                self._trajectory(prompts[place], sample, group=place, number=number, version=version)
+            scoring.extend(
+                asyncio.create_task(
+                    self._trajectory(prompts[place], sample, group=place, number=number, version=version)
+                )
                 for number, sample in enumerate(samples)
-            ]
-            grading += time.monotonic() - start
+            )
 
         await self._sample(draws, rollout.temperature, finish, phase="rollout", logprobs=True)
-        trajectories = [trajectory for group in groups for trajectory in group]
+        sampled = time.monotonic()
+        trajectories = sorted(await asyncio.gather(*scoring), key=lambda t: (t.group, t.sample))
         seconds = time.monotonic() - started
-        metrics = batch_metrics(trajectories) | {"time/rollout": seconds - grading, "time/reward": grading}
+        metrics = batch_metrics(trajectories) | self._scorer.take_counts()
+        metrics |= {"time/rollout": sampled - started, "time/reward": started + seconds - sampled}
         return RolloutBatch(trajectories, metrics, seconds)
 
     async def _evaluate(self) -> list[EvalResult]:
@@ -164,23 +171,13 @@ class Sampler:
             self._prepare(prompt, place, evaluation.samples, "evaluation", 0)
             for place, prompt in enumerate(self._heldout)
         ]
-        results: dict[int, EvalResult] = {}
+        scoring: dict[int, asyncio.Task[EvalResult]] = {}
 
         def finish(place: int, samples: list[Sample]) -> None:
-            prompt = self._heldout[place]
-            texts = [self._decode(s) for s in samples]
-            results[place] = EvalResult(
-                prompt_id=prompt.id,
-                answer=prompt.answer,
-                prompt=prompt.text,
-                responses=texts,
-                correct=[score(self._settings.reward, text, prompt.answer).correct for text in texts],
-                lengths=[len(s.tokens) for s in samples],
-                finishes=[s.finish for s in samples],
-            )
+            scoring[place] = asyncio.create_task(self._eval_result(self._heldout[place], samples))
 
         await self._sample(draws, evaluation.temperature, finish, phase="evaluation", logprobs=False)
-        return [results[place] for place in range(len(draws))]
+        return [await scoring[place] for place in range(len(draws))]
 
     async def _sample(
         self,
@@ -222,11 +219,30 @@ class Sampler:
     def _decode(self, sample: Sample) -> str:
         return self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
 
-    def _trajectory(
+    def _score(self, text: str, sample: Sample, prompt: Prompt) -> asyncio.Future[Score]:
+        return asyncio.wrap_future(self._scorer.submit(text, prompt.answer, len(sample.tokens)))
+
+    async def _eval_result(self, prompt: Prompt, samples: list[Sample]) -> EvalResult:
+        texts = [self._decode(sample) for sample in samples]
+        scores = await asyncio.gather(
+            *(self._score(t, s, prompt) for t, s in zip(texts, samples, strict=True))
+        )
+        return EvalResult(
+            prompt_id=prompt.id,
+            answer=prompt.answer,
+            prompt=prompt.text,
+            responses=texts,
+            correct=[score.correct for score in scores],
+            extracted=[score.extracted for score in scores],
+            lengths=[len(s.tokens) for s in samples],
+            finishes=[s.finish for s in samples],
+        )
+
+    async def _trajectory(
         self, prompt: Prompt, sample: Sample, *, group: int, number: int, version: int
     ) -> Trajectory:
         text = self._decode(sample)
-        reward, correct = score(self._settings.reward, text, prompt.answer)
+        score = await self._score(text, sample, prompt)
         return Trajectory(
             prompt_id=prompt.id,
             sample=number,
@@ -237,8 +253,11 @@ class Sampler:
             versions=np.full(len(sample.tokens), version, np.int32),
             finish=sample.finish,
             text=text,
-            reward=reward,
-            correct=correct,
+            reward=score.reward,
+            correct=score.correct,
+            parts=score.parts,
+            extracted=score.extracted,
+            reason=score.reason,
         )
 
 
@@ -246,7 +265,11 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """Rewards and lengths of a batch, by the names that ``metrics.jsonl`` uses."""
     rewards = np.array([t.reward for t in trajectories], np.float64)
     lengths = np.array([len(t.response) for t in trajectories], np.float64)
-    return {
+    parts = {
+        f"reward/{name}": float(np.mean([t.parts[name] for t in trajectories]))
+        for name in trajectories[0].parts
+    }
+    return parts | {
         "reward/mean": float(rewards.mean()),
         "reward/accuracy": float(np.mean([t.correct for t in trajectories])),
         "reward/std": float(rewards.std()),
@@ -352,6 +375,7 @@ async def _run(settings: Settings, work: Path, token: str) -> None:
     with Listener(str(work / SOCKET), family="AF_UNIX", authkey=token.encode()) as listener:
         threading.Thread(target=serve, args=(listener, sampler, loop), daemon=True, name="serve").start()
         await stop.wait()
+    sampler.close()
     for engine in engines:
         await engine.close()
     events.close()

@@ -153,7 +153,10 @@ def choose_tokens(settings: Settings, request: Request) -> list[Tokens]:
 
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
         prompts = load_prompts(settings.data, tokenizer)
-        starts = [p.tokens for p in PromptStream(prompts, settings.seed).take(min(len(prompts), 64))]
+        starts = [
+            p.tokens
+            for p in PromptStream(prompts, settings.seed, settings.data.weights).take(min(len(prompts), 64))
+        ]
     short = [s for s in starts if len(s) <= _LONG] or [min(starts, key=len)]
     room = context_length(settings) - 1
     return [s[:room] for s in short[:_SEQUENCES]]

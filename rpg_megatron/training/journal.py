@@ -14,7 +14,8 @@ import zstandard
 from rpg_megatron.data.trajectory import Trajectory
 
 _ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor")
-_PLAIN = ("prompt_id", "group", "sample", "finish", "text", "reward", "correct", "advantage")
+_SCORED = ("reward", "parts", "correct", "extracted", "reason", "advantage")
+_PLAIN = ("prompt_id", "group", "sample", "finish", "text", *_SCORED)
 
 
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.rollout import DataSettings
-from rpg_megatron.data.prompts import Prompt, PromptStream, fit_prompts, load_prompts, read_problems
+from rpg_megatron.config.data import DataSettings
+from rpg_megatron.data.problems import read_problems
+from rpg_megatron.data.prompts import Prompt, PromptStream, fit_prompts, load_prompts
 
 
 class CharacterTokenizer:
@@ -26,11 +27,20 @@ class CharacterTokenizer:
         return {"input_ids": [first + [ord(c) for c in text] for text in texts]}
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        messages: list[dict[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        enable_thinking: bool = True,
     ) -> str:
         assert not tokenize
         assert add_generation_prompt
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+        start = "<assistant>" if enable_thinking else "<assistant><no thinking>"
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + start
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
 
 
 def data(path: Path, content: bytes | str, **settings: object) -> DataSettings:
@@ -46,7 +56,7 @@ def line(prompt: object = "1+1", answer: object = "2") -> str:
 def test_reads_lines_with_ids_and_kinds_of_answers(tmp_path: Path) -> None:
     content = line() + "\n" + line(answer=18) + line(answer=0.5) + line("naïve\u2028", "  x ")
     problems = read_problems(data(tmp_path, content))
-    assert [tuple(p) for p in problems] == [
+    assert [p[:3] for p in problems] == [
         (0, "1+1", "2"),
         (2, "1+1", "18"),
         (3, "1+1", "0.5"),
@@ -144,6 +154,39 @@ def test_left_out_prompts_are_counted_aloud(tmp_path: Path, caplog: pytest.LogCa
     assert "left out 2 of 3 prompts" in caplog.text
 
 
+def test_over_long_prompts_may_be_cut_to_their_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = data(tmp_path, line("abcdefgh") + line("xyz"), max_prompt_tokens=4, too_long="cut")
+    prompts = load_prompts(settings, CharacterTokenizer())
+    assert [(p.id, p.text) for p in prompts] == [(0, "efgh"), (1, "\x01xyz"[1:])]
+    assert [len(p.tokens) for p in prompts] == [4, 4]
+    assert "cut 1 of 2 prompts" in caplog.text
+
+
+def test_chats_system_prompt_and_thinking(tmp_path: Path) -> None:
+    tokenizer = CharacterTokenizer()
+    tokenizer.chat_template = "..."
+    chat = [{"role": "user", "content": "2+2"}]
+    content = line("1+1") + line(chat) + line([{"role": "system", "content": "own"}, *chat])
+    settings = data(tmp_path, content, chat=True, system="Be brief.", thinking=False, template="Q: {prompt}")
+    end = "<assistant><no thinking>"
+    assert [p.text for p in load_prompts(settings, tokenizer)] == [
+        "<system>Be brief.<user>Q: 1+1" + end,
+        "<system>Be brief.<user>2+2" + end,
+        "<system>own<user>2+2" + end,
+    ]
+    plain = data(tmp_path, line(chat), template="{prompt} =")
+    assert load_prompts(plain, tokenizer)[0].text == "2+2 ="
+    with pytest.raises(UserError, match=r":3: the problem is a chat of 2 messages"):
+        load_prompts(data(tmp_path, content), tokenizer)
+
+    def refuse(messages: object, **how: object) -> str:
+        raise ValueError("roles must alternate")
+
+    tokenizer.apply_chat_template = refuse
+    with pytest.raises(UserError, match=r":1: the chat template cannot render it .*roles must alternate"):
+        load_prompts(settings, tokenizer)
+
+
 # -- order ---------------------------------------------------------------------------------------------------
 
 
@@ -180,3 +223,45 @@ def test_restoring_with_other_data_or_seed_is_refused() -> None:
         PromptStream(some_prompts(11), seed=1).restore(state)
     with pytest.raises(UserError, match="seed 1, not 2"):
         PromptStream(some_prompts(10), seed=2).restore(state)
+
+
+def mixed(*sizes: int) -> list[Prompt]:
+    return [
+        Prompt(100 * s + i, f"p{i}", str(i), np.array([i], np.int32), source=s)
+        for s, size in enumerate(sizes)
+        for i in range(size)
+    ]
+
+
+def test_a_mixture_keeps_its_shares_and_epochs_at_any_moment() -> None:
+    stream = PromptStream(mixed(5, 40, 7), seed=3, weights=(3.0, 1.0, 0.5))
+    taken = [p.source for p in stream.take(900)]
+    for n in (9, 90, 333, 900):
+        for source, share in enumerate((6 / 9, 2 / 9, 1 / 9)):
+            assert abs(taken[:n].count(source) - share * n) < 1.5
+    again = PromptStream(mixed(5, 40, 7), seed=3, weights=(6.0, 2.0, 1.0))
+    ids = [p.id for p in again.take(900) if p.source == 0]
+    epochs = [ids[i : i + 5] for i in range(0, 600, 5)]
+    assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 20
+
+
+@pytest.mark.parametrize("before", [0, 1, 23, 60])
+def test_a_restored_mixture_goes_on_where_it_was(before: int) -> None:
+    def stream() -> PromptStream:
+        return PromptStream(mixed(5, 40, 7), seed=1, weights=(0.2, 0.5, 0.3))
+
+    first, second = stream(), stream()
+    first.take(before)
+    state = json.loads(json.dumps(first.state()))
+    second.take(11)
+    second.restore(state)
+    assert [p.id for p in second.take(100)] == [p.id for p in first.take(100)]
+    other = PromptStream(mixed(5, 40, 7), seed=1, weights=(0.3, 0.4, 0.3))
+    with pytest.raises(UserError, match="prompts have changed"):
+        other.restore(state)
+
+
+def test_a_source_of_which_no_prompt_is_left_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"data\.mixture\[1\]: no prompt is left"):
+        PromptStream(mixed(5), seed=1, weights=(1.0, 1.0))

@@ -20,6 +20,7 @@ def result(answers: list[str | None], gold: str = "1", finishes: list[str] | Non
         prompt_id=0,
         answer=gold,
         responses=texts,
+        extracted=answers,
         correct=[a is not None and a in (gold, gold + ".0") for a in answers],
         lengths=[10 * (i + 1) for i in range(len(answers))],
         finishes=finishes or ["stop"] * len(answers),

@@ -1,8 +1,7 @@
-"""Grades a response by its last ``Answer: ...`` line. Rules only: nothing is evaluated, no text can hang it.
+"""One spelling for answers that count as the same. Rules only: nothing is evaluated, no text can hang it.
 
-Source: the RPG paper's grader for competition mathematics (arXiv 2505.17508, setup of DAPO): the last 300
-characters, the last match, LaTeX and units taken off, then strings compared. Plain numbers are compared by
-value as well, so that 18.0 is 18 and 1/2 is 0.5.
+Source: the rule-based grader of the RPG paper (arXiv 2505.17508, after DAPO): LaTeX and units taken off, then
+strings compared. Plain numbers are compared by value as well, so that 18.0 is 18 and 1/2 is 0.5.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-WINDOW = 300
-"""Only so many characters at the end of a response are looked at."""
 LONGEST_NUMBER = 64
 """A number of more characters is compared as text alone."""
+LONGEST = 1000
+"""An answer of more characters is compared as it stands."""
 
-_MARK = re.compile(r"answer[ \t]*:", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"\\(?:boxed|fbox|text|textbf|textit|textrm|mathrm|mathbf|mbox|overline)\s*\{([^{}]*)\}"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _REMOVED = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,!;:()\[\] $]|[$`]")
 
@@ -38,32 +37,34 @@ _QUANTITY = re.compile(
     rf"(?P<number>{_NUMBER})(?:(?:{_UNITS})(?:\^?\{{?[23]\}}?)?)?".replace("\n", " "),
     re.IGNORECASE | re.VERBOSE,
 )
+# Words after a number that are part of its value, or of another answer.
+_COUNTING = (
+    "dozen|hundred|thousand|million|billion|trillion|pair|score|half|halves|third|quarter|fifth|tenth"
+    "|squared|cubed|factorial|and|plus|minus|times|mod|modulo|base|choose|over|divided|percentage|not|per"
+)
+_COUNTED = re.compile(
+    rf"(?P<number>{_NUMBER})(?:\s+(?!(?:{_COUNTING})s?\b)[a-z]{{3,20}}){{1,2}}", re.IGNORECASE
+)
 _PLAIN = re.compile(r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:/([+-]?[0-9]+))?")
-
-
-def grade(response: str, answer: str) -> bool:
-    """Whether the last answer line of ``response`` says the same as ``answer``. Never raises on any text."""
-    found = extract(response)
-    return found is not None and same(found, answer)
-
-
-def extract(response: str) -> str | None:
-    """What follows the last ``Answer:`` (any case) on its line, as it stands; None if there is none.
-
-    An ``Answer:`` with nothing on its line takes the next line that holds anything.
-    """
-    tail = response[-WINDOW:]
-    for match in reversed(list(_MARK.finditer(tail))):
-        rest = tail[match.end() :].lstrip(" \t\r\n*_")  # **Answer:** 5
-        line = rest.split("\n", 1)[0].strip()
-        if line:
-            return line
-    return None
 
 
 def same(a: str, b: str) -> bool:
     """Whether two answers are the same after normalisation."""
-    return canonical(a) == canonical(b)
+    return canonical(a) == canonical(b) or _same_percentage(a, b)
+
+
+def differ(a: str, b: str) -> bool:
+    r"""Whether two answers that are not the ``same`` cannot be: two plain numbers, or two plain words.
+
+    Two letters may be a product: ab is ba. Longer words are words, or yes would be yse. Commands that differ
+    by capitals alone are others: math-verify does not tell \Delta from \delta.
+    """
+    a, b = normalise(a), normalise(b)
+    if as_number(a) is not None and as_number(b) is not None:
+        return True
+    if a.lower() == b.lower():
+        return _COMMAND.findall(a) != _COMMAND.findall(b)
+    return a.isalpha() and b.isalpha() and max(len(a), len(b)) != 2
 
 
 def canonical(answer: str) -> str:
@@ -71,6 +72,14 @@ def canonical(answer: str) -> str:
     text = normalise(answer)
     number = as_number(text)
     return text if number is None else str(number)
+
+
+def _same_percentage(a: str, b: str) -> bool:
+    """Whether one is a percentage and the other the same number without the sign: 50% is also 0.5."""
+    if len(a) > LONGEST or len(b) > LONGEST or ("%" in a) == ("%" in b):
+        return False
+    percent, plain = (as_number(normalise(x)) for x in ((a, b) if "%" in a else (b, a)))
+    return percent is not None and plain is not None and percent == 100 * plain
 
 
 def as_number(text: str) -> Fraction | None:
@@ -91,9 +100,11 @@ def normalise(answer: str) -> str:
     """Take off what does not change an answer.
 
     Gone are: dollars, boxes, LaTeX text and spacing, emphasis, a final full stop, spaces, the left side of an
-    equation; of a number also its unit, separators of thousands and a plus. Capitals count, except in a plain
-    word.
+    equation; of a number also its unit, a counted noun (18 eggs), separators of thousands and a plus.
+    Capitals count, except in a plain word. A text of more than LONGEST characters is left as it is.
     """
+    if len(answer) > LONGEST:
+        return answer.strip()
     text = _REMOVED.sub("", answer.replace("\u2212", "-").replace("{,}", ",")).strip(" \t\r\n*_")
     # Each round opens the innermost braces; a bound on the rounds, since the text is anyone's.
     for _ in range(8):
@@ -105,7 +116,7 @@ def normalise(answer: str) -> str:
     sides = _EQUALS.split(text)
     if len(sides) == 2 and sides[1].strip():
         text = sides[1].strip()
-    quantity = _QUANTITY.fullmatch(text)
+    quantity = _QUANTITY.fullmatch(text) or _COUNTED.fullmatch(text)
     if quantity is not None:
         text = quantity["number"].replace(",", "")
     text = "".join(text.split()).removeprefix("+")

@@ -1,0 +1,82 @@
+"""Answers graded per second, with the pool warm: plain numbers, and LaTeX by math-verify.
+
+``python benchmarks/grading.py [WORKERS]`` prints a table. Each row is the same work three times, the best of
+it; the last column is the ratio to plain numbers. "LaTeX, a group's" repeats answers as the 16 responses to a
+prompt do; "all different" is math-verify's own speed, times the cores that there are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from rpg_megatron.rewards import Grader
+
+COUNT = 2000
+
+
+def plain() -> list[tuple[str, str]]:
+    """Numbers as a model writes them; half of them wrong."""
+    forms = ["{:,}", "${}$", "{}.0", "\\boxed{{{}}}", "\\text{{{} cm}}", "\\frac{{{}}}{{1}}"]
+    work = "We add the numbers and simplify. " * 40
+    return [
+        (f"{work}\nAnswer: {forms[i % len(forms)].format(i)}", str(i + i % 2))
+        for i in range(1000, 1000 + COUNT)
+    ]
+
+
+def latex(different: int) -> list[tuple[str, str]]:
+    """Surds, powers and polynomials, so many different pairs in all; half of them wrong."""
+    forms = [
+        ("\\frac{{\\sqrt{{{0}}}}}{{2}}", "\\sqrt{{{0}}}/{1}"),
+        ("{0}\\pi", "{0} \\cdot \\pi + {1} - 2"),
+        ("{0}\\sqrt{{3}}", "\\sqrt{{3}} \\cdot {0} \\cdot {1} / 2"),
+        ("x^2 + {0}x", "x(x+{0}) + {1} - 2"),
+    ]
+    work = "We add the numbers and simplify. " * 40
+    pairs = []
+    for i in range(COUNT):
+        number = i * different // COUNT
+        given, answer = forms[number % len(forms)]
+        pairs.append(
+            (
+                f"{work}\\boxed{{{given.format(number + 2, 2)}}}",
+                answer.format(number + 2, 2 + number % 8 // 4),
+            )
+        )
+    return pairs
+
+
+def speed(workers: int, pairs: list[tuple[str, str]]) -> tuple[float, float]:
+    """Answers per second, and the share that was right."""
+    best, right = 0.0, 0
+    for _ in range(3):
+        with Grader(workers=workers) as grader:
+            warm = [grader.submit(f"\\boxed{{{n}\\sqrt{{8}}}}", f"{2 * n}\\sqrt{{2}}") for n in range(64)]
+            assert all(f.result().correct for f in warm)
+            started = time.perf_counter()
+            futures = [grader.submit(*pair) for pair in pairs]
+            right = sum(f.result().correct for f in futures)
+            best = max(best, len(pairs) / (time.perf_counter() - started))
+    return best, right / len(pairs)
+
+
+def main() -> None:
+    workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    rows = [
+        ("plain numbers", plain()),
+        ("LaTeX, a group's", latex(COUNT // 16)),
+        ("LaTeX, all different", latex(COUNT)),
+    ]
+    print(f"{workers} workers, {os.cpu_count()} cores, {COUNT:,} answers of about 1,300 characters")
+    print(f"{'':<22}{'answers/s':>10}{'right':>8}{'ratio':>8}")
+    first = None
+    for name, pairs in rows:
+        rate, right = speed(workers, pairs)
+        first = first or rate
+        print(f"{name:<22}{rate:>10,.0f}{right:>8.0%}{rate / first:>8.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

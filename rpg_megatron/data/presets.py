@@ -1,0 +1,75 @@
+"""Data sets that are used again and again: where they are on the hub, which fields hold problem and answer.
+
+Copies of one data set name their fields differently, so each lists the pairs that are in use; the first whose
+fields the first row has is taken.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from rpg_megatron.config.errors import UserError
+
+_DAPO = ("prompt", "reward_model.ground_truth")  # rows in the form of DAPO's release, as for verl
+_PAIRS = (("problem", "answer"), ("question", "answer"), ("Problem", "Answer"), _DAPO)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One data set."""
+
+    hub: str
+    subset: str | None = None
+    split: str = "train"
+    fields: tuple[tuple[str, str], ...] = _PAIRS
+    """Pairs of problem and answer field."""
+    answer_after: str | None = None
+    """The answer follows this mark."""
+    boxed: tuple[str, ...] = ()
+    r"""Answer fields that hold a solution with the answer in a \boxed{}."""
+    where: tuple[tuple[str, bool | str], ...] = ()
+    """Rows that are used, where the field is there."""
+    english: bool = False
+    """Leave out problems in Chinese."""
+    listed: bool = False
+    """The answer stands alone in a list."""
+    repeated: bool = False
+    """Copies are in use that hold each problem many times: once is enough."""
+
+
+PRESETS: dict[str, Preset] = {
+    "dapo-math-17k": Preset(
+        "open-r1/DAPO-Math-17k-Processed",
+        "en",
+        fields=(_DAPO, ("prompt", "solution"), *_PAIRS),
+        english=True,
+        repeated=True,
+    ),
+    "gsm8k": Preset("openai/gsm8k", "main", fields=(("question", "answer"),), answer_after="####"),
+    "math": Preset(
+        "DigitalLearningGmbH/MATH-lighteval",
+        fields=(("problem", "answer"), ("problem", "solution"), _DAPO),
+        boxed=("solution",),
+    ),
+    "math-500": Preset("HuggingFaceH4/MATH-500", split="test"),
+    "aime24": Preset("HuggingFaceH4/aime_2024", repeated=True),
+    "aime25": Preset("math-ai/aime25", split="test", repeated=True),
+    "amc23": Preset("zwhe99/amc23", split="test", repeated=True),
+    "minerva": Preset("math-ai/minervamath", split="test"),
+    "olympiadbench": Preset(
+        "Hothan/OlympiadBench",
+        "OE_TO_maths_en_COMP",
+        fields=(("question", "final_answer"), *_PAIRS),
+        where=(("is_multiple_answer", False),),
+        listed=True,
+    ),
+}
+
+
+def find_preset(name: str) -> Preset:
+    """Raises UserError that names the nearest for an unknown one."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+        raise UserError(f"data.preset: {name!r} is not known; did you mean {near!r}? ({', '.join(PRESETS)})")
+    return PRESETS[name]

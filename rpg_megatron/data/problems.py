@@ -1,0 +1,255 @@
+"""Problems with reference answers, read and checked; needs neither torch nor a tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rpg_megatron.config.data import DataSettings, SourceSettings
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.data.boxed import last_box
+from rpg_megatron.data.presets import Preset, find_preset
+from rpg_megatron.data.rows import kind_of, origin, read_rows
+
+logger = logging.getLogger(__name__)
+
+_CHINESE = re.compile("[\u3400-\u9fff]")
+
+
+class Message(NamedTuple):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+class Problem(NamedTuple):
+    """One row of a data set, before the tokenizer has seen it."""
+
+    id: int
+    """Its row, from 0; in a mixture the rows of the sources before count too."""
+    prompt: str | tuple[Message, ...]
+    """The problem as it stands in the data, without template: text, or a chat."""
+    answer: str
+    """The reference answer."""
+    source: int
+    """Which part of the mixture it is from."""
+    where: str
+    """Its place, for messages."""
+
+    @property
+    def text(self) -> str:
+        """The problem as one text."""
+        return self.prompt if isinstance(self.prompt, str) else "\n".join(m.content for m in self.prompt)
+
+
+def read_problems(settings: DataSettings) -> list[Problem]:
+    """Read and check all sources. What is left out is counted in a warning.
+
+    Raises UserError that names file, row (from 1) and remedy for a row that cannot be used, unless malformed
+    rows are to be skipped; and for a source without a single problem.
+    """
+    problems, left_out, first_bad = read_counted(settings)
+    if left_out:
+        counts = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
+        example = f"; the first malformed one: {first_bad}" if first_bad else ""
+        logger.warning("prompts left out: %s (%d are used)%s", counts, len(problems), example)
+    return problems
+
+
+def read_counted(settings: DataSettings) -> tuple[list[Problem], dict[str, int], UserError | None]:
+    """The problems, how many rows were left out by reason, and what is wrong with the first malformed one."""
+    if "{prompt}" not in settings.template:
+        raise UserError(
+            f"data.template: {settings.template!r} has no place for the problem; put {{prompt}} into it"
+        )
+    problems: list[Problem] = []
+    left_out: Counter[str] = Counter()
+    first_bad: UserError | None = None
+    seen: set[str] = set()
+    offset = 0
+    for number, source in enumerate(settings.sources):
+        preset = find_preset(source.preset) if source.preset is not None else None
+        before, rows = len(problems), 0
+        for count, found in _read_source(source, preset, number, offset):
+            rows = count
+            if isinstance(found, UserError):
+                if settings.malformed == "stop":
+                    raise found
+                first_bad = first_bad or found
+                left_out["malformed"] += 1
+            elif found is None:
+                left_out["filtered"] += 1
+            elif settings.deduplicate or (preset is not None and preset.repeated):
+                key = " ".join(found.text.split())
+                if key in seen:
+                    left_out["duplicate"] += 1
+                else:
+                    seen.add(key)
+                    problems.append(found)
+            else:
+                problems.append(found)
+        if len(problems) == before:
+            raise _nothing(source, preset, rows, first_bad)
+        offset += rows
+    return problems, dict(left_out), first_bad
+
+
+def _nothing(source: SourceSettings, preset: Preset | None, rows: int, bad: UserError | None) -> UserError:
+    name = origin(source, preset)
+    if rows:
+        hint = f"; {bad}" if bad else "; check data.where and data.deduplicate"
+        return UserError(f"{name}: none of its {rows} rows is of use{hint}")
+    prompt, answer = source.prompt_key or "prompt", source.answer_key or "answer"
+    return UserError(
+        f"{name}: holds no problems; it needs one JSON object a line, such as "
+        f'{{"{prompt}": "What is 1+1?", "{answer}": "2"}}'
+    )
+
+
+def _read_source(
+    source: SourceSettings, preset: Preset | None, number: int, offset: int
+) -> Iterator[tuple[int, Problem | UserError | None]]:
+    """With the number of rows so far: a problem, what is wrong with the row, or None for one filtered out."""
+    fields: Fields | None = None
+    for index, where, row in read_rows(source, preset):
+        if isinstance(row, UserError):
+            yield index + 1, row
+            continue
+        try:
+            fields = fields or Fields.of(source, preset, row)
+            if fields.wants(row):
+                prompt, answer = fields.read(row, where)
+                chinese = fields.english and _CHINESE.search(str(prompt))
+                problem = Problem(offset + index, prompt, answer, number, where)
+                yield index + 1, None if chinese else problem
+            else:
+                yield index + 1, None
+        except UserError as e:
+            yield index + 1, e
+
+
+class Fields(NamedTuple):
+    """Which fields of a row are meant, and which rows."""
+
+    prompt: str
+    answer: str
+    after: str | None
+    boxed: bool
+    where: dict[str, tuple[Any, ...]]
+    optional: dict[str, Any]
+    """Filters of the preset, for rows that have the field."""
+    english: bool
+    listed: bool
+    """An answer may stand alone in a list."""
+
+    @classmethod
+    def of(cls, source: SourceSettings, preset: Preset | None, row: dict[str, Any]) -> Fields:
+        """The settings', or else the preset's first pair that this row has."""
+        pairs = preset.fields if preset else (("prompt", "answer"),)
+        fits = (p for p in pairs if _find(row, p[0]) is not None and _find(row, p[1]) is not None)
+        prompt, answer = next(fits, pairs[0])
+        prompt, answer = source.prompt_key or prompt, source.answer_key or answer
+        after = source.answer_after
+        if after is None and preset is not None and not source.answer_key and not source.answer_boxed:
+            after = preset.answer_after
+        boxed = source.answer_boxed or (preset is not None and after is None and answer in preset.boxed)
+        where = {key: v if isinstance(v, tuple) else (v,) for key, v in source.where.items()}
+        optional = dict(preset.where) if preset else {}
+        english, listed = (preset.english, preset.listed) if preset else (False, False)
+        return cls(prompt, answer, after, boxed, where, optional, english, listed)
+
+    def wants(self, row: dict[str, Any]) -> bool:
+        """Whether the filters let the row pass."""
+        return all(_find(row, key) in values for key, values in self.where.items()) and all(
+            row.get(key, value) == value for key, value in self.optional.items()
+        )
+
+    def read(self, row: dict[str, Any], where: str) -> tuple[str | tuple[Message, ...], str]:
+        """Problem and answer of a row. Raises UserError if one is missing, empty or of the wrong type."""
+        prompt = _prompt(_field(row, self.prompt, "data.prompt_key", where), self.prompt, where)
+        given = _field(row, self.answer, "data.answer_key", where)
+        if self.listed and isinstance(given, list) and len(given) == 1:
+            given = given[0]
+        answer = _answer(given, self.answer, where)
+        try:
+            (str(prompt) if isinstance(prompt, str) else "".join(m.content for m in prompt)).encode("utf-8")
+            answer.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; "
+                "remove it"
+            ) from None
+        if self.after is not None:
+            _before, mark, answer = answer.rpartition(self.after)
+            if not mark:
+                raise UserError(
+                    f"{where}: {self.answer!r} does not hold {self.after!r} (data.answer_after); mend the "
+                    "line, or set data.answer_after to the mark that this file uses"
+                )
+        if self.boxed:
+            box = last_box(answer)
+            if box is None:
+                raise UserError(
+                    f"{where}: {self.answer!r} holds no whole \\boxed{{}}; mend or remove the row"
+                )
+            answer = box[1]
+        answer = answer.strip()
+        empty = isinstance(prompt, str) and not prompt.strip()
+        for key, nothing in ((self.prompt, empty), (self.answer, not answer)):
+            if nothing:
+                raise UserError(f"{where}: {key!r} is empty; fill it in or remove the line")
+        return prompt, answer
+
+
+def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        chat = []
+        for turn in value:
+            role = turn.get("role") if isinstance(turn, dict) else None
+            content = turn.get("content") if isinstance(turn, dict) else None
+            if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
+                break
+            chat.append(Message(role, content))
+        if chat and len(chat) == len(value):
+            return tuple(chat)
+        raise UserError(
+            f"{where}: {key!r} is a list, but not of chat messages; each must have a text as role and as "
+            "content"
+        )
+    raise UserError(f"{where}: {key!r} is a {kind_of(value)}, not text; put it in quotes")
+
+
+def _answer(value: Any, key: str, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(f"{where}: {key!r} is a {kind_of(value)}; it must be text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: {key!r} is {value}, which is no answer; fill it in or remove the line")
+    try:
+        return str(value)
+    except ValueError:  # an integer of more digits than Python prints
+        raise UserError(f"{where}: {key!r} is a number too long to print; put it in quotes") from None
+
+
+def _find(row: dict[str, Any], key: str) -> Any:
+    """The field, or the one within another that a.b means; None if there is none."""
+    if key in row:
+        return row[key]
+    outer, dot, inner = key.partition(".")
+    return _find(row[outer], inner) if dot and isinstance(row.get(outer), dict) else None
+
+
+def _field(row: dict[str, Any], key: str, setting: str, where: str) -> Any:
+    value = _find(row, key)
+    if value is None and key not in row:
+        keys = ", ".join(repr(k) for k in row) or "none"
+        raise UserError(
+            f"{where}: the key {key!r} is missing (keys of this line: {keys}); add it or set {setting}"
+        )
+    return value

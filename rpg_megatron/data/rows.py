@@ -1,0 +1,201 @@
+"""Rows of data files and hub data sets, one at a time, each with its place for messages.
+
+Files are read without a network and without a copy in a cache. A row that cannot be read comes as the
+UserError that says why, so that the reader may stop or count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rpg_megatron.config.data import SourceSettings
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.data.presets import Preset
+
+Row = tuple[int, str, dict[str, Any] | UserError]
+"""Number from 0, place for messages (``file:line`` or ``file: row 3``), and the row or what is wrong."""
+
+_BATCH = 1000
+
+
+def read_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
+    """The rows of a source, at most ``limit``.
+
+    Raises UserError if there is no such file or data set, or if it cannot be read at all.
+    """
+    if source.path is None:
+        rows = _hub_rows(source, preset)
+    elif (source.path / "dataset_info.json").is_file():
+        rows = _saved_rows(source.path)
+    elif source.path.suffix == ".parquet":
+        rows = _parquet_rows(source.path)
+    elif source.path.suffix == ".arrow":
+        rows = _arrow_rows(source.path)
+    else:
+        rows = _json_rows(source.path)
+    for row in rows:
+        if source.limit is not None and row[0] >= source.limit:
+            return
+        yield row
+
+
+def origin(source: SourceSettings, preset: Preset | None) -> str:
+    """What to call a source in messages."""
+    if source.path is not None:
+        return str(source.path)
+    return source.hub or (preset.hub if preset else "")
+
+
+# -- JSON lines ----------------------------------------------------------------------------------------------
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    try:
+        with path.open("rb") as file:
+            for index, raw in enumerate(file):
+                if raw.strip():
+                    where = f"{path}:{index + 1}"
+                    yield index, where, _parse_json(raw, where, index == 0)
+    except FileNotFoundError:
+        raise UserError(f"data.path: {path} does not exist; give a JSON lines file") from None
+    except IsADirectoryError:
+        raise UserError(f"data.path: {path} is a directory; give a JSON lines file") from None
+    except OSError as e:
+        raise UserError(f"data.path: {path} cannot be read ({e.strerror or e})") from None
+
+
+def _parse_json(raw: bytes, where: str, first: bool) -> dict[str, Any] | UserError:
+    try:
+        row = json.loads(raw.decode("utf-8-sig" if first else "utf-8"), parse_constant=_reject_constant)
+    except UnicodeDecodeError as e:
+        return UserError(f"{where}: not UTF-8 (byte {e.start + 1} of the line); save the file as UTF-8")
+    except RecursionError:
+        return UserError(f"{where}: nested too deeply; give one flat JSON object a line")
+    except ValueError as e:
+        return UserError(f"{where}: not valid JSON ({e}); give one JSON object a line")
+    if not isinstance(row, dict):
+        return UserError(f"{where}: holds a {kind_of(row)}, not an object; give one JSON object a line")
+    return row
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def kind_of(value: Any) -> str:
+    """What to call a value in messages."""
+    names = {dict: "object", list: "list", str: "text", bool: "true/false value", type(None): "null"}
+    fallback = "number" if isinstance(value, int | float) else type(value).__name__
+    return names.get(type(value), fallback)
+
+
+# -- Arrow and Parquet ---------------------------------------------------------------------------------------
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+    from pyarrow.lib import ArrowException
+
+    _check_file(path)
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (ArrowException, OSError) as e:
+        raise UserError(
+            f"{path}: not a whole Parquet file, no row of it can be read ({_first_line(e)}); "
+            "copy or download it again"
+        ) from None
+    with file:
+        index = 0
+        for group in range(file.metadata.num_row_groups):
+            last = index + file.metadata.row_group(group).num_rows
+            try:
+                table = file.read_row_group(group)
+            except (ArrowException, OSError) as e:
+                where = f"{path}: rows {index + 1} to {last}"
+                yield (
+                    index,
+                    where,
+                    UserError(f"{where}: damaged ({_first_line(e)}); copy or download the file again"),
+                )
+            else:
+                yield from _table_rows(str(path), table, index)
+            index = last
+
+
+def _arrow_rows(path: Path) -> Iterator[Row]:
+    import datasets
+    from pyarrow.lib import ArrowException
+
+    _check_file(path)
+    try:
+        found = datasets.Dataset.from_file(str(path))
+    except (ArrowException, OSError, ValueError) as e:
+        raise UserError(
+            f"{path}: not a whole Arrow file, no row of it can be read ({_first_line(e)}); "
+            "copy or download it again"
+        ) from None
+    yield from _dataset_rows(str(path), found)
+
+
+def _saved_rows(path: Path) -> Iterator[Row]:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as e:  # whatever a damaged folder makes it raise
+        raise UserError(f"{path}: cannot be read ({_first_line(e)}); save the data set again") from None
+    yield from _dataset_rows(str(path), found)
+
+
+def _hub_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
+    import datasets
+
+    name = source.hub or (preset.hub if preset else "")
+    mine = preset if source.hub is None else None
+    subset = source.subset or (mine.subset if mine else None)
+    split = source.split or (mine.split if mine else "train")
+    try:
+        found = datasets.load_dataset(name, subset, split=split)
+    except Exception as e:  # connection, permission, parsing: it raises anything
+        raise UserError(
+            f"data.hub: {name}{f', subset {subset}' if subset else ''}, split {split} cannot be had "
+            f"({type(e).__name__}: {_first_line(e)}); check name and network, or give a "
+            "local copy as data.path"
+        ) from None
+    yield from _dataset_rows(name, found)
+
+
+def _dataset_rows(name: str, found: Any) -> Iterator[Row]:
+    for start in range(0, len(found), _BATCH):
+        part = found.select(range(start, min(start + _BATCH, len(found))))
+        yield from _table_rows(name, part.with_format("arrow")[:], start)
+
+
+def _table_rows(name: str, table: Any, start: int) -> Iterator[Row]:
+    """Rows of an Arrow table; one that is no UTF-8 comes as an error, its neighbours as they are."""
+    columns = {column: table.column(column) for column in table.column_names}
+    for index in range(table.num_rows):
+        where = f"{name}: row {start + index + 1}"
+        row: dict[str, Any] = {}
+        broken = None
+        for column, values in columns.items():
+            try:
+                row[column] = values[index].as_py()
+            except UnicodeDecodeError as e:
+                broken = UserError(
+                    f"{where}: {column!r} is not UTF-8 (byte {e.start + 1}); write the file anew in UTF-8"
+                )
+        yield start + index, where, broken or row
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        state = "is a directory" if path.is_dir() else "does not exist"
+        raise UserError(f"data.path: {path} {state}; give a {path.suffix} file")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

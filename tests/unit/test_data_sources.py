@@ -1,0 +1,232 @@
+"""Where prompts come from: Parquet and Arrow files, folders, the hub, mixtures, known data sets; and what of
+them is malformed.
+
+Why: a run must not start on half a file, or learn from rows that are not what they seem, and the message
+must say file, row and remedy. Not covered: JSON lines row by row (test_data_prompts); downloads, for want of
+a network: the hub's loader is shown a local folder instead.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.config.data import DataSettings
+from rpg_megatron.data.presets import PRESETS, find_preset
+from rpg_megatron.data.problems import read_counted, read_problems
+
+ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in range(10)]
+
+
+def parquet(path: Path, rows: list[dict[str, object]], **how: object) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, **how)
+    return path
+
+
+def pairs(settings: DataSettings) -> list[tuple[object, str]]:
+    return [(p.prompt, p.answer) for p in read_problems(settings)]
+
+
+def test_parquet_arrow_folder_and_hub_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    file = parquet(tmp_path / "d.parquet", ROWS)
+    saved, hub = tmp_path / "saved", tmp_path / "hub"
+    datasets.Dataset.from_list(ROWS).save_to_disk(saved)
+    hub.mkdir()
+    parquet(hub / "test.parquet", ROWS)
+    expected = [(row["prompt"], row["answer"]) for row in ROWS]
+    assert pairs(DataSettings(path=file)) == expected
+    assert pairs(DataSettings(path=saved)) == expected
+    assert pairs(DataSettings(path=saved / "data-00000-of-00001.arrow", limit=4)) == expected[:4]
+    assert pairs(DataSettings(hub=str(hub), split="test")) == expected
+    with pytest.raises(UserError, match=r"data\.hub: .*split train cannot be had .*local copy as data\.path"):
+        read_problems(DataSettings(hub=str(hub)))
+
+
+def test_filters_and_duplicates_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = parquet(tmp_path / "d.parquet", [*ROWS, {"prompt": " 0+0\n", "answer": "0", "level": 0}])
+    settings = DataSettings(path=file, where={"level": (0, 1)}, deduplicate=True)
+    problems, left_out, _ = read_counted(settings)
+    assert [p.id for p in problems] == [0, 1, 3, 4, 6, 7, 9]
+    assert left_out == {"filtered": 3, "duplicate": 1}
+    read_problems(settings)
+    assert "3 filtered, 1 duplicate (7 are used)" in caplog.text
+    with pytest.raises(UserError, match=r"none of its 11 rows is of use; check data\.where"):
+        read_problems(DataSettings(path=file, where={"level": 7}))
+
+
+def test_a_mixture_numbers_rows_through(tmp_path: Path) -> None:
+    one = parquet(tmp_path / "one.parquet", ROWS)
+    two = tmp_path / "two.jsonl"
+    two.write_text('{"q": {"text": "3*3"}, "a": 9}\n')
+    two_fields = {"path": two, "prompt_key": "q.text", "answer_key": "a", "weight": 3.0}
+    settings = DataSettings(mixture=[{"path": one}, two_fields])
+    last = read_problems(settings)[-1]
+    assert last[:4] == (10, "3*3", "9", 1)
+    assert last.where == f"{two}:1"
+    assert settings.weights == (1.0, 3.0)
+
+
+def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        yaml.safe_dump({"model": {"path": "m"}, "data": {"mixture": [{"path": "a"}, {"path": "b"}]}})
+    )
+    settings = load_settings(file)
+    assert [s.path for s in settings.data.sources] == [tmp_path / "a", tmp_path / "b"]
+    file.write_text(settings.to_yaml())
+    assert load_settings(file) == settings
+    for override, told in (
+        ("data={mixture: [{pth: a}]}", "did you mean 'data.mixture[0].path'"),
+        ("data={mixture: [{weight: 2}]}", "needs a path, a hub name or a preset"),
+        ("data={}", "names no prompts"),
+        ("data={path: a, preset: gsm8k, mixture: [{path: a}]}", "mixture replaces path"),
+        ("data={path: a, hub: b/c}", "exclude each other"),
+        ("data={path: a, split: b}", "no effect on a file"),
+        ("data={path: a, system: b}", "no effect unless chat is on"),
+    ):
+        with pytest.raises(UserError) as error:
+            load_settings(file, [override])
+        assert told in str(error.value)
+
+
+# -- malformed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "1+1"}, "'answer' is a null"),
+        ({"prompt": "1+1", "answer": ""}, "'answer' is empty"),
+        ({"prompt": "  ", "answer": "2"}, "'prompt' is empty"),
+        ({"answer": "2"}, "'prompt' is a null"),
+    ],
+)
+def test_a_malformed_row_of_a_parquet_file_is_named_or_skipped(
+    tmp_path: Path, row: dict[str, object], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = parquet(tmp_path / "d.parquet", [*ROWS[:4], row, *ROWS[5:]])
+    with pytest.raises(UserError) as error:
+        read_problems(DataSettings(path=file))
+    assert str(error.value).startswith(f"{file}: row 5: ")
+    assert says in str(error.value)
+    assert len(read_problems(DataSettings(path=file, malformed="skip"))) == 9
+    assert f"1 malformed (9 are used); the first malformed one: {file}: row 5: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (
+            [{"question": "1+1", "answer": "2"}],
+            "'prompt' is missing (keys of this line: 'question', 'answer')",
+        ),
+        ([{"prompt": 3, "answer": "2"}], "'prompt' is a number, not text"),
+        ([{"prompt": "1+1", "answer": ["2", "3"]}], "'answer' is a list"),
+        ([{"prompt": "1+1", "answer": float("nan")}], "'answer' is nan"),
+        ([{"prompt": ["1+1"], "answer": "2"}], "not of chat messages"),
+        ([{"prompt": [{"role": "user", "content": ""}], "answer": "2"}], "not of chat messages"),
+    ],
+)
+def test_wrong_columns_and_types(tmp_path: Path, rows: list[dict[str, object]], says: str) -> None:
+    file = parquet(tmp_path / "d.parquet", rows)
+    with pytest.raises(UserError) as error:
+        read_problems(DataSettings(path=file))
+    assert str(error.value).startswith(f"{file}: row 1: ")
+    assert says in str(error.value)
+    with pytest.raises(UserError, match="none of its 1 rows is of use") as error:
+        read_problems(DataSettings(path=file, malformed="skip"))
+    assert says in str(error.value)
+
+
+def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
+    offsets, letters = b"\0\0\0\0\3\0\0\0\6\0\0\0", b"1+1\xff+2"
+    prompts = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(letters)])
+    file = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"prompt": prompts, "answer": ["2", "4"]}), file)
+    with pytest.raises(UserError, match=r"d\.parquet: row 2: 'prompt' is not UTF-8 \(byte 1\)"):
+        read_problems(DataSettings(path=file))
+    assert pairs(DataSettings(path=file, malformed="skip")) == [("1+1", "2")]
+
+
+def test_truncated_and_damaged_files(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "d.parquet", ROWS * 10, row_group_size=20)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"d\.parquet: not a whole Parquet file.*download it again"):
+        read_problems(DataSettings(path=file, malformed="skip"))
+    start = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(2).column(0).file_offset
+    first = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(2).column(0).dictionary_page_offset
+    place = first or start
+    file.write_bytes(whole[:place] + b"\xff" * 60 + whole[place + 60 :])
+    with pytest.raises(UserError, match=r"d\.parquet: rows 41 to 60: damaged"):
+        read_problems(DataSettings(path=file))
+    assert len(read_problems(DataSettings(path=file, malformed="skip"))) == 80
+    for suffix in ("parquet", "arrow"):
+        other = tmp_path / f"e.{suffix}"
+        with pytest.raises(UserError, match="does not exist"):
+            read_problems(DataSettings(path=other))
+        other.write_bytes(b"garbage" * 100)
+        with pytest.raises(UserError, match=r"e\.\w+: not a whole"):
+            read_problems(DataSettings(path=other))
+
+
+def test_malformed_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    good = json.dumps(ROWS[1]).encode()
+    file.write_bytes(b"\n".join([good, b"{broken", b'{"prompt": "\xff"}', b"[]", b'{"prompt": "1"}', good]))
+    problems, left_out, first = read_counted(DataSettings(path=file, malformed="skip"))
+    assert [p.id for p in problems] == [0, 5]
+    assert left_out == {"malformed": 4}
+    assert str(first).startswith(f"{file}:2: not valid JSON")
+
+
+# -- known data sets -----------------------------------------------------------------------------------------
+
+
+def test_presets_know_the_forms_that_are_about(tmp_path: Path) -> None:
+    def read(preset: str, *rows: dict[str, object]) -> list[tuple[object, str]]:
+        file = tmp_path / f"{preset}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return pairs(DataSettings(path=file, preset=preset))
+
+    chat = [{"role": "user", "content": "P"}]
+    verl = {"prompt": chat, "reward_model": {"ground_truth": "34", "style": "rule"}}
+    assert read("gsm8k", {"question": "P", "answer": "so\n#### 5"}) == [("P", "5")]
+    assert read("aime24", {"problem": "P", "answer": "025"}) == [("P", "025")]
+    assert read("aime25", verl, verl) == [((("user", "P"),), "34")]  # copies of one problem: once
+    assert read("amc23", {"question": "P", "problem": "P", "answer": 27.0}) == [("P", "27.0")]
+    assert read("math", {"problem": "P", "solution": "so $\\boxed{\\frac{1}{2}}$"}) == [("P", "\\frac{1}{2}")]
+    assert read("math-500", {"problem": "P", "solution": "no", "answer": "3"}) == [("P", "3")]
+    assert read("minerva", {"question": "P", "answer": "3"}) == [("P", "3")]
+    olympiad = [
+        {"question": "P", "final_answer": ["2"], "is_multiple_answer": False},
+        {"question": "Q", "final_answer": ["2", "3"], "is_multiple_answer": True},
+    ]
+    assert read("olympiadbench", *olympiad) == [("P", "2")]
+    chinese = {"prompt": "\u6c42 x", "solution": "1"}
+    assert read("dapo-math-17k", {"prompt": "P", "solution": "34"}, chinese) == [("P", "34")]
+
+
+def test_presets_can_be_overridden_and_name_what_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"text": "P", "answer": "5"}\n')
+    with pytest.raises(UserError, match=r"d\.jsonl:1: the key 'question' is missing"):
+        read_problems(DataSettings(path=file, preset="gsm8k"))
+    own = DataSettings(path=file, preset="gsm8k", prompt_key="text", answer_key="answer")
+    assert pairs(own) == [("P", "5")]
+    with pytest.raises(UserError, match="did you mean 'gsm8k'"):
+        read_problems(DataSettings(preset="gsmk"))
+    with pytest.raises(ValidationError, match="exclude each other"):
+        DataSettings(path=file, answer_after="#", answer_boxed=True)
+    assert all(find_preset(name) is preset for name, preset in PRESETS.items())

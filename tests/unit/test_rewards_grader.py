@@ -1,0 +1,280 @@
+"""The grader: where an answer stands in a response, and whether it says the same as the reference.
+
+Why: a reward that is wrong, that can be fooled by form, or that raises or hangs on some model's output in the
+middle of the night ruins a run. Not covered: workers that are killed (test_rewards_pool), texts made to hurt
+(test_rewards_hostile), agreement over whole benchmarks (test_rewards_agreement).
+"""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpg_megatron.config.rollout import OverlongSettings, RewardSettings
+from rpg_megatron.rewards import Grader, Verdict, grade
+from rpg_megatron.rewards.extraction import WINDOW, find_answer
+from rpg_megatron.rewards.grader import judge_plainly
+from rpg_megatron.rewards.score import Scorer, overlong_penalty
+from rpg_megatron.rewards.spelling import as_number, canonical, same
+
+
+def accepts(response: str, answer: str) -> bool:
+    return grade(response, answer, style="answer_line").correct
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Answer: 18", "18"),
+        ("so\nANSWER : 18\nthat is all", "18"),
+        ("Answer: 4\nAnswer: 18", "18"),
+        ("Answer: 18\nAnswer:", "18"),
+        ("Answer:\n\n  18", "18"),
+        ("Answer: Answer: 18", "18"),
+        ("**Answer:** 18", "18"),
+        ("**Answer: 18**", "18"),
+        ("Answer: 18.0", "18"),
+        ("Answer: 18.", "18"),
+        ("Answer: 0018", "18"),
+        ("Answer: +18", "18"),
+        ("Answer: \u2212 18", "-18"),
+        ("Answer: $18$", "18"),
+        ("Answer: \\$18", "18"),
+        ("Answer: \\( 18 \\)", "18"),
+        ("Answer: $\\boxed{18}$.", "18"),
+        ("Answer: \\boxed{\\text{18}}", "18"),
+        ("Answer: 1,234,567", "1234567"),
+        ("Answer: 1{,}234", "1,234"),
+        ("Answer: $1,234.50", "1234.5"),
+        ("Answer: 50%", "50"),
+        ("Answer: 50\\%", "50%"),
+        ("Answer: 18 dollars", "18"),
+        ("Answer: 18 \\text{ cm}^2", "18"),
+        ("Answer: 90^\\circ", "90"),
+        ("Answer: 90^{\\circ}", "90"),
+        ("Answer: 5 m", "5"),
+        ("Answer: x = 18", "18"),
+        ("Answer: 1/2", "0.5"),
+        ("Answer: \\frac{1}{2}", "0.5"),
+        ("Answer: \\dfrac12", "1/2"),
+        ("Answer: -\\frac{6}{4}", "-3/2"),
+        ("Answer: \\frac{x+1}{2}", "\\frac{ x + 1 }{2}"),
+        ("Answer: \\left( 1, 2 \\right)", "(1,2)"),
+        ("Answer: Yes", "yes"),
+        ("Answer: \\text{Yes}", "yes"),
+        ("Answer: " + "7" * 100, "7" * 100),
+    ],
+)
+def test_accepts(response: str, answer: str) -> None:
+    assert accepts(response, answer)
+    assert grade(response, answer).correct
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("18", "18"),
+        ("The answer is 18", "18"),
+        ("Answer:", "18"),
+        ("Answer: 18\nAnswer: 4", "18"),
+        ("Answer: 18 or 19", "18"),
+        ("Answer: 181", "18"),
+        ("Answer: -18", "18"),
+        ("Answer: 18.01", "18"),
+        ("Answer: 18" + " " * WINDOW, "18"),
+        ("Answer: 3\\frac{1}{2}", "31/2"),
+        ("Answer: 1e2", "100"),
+        ("Answer: 1/0", "0"),
+        ("Answer: x <= 5", "5"),
+        ("Answer: 3+5m", "3+5"),
+        ("Answer: 1,23", "123"),
+        ("Answer: (1,234)", "1234"),
+        ("Answer: X", "Xy"),
+        ("Answer: \\Delta", "\\delta"),
+        ("Answer: " + "7" * 99 + "8", "7" * 100),
+    ],
+)
+def test_rejects(response: str, answer: str) -> None:
+    assert not accepts(response, answer)
+
+
+def test_looks_at_the_last_characters_only() -> None:
+    ending = "Answer: 18"
+    assert accepts(ending + "\n" + "y" * (WINDOW - len(ending) - 1), "18")
+    assert not accepts(ending + "\n" + "y" * (WINDOW - len(ending)), "18")
+    assert grade(ending + "\n" + "y" * WINDOW, "18").correct  # auto looks further back
+
+
+def test_numbers_are_capped_and_plain() -> None:
+    assert as_number("1" * 64) == int("1" * 64)
+    assert as_number("1" * 65) is None
+    for text in ("1e999999999", "0x10", "1_000", "\u0663", "inf", "nan", "1/2/3", "", "."):
+        assert as_number(text) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(
+        alphabet=st.characters() | st.sampled_from("Answer: \n\\{}$frac0123456789,./%=-+*_"), max_size=400
+    )
+)
+def test_no_text_raises(text: str) -> None:
+    for style in ("answer_line", "boxed", "gsm8k", "auto"):
+        judge_plainly(find_answer(text, style), text)
+        judge_plainly(find_answer("Answer: " + text, style), text or "x")
+    canonical(text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(-(10**12), 10**12), st.integers(1, 999))
+def test_a_number_is_the_same_however_it_is_spelt(a: int, b: int) -> None:
+    assert same(f"{a:,}", f"{a}.00")
+    assert same(f"\\frac{{{a}}}{{{b}}}", f"{a}/{b}")
+    assert same(str(a), str(a * b) + f"/{b}")
+    assert not same(str(a), str(a + b))
+
+
+@pytest.mark.parametrize(
+    "piece", ["{", "\\frac{", "\\text{a}", "1,000,", "Answer:", "\\boxed{", " ", "=", "9", "1/"]
+)
+def test_hostile_repetition_is_quick(piece: str) -> None:
+    text = piece * 20_000
+    start = time.monotonic()
+    for style in ("answer_line", "boxed", "gsm8k", "auto"):
+        judge_plainly(find_answer("Answer: " + text, style), text[:2000])
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "style", "found"),
+    [
+        ("Answer: 5", "auto", "5"),
+        ("\\boxed{5}", "auto", "5"),
+        ("so\n#### 5\n", "auto", "5"),
+        ("Answer: 4, or \\boxed{5}", "auto", "5"),
+        ("\\boxed{4}\nAnswer: 5", "auto", "5"),
+        ("#### 4\nAnswer: 5", "auto", "5"),
+        ("Answer: 4\n#### 5", "auto", "5"),
+        ("Answer: 5\n\n#### Explanation\nwe add", "auto", "5"),
+        ("Answer: $\\boxed{5}$", "auto", "5"),
+        ("\\boxed{4} no, \\boxed{5}", "boxed", "5"),
+        ("\\boxed{\\frac{1}{2}}.", "boxed", "\\frac{1}{2}"),
+        ("\\boxed{\\{1,2\\}}", "boxed", "\\{1,2\\}"),
+        ("\\boxed{\\boxed{5}}", "boxed", "5"),
+        ("\\fbox{5}", "boxed", "5"),
+        ("\\boxed 5.", "boxed", "5."),
+        ("\\boxed{5} and then \\boxed{6", "boxed", "5"),
+        ("\\boxed{6", "boxed", None),
+        ("\\boxedx{6}", "boxed", None),
+        ("Answer: 5", "boxed", None),
+        ("Answer: 5", "gsm8k", None),
+        ("#### 4\n#### 5 ", "gsm8k", "5"),
+        ("\\boxed{5}", "answer_line", None),
+        ("The answer is 5. I am sure.", "auto", "5"),
+        ("The final answer is: $3.5$", "auto", "$3.5$"),
+        ("The answer is 4.\n\\boxed{5}", "auto", "5"),
+        (" 5 ", "auto", "5"),
+        ("We add.\nSo it is 5", "auto", None),
+        ("", "auto", None),
+        ("5" * 400, "auto", None),
+    ],
+)
+def test_the_last_form_counts(response: str, style: str, found: str | None) -> None:
+    assert find_answer(response, style) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("2^{10}", "1024"),
+        ("3\\frac{1}{2}", "7/2"),
+        ("\\{3,2,1\\}", "\\{1,2,3\\}"),
+        ("x \\in [1,2]", "[1,2]"),
+        ("1.5 \\times 10^3", "1500"),
+        ("50\\%", "0.5"),
+        ("0.5", "50%"),
+        ("18 eggs", "18"),
+        ("18 \\text{ green eggs}", "18"),
+        ("ab", "ba"),
+    ],
+)
+def test_latex_is_compared_by_value(given: str, answer: str) -> None:
+    verdict = grade(f"\\boxed{{{given}}}", answer)
+    assert verdict.correct
+    assert verdict.extracted == given
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("(1,2)", "(2,1)"),
+        ("[1,2)", "[1,2]"),
+        ("\\frac{\\sqrt{3}}{2}", "\\frac{1}{\\sqrt{2}}"),
+        ("18 or 19", "18"),
+        ("18, 19", "18"),
+        ("18 dozen", "18"),
+        ("18 thousand eggs", "18"),
+        ("50%", "0.5%"),
+        ("50%", "5"),
+        ("the answer is 18", "18"),
+        ("Tuesday", "Dayuest"),
+        ("no", "yes"),
+        ("B", "A"),
+        ("", "0"),
+    ],
+)
+def test_what_is_not_the_same_value(given: str, answer: str) -> None:
+    assert not grade(f"\\boxed{{{given}}}", answer).correct
+
+
+def test_a_verdict_says_why() -> None:
+    assert grade("Answer: 18.0", "18") == (True, "18.0", "same number or text")
+    assert grade("Answer: 19", "18") == Verdict(False, "19", "another number or word")
+    assert grade("I do not\nknow", "18") == Verdict(False, None, "no answer found")
+    assert grade("\\boxed{2\\sqrt 3}", "\\sqrt{12}").reason == "equal by math-verify"
+    assert "longer than" in grade("Answer: " + "7" * 2000, "1").reason
+    assert "brackets deep" in grade("Answer: " + "(" * 20 + "x", "7").reason
+    with pytest.raises(ValueError, match="use one of auto, answer_line"):
+        grade("5", "5", style="bxoed")
+
+
+def test_equal_answers_of_a_group_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Grader(workers=2) as grader:
+        asked = []
+        submit = grader._pool.submit
+        monkeypatch.setattr(grader._pool, "submit", lambda *pair: asked.append(pair) or submit(*pair))
+        futures = [grader.submit(f"#{i}: \\boxed{{\\sqrt{{8}}}}", "2\\sqrt{2}") for i in range(16)]
+        assert all(f.result().correct for f in futures)
+    assert asked == [("\\sqrt{8}", "2\\sqrt{2}")]
+
+
+def score(settings: RewardSettings, response: str, length: int = 10) -> tuple:
+    scorer = Scorer(settings, longest=100)
+    try:
+        return tuple(scorer.submit(response, "1", length).result())
+    finally:
+        scorer.close()
+
+
+def test_score_keeps_reward_and_verdict_apart() -> None:
+    settings = RewardSettings(correct=0.0, wrong=-0.5)
+    assert score(settings, "Answer: 1")[:2] == (0.0, True)
+    assert score(settings, "Answer: 2")[:2] == (-0.5, False)
+
+
+def test_a_reward_is_the_sum_of_its_parts() -> None:
+    settings = RewardSettings(overlong=OverlongSettings(buffer=40, factor=0.5), format=-0.25)
+    reward, correct, extracted, _reason, parts = score(settings, "it is 1, I think\n", length=80)
+    assert parts == {"correctness": -1.0, "overlong": -0.25, "format": -0.25}
+    assert (reward, correct, extracted) == (-1.5, False, None)
+    assert score(settings, "Answer: 1", length=60)[4] == {"correctness": 1.0, "overlong": 0.0, "format": 0.0}
+
+
+def test_overlong_is_dapos_formula() -> None:
+    # Expected minus the tokens beyond 2048 - 512, as a share of 512.
+    settings = OverlongSettings(buffer=512, factor=1.0)
+    penalties = [overlong_penalty(settings, n, 2048) for n in (1, 1536, 1537, 1792, 2048)]
+    assert penalties == [0.0, 0.0, -1 / 512, -0.5, -1.0]

@@ -1,0 +1,232 @@
+"""Worker processes that verify answers and are killed when they take too long.
+
+Why: a verifier that hangs, crashes or eats the memory must cost one answer and one deadline, never the run;
+and no process may stay behind, however the run ends. Not covered: which answers are hard, for that see
+test_rewards_hostile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.config import UserError
+from rpg_megatron.config.rollout import RewardSettings
+from rpg_megatron.rewards.pool import WorkerPool
+from rpg_megatron.rewards.score import Scorer
+
+ODD = """
+import os, subprocess, time
+
+def reward(response, answer):
+    print("noise")
+    if response == "hang":
+        subprocess.Popen(["sleep", "1000"])
+        while True:
+            pass
+    if response == "crash":
+        os.abort()
+    if response == "exit":
+        raise SystemExit(3)
+    if response == "memory":
+        return len([0] * (1 << 34))
+    if response == "raise":
+        raise KeyError("no such key")
+    if response == "nan":
+        return float("nan")
+    if response == "text":
+        return "good"
+    if response == "half":
+        return 0.5
+    if response == "minus":
+        return -2
+    return response == answer
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "odd_reward.py").write_text(ODD)
+    (tmp_path / "broken_reward.py").write_text("1 / 0\n")
+    (tmp_path / "fatal_reward.py").write_text("import os; os.abort()\n")
+    monkeypatch.chdir(tmp_path)
+    return "odd_reward:reward"
+
+
+@pytest.fixture
+def start(odd: str) -> Iterator[Callable[..., WorkerPool]]:
+    pools = []
+
+    def make(**changes: object) -> WorkerPool:
+        limits = {"workers": 2, "deadline": 1.0, "memory": 1 << 31} | changes
+        pools.append(WorkerPool(odd, **limits))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def children(session: int) -> list[int]:
+    """Living processes that descend from this module's pools, by their command line or name."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                command = Path(f"/proc/{entry}/cmdline").read_bytes()
+            except OSError:
+                continue
+            mine = int(stat[3]) == session and stat[0] not in "ZX"
+            if mine and (b"rewards.nursery" in command or command.startswith(b"sleep\x001000")):
+                found.append(int(entry))
+    return found
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.05)
+
+
+def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
+    pool = start()
+    asked = ["hang", "crash", "exit", "memory", "raise", "nan", "text", "half", "minus", "a", "b"]
+    outcomes = {a: pool.submit(a, "a") for a in asked}
+    results = {a: future.result(timeout=300) for a, future in outcomes.items()}
+    assert {a: r.failure for a, r in results.items()} == {
+        "hang": "timeout",
+        "crash": "crash",
+        "exit": "error",
+        "memory": "memory",
+        "raise": "error",
+        "nan": "error",
+        "text": "error",
+        "half": None,
+        "minus": None,
+        "a": None,
+        "b": None,
+    }
+    assert [results[a].value for a in asked[7:]] == [0.5, -2.0, True, False]
+    assert "no such key" in results["raise"].detail
+    assert pool.take_counts() == {"timeout": 1, "crash": 1, "memory": 1, "error": 4}
+    assert pool.take_counts() == {"timeout": 0, "crash": 0, "memory": 0, "error": 0}
+
+
+def test_it_works_on_after_each_kind_of_death(start: Callable[..., WorkerPool]) -> None:
+    pool = start(workers=1)
+    for death in ("crash", "hang", "memory", "crash", "crash"):
+        assert pool.submit(death, "a").result(timeout=300).failure
+        assert pool.submit("a", "a").result(timeout=300).value is True
+
+
+def test_large_inputs_pass(start: Callable[..., WorkerPool]) -> None:
+    pool = start()
+    large = "\ud800\x00é" * 1_000_000  # half a surrogate pair too
+    assert pool.submit(large, large).result(timeout=300).value is True
+
+
+def test_nothing_is_left_when_it_is_closed(start: Callable[..., WorkerPool]) -> None:
+    before = children(os.getsid(0))
+    pool = start(deadline=1000.0)
+    running = pool.submit("hang", "a")
+    waiting = [pool.submit("hang", "a") for _ in range(3)]
+    wait_until(lambda: any("sleep" in Path(f"/proc/{p}/cmdline").read_text() for p in children(os.getsid(0))))
+    pool.close()
+    assert all(f.result(timeout=60).failure == "crash" for f in [running, *waiting])
+    wait_until(lambda: children(os.getsid(0)) == before)
+
+
+def test_nothing_outlives_a_killed_parent(odd: str) -> None:
+    """Kill -9, with one worker that hangs and one that is idle. What a worker started itself is its own."""
+    code = (
+        "from rpg_megatron.rewards.pool import WorkerPool\n"
+        f"pool = WorkerPool({odd!r}, workers=2, deadline=1000.0, memory=1 << 31)\n"
+        "pool.submit('a', 'a').result(); pool.submit('b', 'a').result()\n"
+        "pool.submit('hang', 'a'); print('up', flush=True)\n"
+        "import time; time.sleep(1000)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "up\n"
+    wait_until(lambda: len(children(parent.pid)) >= 3)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+    def gone() -> bool:
+        left = children(parent.pid)
+        for pid in left:  # the function's own grandchild is nobody's to end but its own
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    wait_until(gone)
+
+
+def test_a_killed_nursery_is_started_again(
+    start: Callable[..., WorkerPool], caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = start(workers=1)
+    assert pool.submit("a", "a").result(timeout=300).value is True
+    assert pool._nursery is not None
+    pool._nursery[0].kill()  # its worker dies with it
+    pool._nursery[0].wait()
+    pool.submit("a", "a").result(timeout=300)
+    assert pool.submit("a", "a").result(timeout=300).value is True
+    assert "starting it again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_module:reward", "there is no module 'no_such_module'"),
+        ("odd_reward:no_such", "has no 'no_such'"),
+        ("odd_reward:constant", "is a int, not a function"),
+        ("broken_reward:reward", "importing broken_reward fails: ZeroDivisionError"),
+        ("fatal_reward:reward", "ended the process (exit code -6)"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_one_message(odd: str, name: str, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        Scorer(RewardSettings(type=name), longest=10)
+    assert str(error.value).startswith("reward.type: ")
+    assert says in str(error.value)
+
+
+def test_a_function_of_the_users_own_scores(odd: str, caplog: pytest.LogCaptureFixture) -> None:
+    scorer = Scorer(RewardSettings(type=odd, correct=2.0, wrong=-3.0, deadline=1.0), longest=10)
+    try:
+        asked = ["a", "b", "half", "minus", "hang", "raise", "Answer: 5"]
+        scores = [scorer.submit(a, "a", 1).result(timeout=300) for a in asked]
+        counts = scorer.take_counts()
+    finally:
+        scorer.close()
+    assert [(s.reward, s.correct) for s in scores] == [
+        (2.0, True),
+        (-3.0, False),
+        (0.5, True),
+        (-2.0, False),
+        (-3.0, False),  # killed: wrong, not lost
+        (-3.0, False),
+        (-3.0, False),
+    ]
+    assert scores[-1].extracted == "5"
+    assert "timeout" in scores[4].reason
+    wanted = {"reward/timeouts": 1, "reward/crashes": 0, "reward/out_of_memory": 0, "reward/errors": 1}
+    assert counts == wanted
+    assert caplog.text.count("counts as wrong") == 1
+    assert json.dumps(counts)
