@@ -219,6 +219,21 @@ def grade(
     print(f"{file}: {summary}", file=sys.stderr)
 
 
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of one run or more, finished or not.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write; report.html in the first RUN.")
+    ] = None,
+) -> None:
+    """Write runs as one HTML page: curves, verdicts, responses, settings."""
+    from rpg_megatron.launch.report import write_report
+
+    typer.echo(write_report(runs, out))
+
+
 convert = typer.Typer(
     name="convert",
     help="Hugging Face checkpoints to Megatron-Core's and back, in any tensor x pipeline layout. On the CPU.",

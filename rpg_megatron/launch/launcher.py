@@ -13,9 +13,11 @@ from pathlib import Path
 from types import TracebackType
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.launch.environment import record_environment
 from rpg_megatron.launch.guardian import Guardian
 from rpg_megatron.launch.preflight import check
 from rpg_megatron.launch.progress import Progress
+from rpg_megatron.launch.report import write_report
 from rpg_megatron.launch.resuming import open_run
 from rpg_megatron.launch.run_directory import LOGS, METRICS
 from rpg_megatron.launch.summary import shown, summarise
@@ -57,13 +59,23 @@ def train(
     signals.raising = False  # from here on there is something to clean up
     with Run(settings, signals, fresh=fresh, source=source) as run:
         try:
+            record_environment(run.folder)
             run.start()
             run.watch()
         except Interrupted as e:
             e.note = f"the run's folder stays: {shown(run.folder)}"
             raise
+    _report(run.folder)
     print(summarise(run.folder), flush=True)
     return run.folder
+
+
+def _report(folder: Path) -> None:
+    """Write the run's report, from so few of its rollouts that it takes about a second."""
+    try:
+        write_report([folder], read=100_000_000)
+    except Exception as e:  # whatever it is, the run has ended well
+        print(f"warning: no report was written: {e!r}", flush=True)
 
 
 class Run:

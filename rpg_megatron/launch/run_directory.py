@@ -15,6 +15,7 @@ CONFIG = "config.yaml"
 LOGS = "logs"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+REPORT = "report.html"
 
 
 def create_run(settings: Settings) -> Path:

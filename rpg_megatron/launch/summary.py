@@ -13,7 +13,7 @@ from typing import Any
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.data.problems import read_counted
 from rpg_megatron.launch.progress import clock
-from rpg_megatron.launch.run_directory import CONFIG, LOGS, METRICS, SUMMARY
+from rpg_megatron.launch.run_directory import CONFIG, LOGS, METRICS, REPORT, SUMMARY
 
 
 def summarise(run: Path) -> str:
@@ -34,6 +34,8 @@ def summarise(run: Path) -> str:
         rows.append(("tokens/s", f"{facts['tokens_per_second']:,.0f}"))
     rows.append(("run", shown(run)))
     rows.append(("metrics", shown(Path(facts.get("metrics") or run / METRICS))))
+    if (run / REPORT).exists():
+        rows.append(("report", shown(run / REPORT)))
     rows.append(("settings, logs", f"{shown(run / CONFIG)}, {shown(run / LOGS)}"))
     export = facts.get("export")
     if export:

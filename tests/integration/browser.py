@@ -1,0 +1,158 @@
+"""A real Chromium without a window, spoken to over two pipes in its DevTools protocol. No package needed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def find_chromium() -> str | None:
+    """The browser's path, None if there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One browser with one tab. ``problems`` collects errors, warnings and exceptions of its console."""
+
+    def __init__(self, program: str):
+        self._profile = tempfile.mkdtemp(prefix="browser-")
+        out_read, self._out = os.pipe()
+        self._in, in_write = os.pipe()
+        # It reads from 3 and writes to 4; a shell puts our pipes there, whatever their numbers are here.
+        script = f'exec "$@" 3<&{out_read} 4>&{in_write}'
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+        ]
+        options += ["--disable-dev-shm-usage", "--hide-scrollbars", f"--user-data-dir={self._profile}"]
+        self._log = open(Path(self._profile) / "log", "wb")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            ["sh", "-c", script, "sh", program, *options, "about:blank"],
+            pass_fds=(out_read, in_write),
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        os.close(out_read)
+        os.close(in_write)
+        self.problems: list[str] = []
+        self._number, self._rest, self._session = 0, b"", None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self._send("Browser.close", {}, None)
+            self.process.wait(20)
+        except (OSError, subprocess.TimeoutExpired):
+            os.killpg(self.process.pid, 9)
+            self.process.wait()
+        for handle in (self._in, self._out):
+            os.close(handle)
+        self._log.close()
+        shutil.rmtree(self._profile, ignore_errors=True)
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Ask the browser and wait for its answer."""
+        self._send(method, parameters, self._session)
+        wanted = self._number
+        while True:
+            message = self._receive()
+            if message.get("id") == wanted:
+                assert "error" not in message, message["error"]
+                return message["result"]
+            self._note(message)
+
+    def open(self, file: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> float:
+        """Show a file; returns the seconds until its scripts were through."""
+        self.size(width, height)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=scheme)
+        start = time.monotonic()
+        self.call("Page.navigate", url=file.resolve().as_uri())
+        while not self.run("document.documentElement?.dataset.ready === 'yes'"):
+            assert time.monotonic() - start < 60, self.problems
+            time.sleep(0.05)
+        return time.monotonic() - start
+
+    def size(self, width: int, height: int) -> None:
+        """Size of the window in CSS pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript expression, as JSON would give it."""
+        done = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in done, done["exceptionDetails"]
+        return done["result"].get("value")
+
+    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        """A mouse event at a point of the window: mouseMoved, mousePressed, mouseReleased."""
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+        self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def picture(self, file: Path, *, whole: bool = False) -> None:
+        """A screenshot as PNG: of the window, or of the whole page."""
+        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+    def pdf(self, file: Path) -> None:
+        """The page as it is printed, on A4."""
+        sheet = self.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)
+        file.write_bytes(base64.b64decode(sheet["data"]))
+
+    def _send(self, method: str, parameters: dict[str, Any], session: str | None) -> None:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        data = json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0"
+        while data:
+            data = data[os.write(self._out, data) :]
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._in], [], [], 120)
+            piece = os.read(self._in, 1 << 20) if ready else b""
+            if not piece:
+                log = (Path(self._profile) / "log").read_text(errors="replace")
+                raise RuntimeError(f"the browser does not answer; its log ends in\n{log[-2000:]}")
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(line)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        parameters = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(parameters["exceptionDetails"]))
+        elif message.get("method") == "Log.entryAdded" and parameters["entry"]["level"] in (
+            "error",
+            "warning",
+        ):
+            self.problems.append(parameters["entry"]["text"])
+        elif message.get("method") == "Runtime.consoleAPICalled":
+            self.problems.append(json.dumps(parameters["args"]))

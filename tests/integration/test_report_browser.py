@@ -1,0 +1,189 @@
+"""The report in a real browser: it draws, without an error on the console, and does what its controls say.
+
+Why: a page that is only looked at as text can be blank. Chromium opens files as a reader would; runs of 400
+steps are written by training's own writers. Skipped where there is no Chromium. Not covered: other browsers,
+and whether it looks good, for which a person has to look; what the data say (tests/unit/test_report).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.launch.report import write_report
+from tests.integration.browser import Browser, find_chromium
+from tests.unit.report_runs import HOSTILE, make_run
+
+chromium = find_chromium()
+pytestmark = pytest.mark.skipif(chromium is None, reason="no Chromium on this machine")
+
+STEPS = 400
+LINES = "document.querySelectorAll('[data-chart=\"{}\"] g.line').length"
+READOUTS = "[...document.querySelectorAll('figure output')].map((e) => e.textContent)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert chromium is not None
+    with Browser(chromium) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def clean_console(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test may leave an error on the console."""
+    browser = request.getfixturevalue("browser")
+    browser.problems.clear()
+    yield
+    assert browser.problems == []
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Ten runs of 400 steps, the third unfinished; from the fourth on copies, since writing takes seconds."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = [
+        make_run(folder / "a-000", seed=0, text=HOSTILE),
+        make_run(folder / "a-001", seed=1),
+        make_run(folder / "a-002", seed=2, steps=230, planned=STEPS),
+    ]
+    for number in range(3, 10):
+        made.append(folder / f"a-{number:03d}")
+        shutil.copytree(made[number % 2], made[number], ignore=shutil.ignore_patterns("tensorboard"))
+    return made
+
+
+@pytest.mark.parametrize("number", [1, 3, 10])
+@pytest.mark.parametrize(
+    ("width", "height", "dark"), [(1280, 860, False), (390, 844, True)], ids=["desktop", "phone"]
+)
+def test_it_draws_every_chart(
+    browser: Browser, runs: list[Path], tmp_path: Path, number: int, width: int, height: int, dark: bool
+) -> None:
+    file = write_report(runs[:number], tmp_path / "report.html")
+    assert file.stat().st_size < 10_000_000
+    seconds = browser.open(file, width=width, height=height, dark=dark)
+    print(f"{number} runs: {file.stat().st_size / 1e6:.1f} MB, open after {seconds:.2f} s")
+    for chart in ("Held-out accuracy", "Training reward", "Entropy", "Gradient norm", "Memory"):
+        assert browser.run(LINES.format(chart)) == number, chart
+    assert browser.run("document.querySelectorAll('figure.stack path').length") == 6 * number
+    drawn = browser.run(
+        "[...document.querySelectorAll('#charts > .grid figure path')].every((p) => p.getTotalLength() > 0)"
+    )
+    assert drawn
+    assert browser.run("document.querySelectorAll('article').length") > 0
+    assert browser.run("document.documentElement.scrollWidth") <= width, "the page is wider than the window"
+    assert browser.run("window.hacked") is None
+    background = browser.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) < 200) == dark
+
+
+def test_hostile_text_is_shown_as_text(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
+    browser.open(write_report(runs[:1], tmp_path / "report.html"))
+    browser.run(
+        "(() => { const s = document.querySelector('[aria-label=set]'); s.value = 'training';"
+        " s.dispatchEvent(new Event('change')); })()"
+    )
+    texts = browser.run("[...document.querySelectorAll('article .response pre')].map((e) => e.textContent)")
+    assert texts
+    assert all(text.startswith(HOSTILE) for text in texts)
+    assert browser.run("document.querySelectorAll('article img, article script').length") == 0
+    assert browser.run("window.hacked") is None
+
+
+def test_nothing_is_fetched(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
+    browser.open(write_report(runs[:1], tmp_path / "report.html"))
+    assert browser.run("performance.getEntriesByType('resource').map((e) => e.name)") == []
+
+
+def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
+    browser.open(write_report(runs[:3], tmp_path / "report.html"))
+    left, top, width, height = browser.run(
+        "(() => { const svg = document.querySelector('[data-chart=Entropy] svg');"
+        " svg.scrollIntoView({block: 'center'}); const b = svg.getBoundingClientRect();"
+        " return [b.x, b.y, b.width, b.height]; })()"
+    )
+    middle, y = left + width / 2, top + height / 2
+    browser.mouse("mouseMoved", middle, y)
+    assert "step 1" in browser.run("document.getElementById('tooltip').textContent")
+    rows = browser.run("document.querySelectorAll('#tooltip tr').length")
+    assert rows == 3, "a value of each run"
+    readouts = [text for text in browser.run(READOUTS) if text]
+    assert len(readouts) > 15, "the run that is pointed at is told in all charts"
+
+    browser.mouse("mousePressed", middle, y, button="left", buttons=1, clickCount=1)
+    browser.mouse("mouseMoved", middle + 60, y, button="left", buttons=1)
+    browser.mouse("mouseReleased", middle + 60, y, button="left", clickCount=1)
+    assert browser.run("view.to - view.from") == pytest.approx(60 / (width - 64) * STEPS, abs=3)
+    assert browser.run("document.querySelector('[aria-label=\"first step\"]').value") == str(
+        browser.run("view.from")
+    )
+    browser.run(
+        "[...document.querySelectorAll('#tools button')].find((b) => b.textContent == 'whole run').click()"
+    )
+    assert browser.run("view.from") is None
+
+    browser.run("document.querySelector('.legend button').click()")
+    assert browser.run(LINES.format("Entropy")) == 2
+    assert browser.run("document.querySelectorAll('figure.stack:not([hidden])').length") == 2
+    browser.run("document.querySelector('.legend .all').click()")
+    assert browser.run(LINES.format("Entropy")) == 3
+
+    assert browser.run("document.querySelectorAll('path.raw').length") > 0
+    browser.run(
+        "(() => { const s = document.querySelector('[type=range]'); s.value = 0;"
+        " s.dispatchEvent(new Event('input')); })()"
+    )
+    assert browser.run("document.querySelectorAll('path.raw').length") == 0
+
+
+def test_responses_can_be_filtered(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
+    browser.open(write_report(runs[1:2], tmp_path / "report.html"))
+
+    def choose(name: str) -> list[list[str]]:
+        browser.run(
+            "[...document.querySelectorAll('.chips button')]"
+            f".find((b) => b.textContent.startsWith('{name}')).click()"
+        )
+        return browser.run(
+            "[...document.querySelectorAll('article')].map((a) =>"
+            " [...a.querySelectorAll('.response .badge')].map((b) => b.textContent))"
+        )
+
+    assert all(verdicts == ["wrong", "right"] for verdicts in choose("Learnt"))
+    assert all(verdicts == ["right"] for verdicts in choose("Best"))
+    assert all(verdicts == ["wrong"] for verdicts in choose("Worst"))
+    choose("Longest")
+    facts = browser.run("[...document.querySelectorAll('.response .facts')].map((e) => e.textContent)")
+    lengths = [int(re.search(r"(\d+) token", text)[1]) for text in facts]
+    assert lengths == sorted(lengths, reverse=True)
+    browser.run(
+        "(() => { const s = document.querySelector('[type=search]'); s.value = 'no such words';"
+        " s.dispatchEvent(new Event('input')); })()"
+    )
+    assert browser.run("document.querySelectorAll('article').length") == 0
+
+
+def test_a_run_without_a_step_and_one_with_nan(browser: Browser, tmp_path: Path) -> None:
+    empty, odd = tmp_path / "empty", tmp_path / "odd"
+    for folder in (empty, odd):
+        folder.mkdir()
+        (folder / "config.yaml").write_text("training: {steps: 9}\n")
+    (odd / "metrics.jsonl").write_text(
+        '{"step": 1, "policy/loss": 1.0, "mismatch/logp_max": 0.0}\n'
+        '{"step": 2, "policy/loss": NaN}\n{"step": 3, "pol'
+    )
+    browser.open(write_report([empty]))
+    assert "no step in metrics.jsonl" in browser.run("document.body.innerText")
+    browser.open(write_report([odd, empty], tmp_path / "both.html"))
+    assert browser.run("document.querySelectorAll('[data-chart=Loss] .odd').length") == 1
+
+
+def test_it_prints(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
+    browser.open(write_report(runs[:1], tmp_path / "report.html"), dark=True)
+    browser.pdf(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").stat().st_size > 50_000

@@ -1,0 +1,159 @@
+"""Folders of runs as training leaves them, written by training's own writers, with made-up numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from rpg_megatron.data.results import EvalResult
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.evaluation.score import score_results, write_results
+from rpg_megatron.launch.environment import record_environment
+from rpg_megatron.training.journal import write_rollouts
+from rpg_megatron.training.metrics import MetricsWriter
+
+HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">&amp;<!--'
+PROBLEMS = 40
+
+
+def make_run(
+    folder: Path,
+    *,
+    steps: int = 400,
+    planned: int | None = None,
+    seed: int = 0,
+    rollouts_every: int = 40,
+    evaluate_every: int = 50,
+    text: str = "",
+) -> Path:
+    """A run of ``steps`` steps that learns; unfinished if more were planned. text: put into a response."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    settings = {
+        "name": folder.name,
+        "seed": seed,
+        "model": {"path": "/models/Qwen3-1.7B-Base"},
+        "precision": {"dtype": "bfloat16"},
+        "objective": {"type": "rpg", "divergence": ["urkl", "rkl", "ufkl", "fkl"][seed % 4], "beta": 1e-4},
+        "optimizer": {"lr": 1e-6 * (1 + seed % 3)},
+        "training": {"steps": planned or steps},
+        "rollout": {"prompts_per_step": 256, "samples_per_prompt": 8, "max_response_tokens": 4096},
+        "evaluation": {"name": "aime24", "samples": 4},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    record_environment(folder)
+    writer = MetricsWriter(folder)
+    for step in range(steps + 1):
+        level = 0.15 + 0.5 * (1 - math.exp(-step / (120 + 25 * seed)))
+        row: dict[str, float] = {"step": step}
+        if step:
+            row |= _metrics(rng, step, level, seed)
+        if step % evaluate_every == 0 or step == steps:
+            results = _evaluate(rng, level)
+            write_results(folder / "evaluation" / f"step_{step:06d}.jsonl", results)
+            row |= score_results("aime24", results)
+        if step and (step % rollouts_every == 0 or step == 1):
+            write_rollouts(
+                folder / "rollouts" / f"step_{step:06d}.jsonl.zst", _rollouts(rng, step, level, text)
+            )
+        writer.write(row)
+    writer.close()
+    if not planned or planned <= steps:
+        (folder / "summary.json").write_text(json.dumps({"steps": steps, "seconds": 41.7 * steps}))
+    return folder
+
+
+def _metrics(rng: np.random.Generator, step: int, level: float, seed: int) -> dict[str, float]:
+    accuracy = float(np.clip(level + 0.05 * rng.normal(), 0, 1))
+    rollout, update = 18 + 2 * rng.random() + step / 40, 14 + rng.random()
+    phases = {"rollout": rollout, "reward": 0.3, "logprobs": 5 + rng.random(), "update": update, "sync": 0.4}
+    length = 700 + 2 * step + 30 * seed + 20 * rng.normal()
+    spike = 30.0 if step == 200 + seed else 1.0
+    return {
+        "reward/mean": 2 * accuracy - 1,
+        "reward/accuracy": accuracy,
+        "reward/std": 2 * math.sqrt(accuracy * (1 - accuracy)),
+        "response/length_mean": length,
+        "response/truncated_frac": float(np.clip(0.02 + step / 8000 + 0.005 * rng.normal(), 0, 1)),
+        "policy/entropy": 0.55 * math.exp(-step / 300) + 0.1 + 0.01 * rng.normal(),
+        "policy/loss": -0.02 + 0.01 * rng.normal(),
+        "policy/loss_abs": 0.05 + 0.01 * rng.random(),
+        "policy/grad_norm": spike * (0.2 + 0.03 * abs(rng.normal())),
+        "policy/grad_norm_first": 0.2 + 0.03 * abs(rng.normal()),
+        "policy/clip_frac_high": 0.002 * rng.random(),
+        "policy/clip_frac_low": 0.004 * rng.random(),
+        "policy/clip_frac_c": 0.0001 * rng.random(),
+        "policy/log_ratio_clamped": 0.0,
+        "kl/anchor": 1e-3 * (1 + step / 200) * (1 + 0.2 * rng.random()),
+        "kl/old": 8e-4 * (1 + 0.2 * rng.random()),
+        "ratio/mean": 1 + 1e-3 * rng.normal(),
+        "ratio/max": math.exp(1 + abs(rng.normal())),
+        "lr": 1e-6 * min(1.0, step / 20),
+        "throughput/tokens_per_second": 2048 * length / sum(phases.values()),
+        "memory/peak_bytes": 61e9 + 2e9 * rng.random(),
+        **{f"time/{name}": value for name, value in phases.items()},
+        "time/step": sum(phases.values()) + 0.5,
+        "mismatch/tokens": 2048 * length,
+        "mismatch/stale_tokens": 0.0,
+        "mismatch/logp_mean": 0.004 * (1 + 0.1 * rng.normal()),
+        "mismatch/logp_p99": 0.03 * (1 + 0.1 * rng.normal()),
+        "mismatch/logp_max": 0.4 * math.exp(0.4 * rng.normal()),
+        "sync/seconds": 0.4,
+        "sync/bytes": 3.4e9,
+        "sync/version": float(step),
+        "engine/restarts": float(step == 300 and seed == 1),
+        "engine/requests_resent": 12.0 * (step == 300 and seed == 1),
+        **({"eval_extra/custom": rng.random()} if step % 10 == 0 else {}),
+    }
+
+
+def _evaluate(rng: np.random.Generator, level: float) -> list[EvalResult]:
+    results = []
+    for i in range(PROBLEMS):
+        answer = str(17 * i % 1000)
+        right = [bool(rng.random() < np.clip(level + 0.5 - i / PROBLEMS, 0, 1)) for _ in range(4)]
+        said = [answer if ok else str(int(answer) + 1) for ok in right]
+        results.append(
+            EvalResult(
+                prompt_id=i,
+                answer=answer,
+                prompt=f"Let $x_{{{i}}}$ be the {i}th number of the sequence. Find $x_{{{i}}} \\bmod 1000$.",
+                responses=[f"We count to {i} and multiply by 17.\n\nAnswer: {s}" for s in said],
+                correct=right,
+                lengths=[14] * 4,
+                finishes=["stop"] * 4,
+            )
+        )
+    return results
+
+
+def _rollouts(rng: np.random.Generator, step: int, level: float, text: str) -> list[Trajectory]:
+    batch = []
+    for group in range(4):
+        for sample in range(4):
+            right = bool(rng.random() < level)
+            n = int(rng.integers(20, 60))
+            logp = -rng.random(n).astype(np.float32)
+            batch.append(
+                Trajectory(
+                    prompt_id=group if step % 80 == 0 else 100 * step + group,
+                    sample=sample,
+                    group=group,
+                    prompt=np.arange(5, 17, dtype=np.int32),
+                    response=rng.integers(0, 200, n).astype(np.int32),
+                    behaviour=logp,
+                    versions=np.full(n, step - 1, np.int32),
+                    finish="stop" if sample else "length",
+                    text=f"{text}Step {step}: 17 * {group} = {17 * group}. “So be it.”\nAnswer: {right}",
+                    reward=1.0 if right else -1.0,
+                    correct=right,
+                    old=logp,
+                    anchor=logp,
+                    advantage=0.5 if right else -0.5,
+                )
+            )
+    return batch

@@ -1,0 +1,372 @@
+"""What a report is made of: the reading of run folders, verdicts, the choice of responses, escaping.
+
+Why: people decide by a report what to do with a run that cost days, often one that broke, so it must neither
+fail on a broken folder nor call a sick run healthy. Folders are written by training's own writers. Not
+covered: what a browser makes of the page (tests/integration/test_report_browser).
+"""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpg_megatron import cli
+from rpg_megatron.config import UserError
+from rpg_megatron.launch import launcher
+from rpg_megatron.launch.environment import record_environment
+from rpg_megatron.launch.report import write_report
+from rpg_megatron.launch.report.health import check_health, find_changes
+from rpg_megatron.launch.report.runs import name_runs, read_run, thin_rows
+from rpg_megatron.launch.report.samples import _parse_rollout, choose_samples
+from rpg_megatron.launch.resuming import _hold
+from tests.unit.report_runs import HOSTILE, PROBLEMS, make_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 120 steps that learnt. Shared: do not write to it."""
+    folder = tmp_path_factory.mktemp("runs") / "good-001"
+    return make_run(folder, steps=120, rollouts_every=10, evaluate_every=40, text=HOSTILE)
+
+
+def rows_of(folder: Path, rows: list[dict[str, Any]], config: str = "training: {steps: 50}\n") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def page_data(file: Path) -> dict[str, Any]:
+    """The data in a page, found as a browser would find it."""
+    found: list[str] = []
+
+    class Finder(html.parser.HTMLParser):
+        inside = False
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.inside = tag == "script" and ("id", "data") in attrs
+
+        def handle_data(self, data: str) -> None:
+            if self.inside:
+                found.append(data)
+
+        def handle_endtag(self, tag: str) -> None:
+            self.inside = False
+
+    Finder().feed(file.read_text(encoding="utf-8"))
+    return json.loads("".join(found))
+
+
+def verdicts(folder: Path) -> dict[str, str]:
+    return {check.name: check.verdict for check in check_health(read_run(folder))}
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def test_everything_of_a_run_is_in_the_page(run: Path, tmp_path: Path) -> None:
+    file = write_report([run], tmp_path / "r.html")
+    (one,) = page_data(file)["runs"]
+    assert (one["name"], one["state"], one["steps"]) == ("good-001", "finished", 120)
+    assert one["step"] == list(range(121))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for key, values in one["metrics"].items():
+        for row, value in zip(rows, values, strict=True):
+            assert (key in row) == (value is not None)
+            assert value is None or value == pytest.approx(row[key], rel=1e-4)
+    assert one["config"]["objective.divergence"] == "urkl"
+    (start,) = one["starts"]
+    assert start["packages.torch"] == "2.11.0"
+    assert one["notes"] == []
+
+
+def test_the_page_needs_nothing_else(run: Path, tmp_path: Path) -> None:
+    page = write_report([run], tmp_path / "r.html").read_text()
+    assert not re.search(
+        r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", _outside_data(page)
+    )
+
+
+def _outside_data(page: str) -> str:
+    return re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
+
+
+def test_hostile_text_stays_text(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / 'x"><script>alert(1)'
+    folder.mkdir()
+    rows_of(folder, [{"step": 1, HOSTILE: 1.0, "bad": "\u2028"}], f"name: {json.dumps(HOSTILE)}\n")
+    page = write_report([run, folder], tmp_path / "r.html").read_text()
+    assert len(re.findall(r"<script", page)) == 2  # the data and the page's own
+    assert len(re.findall(r"</script", page)) == 2
+    assert "window.hacked" not in _outside_data(page)
+    assert "alert(1)" not in _outside_data(page).replace("&lt;script>alert(1)", "")
+    data = page_data(tmp_path / "r.html")
+    assert any(item["text"].startswith(HOSTILE) for item in data["runs"][0]["samples"]["items"])
+    assert data["runs"][1]["config"]["name"] == HOSTILE
+    assert data["runs"][1]["metrics"][HOSTILE] == [1]
+
+
+def test_broken_lines_nan_and_repeated_steps(tmp_path: Path) -> None:
+    folder = rows_of(tmp_path / "run", [{"step": s, "reward/mean": s / 10, "text": "x"} for s in (0, 1, 2)])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "reward/mean": 0.9, "policy/loss": NaN, "n": 1' + b"0" * 400 + b"}\n")
+        file.write(
+            b'[1, 2]\n{"no": "step"}\n\xff\xfe\n{"step": 3, "policy/loss": -Infinity}\n{"step": 4, "rew'
+        )
+    run = read_run(folder)
+    assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
+    assert run.rows[2]["reward/mean"] == 0.9
+    assert math.isnan(run.rows[2]["policy/loss"])
+    assert run.notes == ["metrics.jsonl: 4 of 9 lines could not be read and are left out"]
+    assert verdicts(folder)["numbers"] == "bad"
+    assert "from step 2 on: policy/loss" in str(check_health(run))
+    (one,) = page_data(write_report([folder]))["runs"]
+    assert one["metrics"]["policy/loss"] == [None, None, "nan", "-inf"]
+
+
+def test_an_empty_run_and_damaged_files_make_a_page_all_the_same(run: Path, tmp_path: Path) -> None:
+    folder = rows_of(tmp_path / "empty", [], config="a: [1\n")
+    (folder / "summary.json").write_text("{")
+    (folder / "environment.json").write_text('{"not": "a list"}')
+    for name, content in (
+        ("rollouts/step_000001.jsonl.zst", b"no zstandard"),
+        ("rollouts/step_000002.jsonl.zst", (run / "rollouts/step_000010.jsonl.zst").read_bytes()[:300]),
+        ("evaluation/step_000000.jsonl", b'{"prompt_id": 0}\n'),
+        ("evaluation/notes.jsonl", b"mine"),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    (one,) = page_data(write_report([folder]))["runs"]
+    assert one["state"] == "not finished"
+    for name in ("config.yaml", "summary.json", "environment.json", "step_000001", "step_000000"):
+        assert any(name in note for note in one["notes"]), (name, one["notes"])
+
+
+def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
+    folder = rows_of(tmp_path / "run", [{"step": 3}])
+    lock = _hold(folder)
+    assert lock is not None
+    assert read_run(folder).running
+    assert verdicts(folder)["end"] == "good"
+    lock.close()
+    assert not read_run(folder).running
+    assert verdicts(folder)["end"] == "warn"
+    assert _hold(folder) is not None, "a look at a run must not hold it"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("missing", "no such folder"), ("file", "is a file"), ("runs", "the runs in it are good-001")],
+)
+def test_no_run_is_one_message(run: Path, tmp_path: Path, capfd: Any, what: str, told: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report", str(run), str(run.parent if what == "runs" else tmp_path / what)])
+    assert end.value.code == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ")
+    assert told in err
+    assert err.count("\n") == 1
+    assert not (run / "report.html").exists()
+
+
+def test_a_file_that_cannot_be_written_is_one_message(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no/r\.html: cannot be written .* --out"):
+        write_report([run], tmp_path / "no" / "r.html")
+
+
+def test_names_tell_runs_apart() -> None:
+    assert name_runs([Path("/a/x-001"), Path("/a/x-002")]) == ["x-001", "x-002"]
+    assert name_runs([Path("/a/x-001"), Path("/b/x-001")]) == ["a/x-001", "b/x-001"]
+
+
+def test_thinned_rows_keep_maxima_evaluations_and_nan() -> None:
+    rows = [
+        {"step": s, "a": float(s), "ratio/max": -float(s), "b": math.nan if s == 3 else 0} for s in range(10)
+    ]
+    rows[1]["eval/x/avg@1"] = 0.5
+    thin, width = thin_rows(rows, 4)
+    assert (width, len(thin)) == (3, 4)
+    assert thin[0] == {"step": 2, "a": 1.0, "ratio/max": 0.0, "b": 0, "eval/x/avg@1": 0.5}
+    assert math.isnan(thin[1]["b"])
+    assert [row["step"] for row in thin] == [2, 5, 8, 9]
+    assert thin_rows(rows, 10) == (rows, 1)
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------
+
+
+def test_a_good_run_is_called_good(run: Path) -> None:
+    assert set(verdicts(run).values()) == {"good"}
+    changes = {c.name: c for c in find_changes(read_run(run), PROBLEMS)}
+    assert list(changes) == ["aime24/avg@4", "reward/accuracy", "reward/mean"]
+    assert {c.verdict for c in changes.values()} == {"up"}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert changes["aime24/avg@4"].before == rows[0]["eval/aime24/avg@4"]
+    assert changes["aime24/avg@4"].after == rows[-1]["eval/aime24/avg@4"]
+    assert changes["reward/mean"].after == pytest.approx(sum(r["reward/mean"] for r in rows[-10:]) / 10)
+
+
+def test_held_out_change_within_two_standard_errors_is_no_change(tmp_path: Path) -> None:
+    folder = rows_of(tmp_path / "run", [{"step": s, "eval/e/avg@1": v} for s, v in ((0, 0.50), (9, 0.55))])
+    run = read_run(folder)
+    (small,), (large,) = find_changes(run, 100), find_changes(run, 10_000)
+    assert small.error == pytest.approx(math.sqrt((0.25 + 0.2475) / 100))
+    assert (small.verdict, large.verdict) == ("flat", "up")
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "change"),
+    [
+        (
+            "mismatch",
+            "bad",
+            lambda s: {"mismatch/logp_mean": 0.06 if s == 30 else 1e-3, "mismatch/logp_max": 1.0},
+        ),
+        ("mismatch", "good", lambda s: {"mismatch/logp_mean": 0.04, "mismatch/logp_max": 3.0}),
+        ("entropy", "warn", lambda s: {"policy/entropy": math.exp(-s / 8)}),
+        ("entropy", "warn", lambda s: {"policy/entropy": 0.3 + s / 10}),
+        ("entropy", "good", lambda s: {"policy/entropy": math.exp(-s / 30)}),
+        ("length", "warn", lambda s: {"response/truncated_frac": s / 100}),
+        ("gradient", "warn", lambda s: {"policy/grad_norm": 20.0 if s == 25 else 1.0}),
+        ("clipping", "warn", lambda s: {f"policy/clip_frac_{k}": 0.01 * s for k in ("high", "low", "c")}),
+        ("engines", "warn", lambda s: {"engine/restarts": float(s == 9)}),
+        ("engines", "good", lambda s: {"engine/restarts": 0.0}),
+    ],
+)
+def test_what_is_sick_is_called_so(tmp_path: Path, name: str, verdict: str, change: Any) -> None:
+    folder = rows_of(tmp_path / "run", [{"step": s, **change(s)} for s in range(1, 51)])
+    assert verdicts(folder)[name] == verdict
+
+
+def test_the_mismatch_has_the_guards_bounds(tmp_path: Path) -> None:
+    row = {"step": 1, "mismatch/logp_mean": 1e-6, "mismatch/logp_max": 2e-3}
+    for config, verdict in (
+        ("precision: {dtype: float32}\n", "bad"),
+        ("precision: {dtype: bfloat16}\n", "good"),
+        ("precision: {dtype: float32}\nguards: {mismatch: warn, mismatch_max: 0.01}\n", "good"),
+        ("precision: {dtype: float32}\nguards: {of_an_older: version, mismatch_max: -1}\n", "bad"),
+    ):
+        assert verdicts(rows_of(tmp_path / "run", [row], config))["mismatch"] == verdict, config
+
+
+# -- responses -----------------------------------------------------------------------------------------------
+
+
+def test_changed_verdicts_are_found_and_shown_with_both_responses(run: Path) -> None:
+    samples = choose_samples(read_run(run), read=10**8, room=10**6)
+    first, last = (
+        {
+            row["prompt_id"]: 2 * sum(row["correct"]) >= len(row["correct"])
+            for row in map(json.loads, (run / f"evaluation/step_{step:06d}.jsonl").read_text().splitlines())
+        }
+        for step in (0, 120)
+    )
+    assert samples.problems == PROBLEMS
+    learnt = {f"held-out/{i}" for i in first if last[i] and not first[i]}
+    forgotten = {f"held-out/{i}" for i in first if first[i] and not last[i]}
+    assert samples.changed == {"learnt": len(learnt), "forgotten": len(forgotten)}
+    assert learnt
+    held_out = {key: change for key, change in samples.changes.items() if key.startswith("held-out/")}
+    assert held_out == dict.fromkeys(learnt, "learnt") | dict.fromkeys(forgotten, "forgotten")
+    for key in learnt:
+        mine = [i for i in samples.items if f"{i['set']}/{i['id']}" == key]
+        assert any(i["step"] == 0 and not i["right"] for i in mine)
+        assert any(i["step"] == 120 and i["right"] for i in mine)
+        assert [mark[0] for mark in samples.verdicts[key]] == [0, 40, 80, 120]
+        assert samples.prompts[key]["answer"] == str(17 * int(key.split("/")[1]) % 1000)
+
+
+def test_training_responses_have_their_numbers(run: Path) -> None:
+    samples = choose_samples(read_run(run), read=10**8, room=10**6)
+    training = [item for item in samples.items if item["set"] == "training"]
+    assert {item["step"] for item in training} >= {1, 120}
+    assert all(20 <= item["tokens"] < 60 for item in training)
+    assert {item["reward"] for item in training} == {1.0, -1.0}
+    assert {item["finish"] for item in training} == {"stop", "length"}
+    assert "12 tokens; no tokenizer.json" in samples.prompts[f"training/{training[0]['id']}"]["text"]
+
+
+def test_prompts_are_decoded_by_the_exported_tokenizer(run: Path, tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder, steps=2, rollouts_every=1)
+    (folder / "hf" / "step_000002").mkdir(parents=True)
+    (folder / "hf" / "step_000002" / "tokenizer.json").write_bytes(
+        (checkpoint / "tokenizer.json").read_bytes()
+    )
+    samples = choose_samples(read_run(folder), read=10**8, room=10**6)
+    texts = [prompt["text"] for key, prompt in samples.prompts.items() if key.startswith("training/")]
+    assert texts
+    assert all("tokenizer.json" not in text and len(text) == 12 for text in texts)
+
+
+def test_budgets_of_reading_and_of_the_page_are_kept(run: Path) -> None:
+    small = choose_samples(read_run(run), read=40_000, room=10**6)
+    assert all("the beginning of each" in part for part in small.read)
+    assert small.problems is None
+    assert small.items
+    for room in (3000, 30_000):
+        samples = choose_samples(read_run(run), read=10**8, room=room)
+        assert 0 < len(json.dumps(samples.items)) < 2 * room
+    assert choose_samples(read_run(run), read=1000, room=10**6).items == []
+
+
+def test_a_journal_line_is_read_without_its_arrays_and_cannot_be_fooled() -> None:
+    row = {"prompt_id": 1, "text": ', "prompt": [9], "response": [8]', "reward": 1.0}
+    arrays = {"prompt": [5, 6], "response": [1, 2, 3], "behaviour": [0.5, math.nan, 0.1]}
+    line = json.dumps(row | arrays).encode()
+    assert _parse_rollout(line) == row | {"prompt": [5, 6], "tokens": 3}
+    # Whatever the order, the line is understood.
+    other = _parse_rollout(json.dumps(arrays | row).encode())
+    assert (other["prompt"], other["tokens"], other["text"]) == ([5, 6], 3, row["text"])
+
+
+# -- environment, launcher -----------------------------------------------------------------------------------
+
+
+def test_each_start_is_recorded_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hush-1")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setattr(sys, "argv", ["rpg-megatron", "train", "engine.arguments=[--api-key, hush-2]"])
+    (tmp_path / "environment.json").write_text("torn")
+    record_environment(tmp_path)
+    record_environment(tmp_path)
+    text = (tmp_path / "environment.json").read_text()
+    assert "hush" not in text
+    starts = json.loads(text)
+    assert len(starts) == 2
+    assert starts[0]["variables"]["SLURM_JOB_ID"] == "4711"
+    assert starts[0]["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert starts[0]["packages"]["megatron-core"] == "0.19.2"
+
+
+def test_a_broken_report_does_not_fail_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **how: object) -> None:
+        raise MemoryError("full")
+
+    monkeypatch.setattr(launcher, "write_report", broken)
+    launcher._report(run)
+    assert "warning: no report was written: MemoryError('full')" in capsys.readouterr().out
+
+
+def test_reading_a_run_needs_no_torch(run: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from rpg_megatron import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "finally: print([m for m in ('torch', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, "report", str(run), "--out", str(tmp_path / "r.html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [str(tmp_path / "r.html"), "[]"]
