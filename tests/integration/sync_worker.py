@@ -42,7 +42,7 @@ class Engines:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.tensor = case["engines"]
         token = case["token"]
-        self.clients = [EngineClient(i, Path(s), token, timeout=120) for i, s in enumerate(case["sockets"])]
+        self.clients = [EngineClient(i, Path(s), token, timeout=900) for i, s in enumerate(case["sockets"])]
 
     def start(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -50,7 +50,7 @@ class Engines:
     async def sync(self, manifest: Any, generation: int) -> list[SyncReport]:
         return await asyncio.gather(
             *[
-                sync_engine(c.post, manifest, generation=generation, engine_tensor=t, timeout=120)
+                sync_engine(c.post, manifest, generation=generation, engine_tensor=t, timeout=900)
                 for c, t in zip(self.clients, self.tensor, strict=True)
             ]
         )
