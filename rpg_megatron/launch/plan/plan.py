@@ -167,6 +167,11 @@ def _problems(plan: Plan) -> list[str]:
             found.append(
                 f"a trainer rank needs {gib(plan.rank_total)}, {target.name} has {gib(target.nbytes)}"
             )
+        if engine.kv_cache >= 0 and engine.total > target.nbytes:
+            found.append(
+                f"an engine worker takes {gib(engine.total)}, {target.name} has {gib(target.nbytes)}; "
+                "lower --gpu-memory-utilization in engine.arguments"
+            )
         if engine.kv_cache < 0:
             found.append(
                 f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "
