@@ -122,6 +122,14 @@ def test_key_value_cache_of_llama_8b_is_128_kib_a_token(write: Callable[..., Pat
     assert more.kv_bytes_per_token == 16 * 1024  # 8 heads over 16 workers: one each, twice
 
 
+def test_buckets_come_on_top_of_what_vllm_takes(write: Callable[..., Path]) -> None:
+    grouped = {"bridge": {"transport": "process_group", "bucket_mib": 512}}
+    plain, more = plan_of(write(LLAMA_8B)), plan_of(write(LLAMA_8B, **grouped))
+    assert more.engine.total - plain.engine.total == 512 * 1024**2
+    full = {"engine": {"arguments": ["--gpu-memory-utilization", "1.0"]}}
+    assert any("lower --gpu-memory-util" in p for p in plan_of(write(LLAMA_8B, **grouped, **full)).problems)
+
+
 def test_vllm_arguments_are_read(write: Callable[..., Path]) -> None:
     plan = plan_of(write(LLAMA_8B))
     assert plan.engine.utilisation == 0.92

@@ -32,6 +32,8 @@ class EngineMemory:
     """Estimated: the largest batch's activations and logits, context and graphs."""
     kv_cache: int
     """Memory for keys and values."""
+    buckets: int
+    """For weights under way, from the first sync on; besides what vLLM counts on."""
     kv_bytes_per_token: int
     """Exact."""
     sequence_tokens: int
@@ -42,7 +44,7 @@ class EngineMemory:
     @property
     def total(self) -> int:
         """Bytes at the worst moment."""
-        return self.weights + self.running + max(0, self.kv_cache)
+        return self.weights + self.running + max(0, self.kv_cache) + self.buckets
 
     @property
     def kv_tokens(self) -> int:
@@ -66,9 +68,10 @@ def engine_memory(
     heads = max(1, shape.num_kv_heads // engine.tensor)
     kv_bytes = 2 * shape.num_layers * heads * shape.head_dim * item
     weights = item * worker_parameters(shape, engine.tensor)
+    buckets = settings.bridge.bucket_mib * 1024**2 if settings.bridge.transport == "process_group" else 0
     if device == "cpu":
         # The server's processes are counted with the machine: ``SERVER``.
-        return EngineMemory(weights, 0, int(engine.kv_cache_gib * _GIB), kv_bytes, longest, None)
+        return EngineMemory(weights, 0, int(engine.kv_cache_gib * _GIB), buckets, kv_bytes, longest, None)
     utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
     batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
     ffn = shape.ffn_hidden_size // engine.tensor
@@ -77,7 +80,7 @@ def engine_memory(
         min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
     )  # logits, and a sorted or exp copy
     kv_cache = int(utilisation * card) - weights - running
-    return EngineMemory(weights, running, kv_cache, kv_bytes, longest, utilisation)
+    return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, utilisation)
 
 
 def worker_parameters(shape: ModelShape, tensor: int) -> int:

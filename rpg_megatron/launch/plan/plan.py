@@ -166,6 +166,11 @@ def _problems(plan: Plan) -> list[str]:
                 + (f" ({gib(least)} with memory.recompute=full)" if least < plan.rank_total else "")
                 + f", {target.name} has {gib(target.nbytes)}"
             )
+        if engine.kv_cache >= 0 and engine.total > target.nbytes:
+            found.append(
+                f"an engine worker takes {gib(engine.total)}, {target.name} has {gib(target.nbytes)}; "
+                "lower --gpu-memory-utilization in engine.arguments"
+            )
         if engine.kv_cache < 0:
             found.append(
                 f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "

@@ -201,6 +201,8 @@ def _engine_table(plan: Plan) -> Table:
         kv = f"fills {engine.utilisation:.0%}"
     else:
         kv = "engine.kv_cache_gib"
+    if engine.buckets:
+        table.add_row("bridge: buckets", gib(engine.buckets), "exact", "sync")
     table.add_row("KV cache", gib(max(0, engine.kv_cache)), kv, "rollout")
     table.add_section()
     table.add_row("[bold]all[/]", f"[bold]{gib(engine.total)}[/]", _of(plan, engine.total), "rollout")
