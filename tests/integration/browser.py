@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import json
 import os
 import select
@@ -29,32 +31,34 @@ class Browser:
         self._profile = tempfile.mkdtemp(prefix="browser-")
         out_read, self._out = os.pipe()
         self._in, in_write = os.pipe()
-        # It reads from 3 and writes to 4; a shell puts our pipes there, whatever their numbers are here.
-        script = f'exec "$@" 3<&{out_read} 4>&{in_write}'
-        options = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--remote-debugging-pipe",
-            "--no-first-run",
-        ]
-        options += ["--disable-dev-shm-usage", "--hide-scrollbars", f"--user-data-dir={self._profile}"]
-        self._log = open(Path(self._profile) / "log", "wb")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            ["sh", "-c", script, "sh", program, *options, "about:blank"],
-            pass_fds=(out_read, in_write),
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        # It reads from 3 and writes to 4. Moved out of the way first, neither overwrites the other there.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (out_read, in_write)]
         os.close(out_read)
         os.close(in_write)
+        script = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        options += ["--no-first-run", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        options += [f"--user-data-dir={self._profile}"]
+        with open(Path(self._profile) / "log", "wb") as log:
+            self.process = subprocess.Popen(
+                ["bash", "-c", script, "bash", program, *options, "about:blank"],
+                pass_fds=ends,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        for end in ends:
+            os.close(end)
         self.problems: list[str] = []
         self._number, self._rest, self._session = 0, b"", None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
+        try:
+            target = self.call("Target.createTarget", url="about:blank")["targetId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log"):
+                self.call(f"{domain}.enable")
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Browser:
         return self
@@ -62,15 +66,19 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the browser and remove its profile."""
         try:
             self._send("Browser.close", {}, None)
             self.process.wait(20)
         except (OSError, subprocess.TimeoutExpired):
-            os.killpg(self.process.pid, 9)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, 9)
             self.process.wait()
         for handle in (self._in, self._out):
             os.close(handle)
-        self._log.close()
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -131,8 +139,8 @@ class Browser:
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         data = json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0"
-        while data:
-            data = data[os.write(self._out, data) :]
+        with open(self._out, "wb", closefd=False) as pipe:
+            pipe.write(data)
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

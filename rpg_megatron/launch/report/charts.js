@@ -1,94 +1,6 @@
-"use strict";
-// Charts of steps as SVG. All of them share one range of steps, one cursor, one smoothing and one set of visible
-// runs: the object `view`. A run is {name, color, step: [...], metrics: {key: [number | null | "nan" ...]}}.
+// Charts of steps as SVG. All of them share the range, cursor, smoothing and visible runs in `view`.
 
-const view = {
-  runs: [], charts: [], hidden: new Set(), focus: null, cursor: null, from: null, to: null, smoothing: 0,
-  exact: new Set(),  // metrics that are never smoothed
-};
-
-// -- elements ---------------------------------------------------------------------------------------------------
-
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (key.startsWith("aria-")) made.setAttribute(key, value);
-    else if (value !== null && value !== false) made.setAttribute(key, value === true ? "" : value);
-  }
-  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
-  return made;
-}
-
-function shape(parent, name, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const key in attributes) made.setAttribute(key, attributes[key]);
-  if (text !== undefined) made.textContent = text;
-  parent.append(made);
-  return made;
-}
-
-// -- series -----------------------------------------------------------------------------------------------------
-
-// What was measured of a metric: steps, values, smoothed values; a value that is no finite number is in `odd`.
-function seriesOf(run, key) {
-  run.series ??= {};
-  if (!(key in run.series)) {
-    const steps = [], values = [], odd = [];
-    (run.metrics[key] ?? []).forEach((value, i) => {
-      if (typeof value === "number") { steps.push(run.step[i]); values.push(value); }
-      else if (value !== null) odd.push([run.step[i], value]);
-    });
-    run.series[key] = { steps, values, odd, smooth: null, smoothing: null };
-  }
-  const series = run.series[key];
-  if (series.smoothing !== view.smoothing) {
-    series.smoothing = view.smoothing;
-    series.smooth = view.exact.has(key) ? series.values : smoothed(series.values, view.smoothing);
-  }
-  return series;
-}
-
-const FEW = 30;  // fewer values, evaluations for one, are shown as they are
-
-// Exponential mean whose weights sum to one from the first value on, so that it does not lean towards zero.
-function smoothed(values, weight) {
-  if (!weight || values.length < FEW) return values;
-  let sum = 0, total = 0;
-  return values.map((value) => {
-    sum = sum * weight + value;
-    total = total * weight + 1;
-    return sum / total;
-  });
-}
-
-// Index of the last step that is not after this one, -1 if there is none.
-function indexAt(steps, step) {
-  let low = -1, high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (steps[middle] <= step) low = middle; else high = middle - 1;
-  }
-  return low;
-}
-
-// A run's value at a step: what was measured there, or last before; none after the run's end.
-function valueAt(run, key, step) {
-  if (!run.step.length || step > run.step.at(-1)) return null;
-  const series = seriesOf(run, key);
-  const odd = series.odd.find(([at]) => at === step);
-  return odd ? odd[1] : series.smooth[indexAt(series.steps, step)] ?? null;
-}
-
-const visibleRuns = () => view.runs.filter((run) => !view.hidden.has(run));
-
-function stepRange() {
-  const shown = visibleRuns().filter((run) => run.step.length);
-  const first = Math.min(...shown.map((run) => run.step[0])), last = Math.max(...shown.map((run) => run.step.at(-1)));
-  return shown.length ? [view.from ?? first, Math.max(view.to ?? last, (view.from ?? first) + 1)] : [0, 1];
-}
-
-// -- a chart ----------------------------------------------------------------------------------------------------
+// -- a chart ------------------------------------------------------------------------------------------------
 
 const MARGIN = { left: 54, right: 10, top: 8, bottom: 22 };
 const DASHES = ["", "5 3", "1.5 3", "8 2 2 2", "3 6"];
@@ -99,17 +11,23 @@ class Chart {
   constructor(spec) {
     this.spec = spec;
     this.log = spec.log ?? false;
-    this.readout = element("output", {});
-    this.logButton = element("button", { type: "button", class: "log", "aria-pressed": this.log, title: "logarithmic",
-      onclick: () => { this.log = !this.log; this.logButton.setAttribute("aria-pressed", this.log); this.draw(); },
+    this.readout = element("output", { class: spec.series.length > 2 ? "long" : null });
+    this.logButton = element("button", { type: "button", class: "log", "aria-pressed": this.log,
+      title: "logarithmic",
+      onclick: () => { this.log = !this.log; this.logButton.setAttribute("aria-pressed",
+        this.log); this.draw(); },
     }, "log");
     const many = spec.series.length > 1;
-    this.off = new Set(many && !spec.stack && view.runs.length > 3 ? spec.series.slice(1).map(([key]) => key) : []);
+    this.off = new Set(many && !spec.stack && view.runs.length > 3 ? spec.series.slice(1).map(([key]) => key)
+      : []);
     this.place = element("div", { class: "plot" });
-    this.figure = element("figure", { tabindex: 0, class: spec.stack ? "stack" : null, "data-chart": spec.title },
-      element("figcaption", {}, element("h3", {}, spec.title, spec.note ? element("small", {}, spec.note) : null),
+    this.figure = element("figure", { tabindex: 0, class: spec.stack ? "stack" : null,
+      "data-chart": spec.title },
+      element("figcaption", {}, element("h3", {}, spec.title, spec.note ? element("small", {}, spec.note)
+        : null),
         spec.stack ? null : this.logButton, this.readout),
-      many ? element("div", { class: "series" }, spec.series.map((one, i) => this.seriesButton(one, i))) : null,
+      many ? element("div", { class: "series" }, spec.series.map((one, i) => this.seriesButton(one, i)))
+        : null,
       this.place);
     this.figure.addEventListener("keydown", (event) => this.key(event));
     view.charts.push(this);
@@ -119,7 +37,8 @@ class Chart {
     const glyph = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     glyph.setAttribute("viewBox", "0 0 22 8");
     if (this.spec.stack) shape(glyph, "rect", { width: 12, height: 8, x: 5, rx: 2, class: `phase${index}` });
-    else shape(glyph, "line", { x1: 0, x2: 22, y1: 4, y2: 4, "stroke-dasharray": DASHES[index % DASHES.length] });
+    else shape(glyph, "line", { x1: 0, x2: 22, y1: 4, y2: 4,
+      "stroke-dasharray": DASHES[index % DASHES.length] });
     const button = element("button", { type: "button", "aria-pressed": !this.off.has(key), onclick: () => {
       if (!this.off.delete(key)) this.off.add(key);
       button.setAttribute("aria-pressed", !this.off.has(key));
@@ -149,11 +68,13 @@ class Chart {
     const clip = shape(svg, "svg", clipBox);
     for (const line of lines) this.spec.stack ? this.area(clip, line) : this.line(clip, line);
     this.cursorLayer = shape(svg, "g", { class: "cursor" });
-    this.selection = shape(svg, "rect", { class: "selection", y: MARGIN.top, height: height - MARGIN.top - MARGIN.bottom, width: 0 });
+    this.selection = shape(svg, "rect", { class: "selection", y: MARGIN.top,
+      height: height - MARGIN.top - MARGIN.bottom, width: 0 });
     this.listen(svg);
     this.place.replaceChildren(svg);
     this.svg = svg;
-    if (!lines.some((line) => line.values.length)) shape(svg, "text", { class: "empty", x: width / 2, y: height / 2 }, "no data here");
+    if (!lines.some((line) => line.values.length)) shape(svg, "text",
+      { class: "empty", x: width / 2, y: height / 2 }, "no data here");
     this.showCursor();
   }
 
@@ -162,7 +83,8 @@ class Chart {
     for (const run of this.runs()) {
       for (const [key] of this.keys()) {
         const { steps, values, smooth, odd } = seriesOf(run, key);
-        found.push({ run, key, steps, values, smooth, odd, dash: DASHES[this.spec.series.findIndex(([k]) => k === key) % DASHES.length] });
+        found.push({ run, key, steps, values, smooth, odd, dash: DASHES[this.spec.series.findIndex(([k]) =>
+          k === key) % DASHES.length] });
       }
     }
     return found;
@@ -202,8 +124,10 @@ class Chart {
       return;
     }
     const positive = low >= 0, fraction = this.spec.kind === "percent" && high <= 1;
-    if (this.spec.stack || (positive && low < 0.5 * high) || (positive && this.spec.kind === "count")) low = 0;
-    if (low === high) [low, high] = high === 0 ? [0, fraction ? 0.01 : 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+    if (this.spec.stack || (positive && low < 0.5 * high) || (positive
+      && this.spec.kind === "count")) low = 0;
+    if (low === high) [low, high] = high === 0 ? [0, fraction ? 0.01 : 1]
+      : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
     const room = (high - low) * 0.06;
     this.y = [positive && low - room < 0 ? 0 : low === 0 ? 0 : low - room, high + room];
     if (fraction) this.y[1] = Math.min(this.y[1], 1.005);
@@ -216,7 +140,8 @@ class Chart {
 
   yOf(value) {
     const [low, high] = this.y, bottom = this.size[1] - MARGIN.bottom;
-    const part = this.log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : (value - low) / (high - low);
+    const part = this.log ? Math.log(Math.max(value, low) / low) / Math.log(high / low)
+      : (value - low) / (high - low);
     return bottom - part * (bottom - MARGIN.top);
   }
 
@@ -224,14 +149,16 @@ class Chart {
     const [width, height] = this.size, bottom = height - MARGIN.bottom;
     for (const [value, text] of (this.log ? logTicks : linearTicks)(...this.y, this.spec.kind)) {
       const y = this.yOf(value);
-      shape(svg, "line", { class: value === 0 ? "zero" : "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y });
+      shape(svg, "line", { class: value === 0 ? "zero" : "grid", x1: MARGIN.left, x2: width - MARGIN.right,
+        y1: y, y2: y });
       shape(svg, "text", { class: "tick", x: MARGIN.left - 6, y: y + 3.5, "text-anchor": "end" }, text);
     }
     const ticks = niceTicks(...this.range, Math.max(2, Math.floor(width / 90)))[0].filter(Number.isInteger);
     for (const step of ticks) {
       const x = this.x(step), last = x > width - 40;
       shape(svg, "line", { class: "notch", x1: x, x2: x, y1: bottom, y2: bottom + 3 });
-      shape(svg, "text", { class: "tick", x: last ? width - 2 : x, y: bottom + 15, "text-anchor": last ? "end" : "middle" },
+      shape(svg, "text", { class: "tick", x: last ? width - 2 : x, y: bottom + 15, "text-anchor": last
+        ? "end" : "middle" },
         step.toLocaleString("en"));
     }
   }
@@ -242,7 +169,8 @@ class Chart {
     shape(group, "path", { d: this.path(steps, smooth, odd), "stroke-dasharray": dash });
     const [from, to] = this.range;
     const inside = steps.reduce((n, step) => n + (step >= from && step <= to), 0);
-    if (inside <= 24) steps.forEach((step, i) => shape(group, "circle", { r: 2.4, cx: this.x(step), cy: this.yOf(smooth[i]) }));
+    if (inside <= 24) steps.forEach((step, i) => shape(group, "circle",
+      { r: 2.4, cx: this.x(step), cy: this.yOf(smooth[i]) }));
     for (const [step, what] of odd) {
       const mark = shape(svg, "path", { class: "odd", d: `M${this.x(step)} ${MARGIN.top + 7}l-4.5 -7h9z` });
       shape(mark, "title", {}, `${run.name}, step ${step}: ${what}`);
@@ -253,22 +181,26 @@ class Chart {
   path(steps, values, odd) {
     const breaks = new Set(odd.map(([step]) => indexAt(steps, step) + 1));  // the line is broken at a NaN
     return values.map((value, i) =>
-      `${i && !breaks.has(i) ? "L" : "M"}${this.x(steps[i]).toFixed(1)} ${this.yOf(value).toFixed(1)}`).join("");
+      `${i && !breaks.has(i) ? "L"
+        : "M"}${this.x(steps[i]).toFixed(1)} ${this.yOf(value).toFixed(1)}`).join("");
   }
 
   area(svg, { steps, base, values, phase }) {
     const wide = steps.length === 1 ? 3 : 0;  // a single step is a bar
-    const point = (shift) => (value, i) => `${(this.x(steps[i]) + shift).toFixed(1)} ${this.yOf(value).toFixed(1)}`;
+    const point = (shift) => (value, i) =>
+      `${(this.x(steps[i]) + shift).toFixed(1)} ${this.yOf(value).toFixed(1)}`;
     const edge = (numbers) => [...numbers.map(point(-wide)), ...(wide ? numbers.map(point(wide)) : [])];
-    if (steps.length) shape(svg, "path", { class: `phase${phase}`, d: `M${[...edge(values), ...edge(base).reverse()].join("L")}Z` });
+    if (steps.length) shape(svg, "path", { class: `phase${phase}`,
+      d: `M${[...edge(values), ...edge(base).reverse()].join("L")}Z` });
   }
 
-  // -- cursor, zoom ---------------------------------------------------------------------------------------------
+  // -- cursor, zoom -----------------------------------------------------------------------------------------
 
   listen(svg) {
     const at = (event) => {
       const box = svg.getBoundingClientRect();
-      return [(event.clientX - box.left) * (this.size[0] / box.width), (event.clientY - box.top) * (this.size[1] / box.height)];
+      return [(event.clientX - box.left) * (this.size[0] / box.width),
+        (event.clientY - box.top) * (this.size[1] / box.height)];
     };
     const stepAt = (x) => {
       const [from, to] = this.range;
@@ -321,24 +253,27 @@ class Chart {
       line.classList.toggle("focus", runs.length > 1 && line.run === view.focus);
       line.classList.toggle("dim", runs.length > 1 && view.focus !== null && line.run !== view.focus);
     }
-    this.figure.classList.toggle("pointed", step !== null);
     if (said !== null || !this.cursorLayer) { this.readout.replaceChildren(said ?? ""); return; }
     const x = this.x(step);
     shape(this.cursorLayer, "line", { x1: x, x2: x, y1: MARGIN.top, y2: this.size[1] - MARGIN.bottom });
     if (!this.spec.stack) {
       for (const run of runs) for (const [key] of this.keys()) {
-        const value = valueAt(run, key, step);
-        if (typeof value === "number") shape(this.cursorLayer, "circle", { r: 3.2, cx: x, cy: this.yOf(value), class: run.color });
+        const value = valueAt(run, key, step), { steps } = seriesOf(run, key);
+        if (typeof value !== "number") continue;
+        const cx = this.x(steps[indexAt(steps, step)]);  // what is measured now and then was measured before
+        shape(this.cursorLayer, "circle", { r: 3.2, cx, cy: this.yOf(value), class: run.color });
       }
     }
     const run = runs.length === 1 ? runs[0] : runs.includes(view.focus) ? view.focus : null;
-    this.readout.replaceChildren(run ? element("span", { class: runs.length > 1 ? run.color : "" }, this.values(run, step)) : "");
+    this.readout.replaceChildren(run ? element("span", { class: runs.length > 1 ? run.color : "" },
+      this.values(run, step)) : "");
   }
 
   // Without a cursor a single run's last value is told.
   last() {
     const runs = this.runs();
-    return runs.length === 1 && runs[0].step.length ? element("span", { class: "last" }, this.values(runs[0], runs[0].step.at(-1))) : "";
+    return runs.length === 1 && runs[0].step.length ? element("span", { class: "last" },
+      this.values(runs[0], runs[0].step.at(-1))) : "";
   }
 
   values(run, step) {
@@ -353,19 +288,25 @@ class Chart {
   showTooltip(event) {
     const step = view.cursor, keys = this.keys();
     const rows = this.spec.stack
-      ? [...keys].reverse().map(([key, label]) => [`phase${this.spec.series.findIndex(([k]) => k === key)}`, label, formatValue(valueAt(this.spec.stack, key, step), this.spec.kind)])
+      ? [...keys].reverse().map(([key, label]) => [`phase${this.spec.series.findIndex(([k]) => k === key)}`,
+        label, formatValue(valueAt(this.spec.stack, key, step), this.spec.kind)])
       : this.runs().map((run) => [run, keys.map(([key]) => valueAt(run, key, step))])
         .filter(([, values]) => values.some((value) => value !== null))
         .sort(([, a], [, b]) => (b[0] ?? -Infinity) - (a[0] ?? -Infinity))
         .flatMap(([run, values]) => values.map((value, i) =>
-          [run.color, [view.runs.length > 1 && !i ? run.name : "", keys.length > 1 ? keys[i][1] : ""].filter(Boolean).join(" · ") || this.spec.title,
+          [run.color, [view.runs.length > 1 && !i ? run.name : "", keys.length > 1 ? keys[i][1]
+            : ""].filter(Boolean).join(" · ") || this.spec.title,
             formatValue(value, this.spec.kind), run === view.focus]));
-    tooltip.replaceChildren(element("b", {}, `step ${step.toLocaleString("en")}`), element("table", {}, rows.slice(0, 24).map(
-      ([color, label, value, focus]) => element("tr", { class: focus && view.runs.length > 1 ? "focus" : null },
-        element("td", {}, element("i", { class: `swatch ${color}` })), element("td", {}, label), element("td", {}, value)))));
+    tooltip.replaceChildren(element("b", {}, `step ${step.toLocaleString("en")}`),
+      element("table", {}, rows.slice(0, 24).map(
+      ([color, label, value, focus]) => element("tr", { class: focus && view.runs.length > 1 ? "focus"
+        : null },
+        element("td", {}, element("i", { class: `swatch ${color}` })), element("td", {}, label),
+          element("td", {}, value)))));
     tooltip.hidden = !rows.length;
     const { innerWidth: wide, innerHeight: high } = window, box = tooltip.getBoundingClientRect();
-    tooltip.style.left = `${Math.max(4, event.clientX + 16 + box.width > wide ? event.clientX - box.width - 16 : event.clientX + 16)}px`;
+    tooltip.style.left = `${Math.max(4, event.clientX + 16 + box.width > wide
+      ? event.clientX - box.width - 16 : event.clientX + 16)}px`;
     tooltip.style.top = `${Math.max(4, Math.min(event.clientY + 12, high - box.height - 4))}px`;
   }
 
@@ -380,7 +321,7 @@ class Chart {
   }
 }
 
-// -- all charts -------------------------------------------------------------------------------------------------
+// -- all charts ---------------------------------------------------------------------------------------------
 
 function allSteps() {
   const [from, to] = stepRange();
@@ -391,7 +332,8 @@ function allSteps() {
 function nearestStep(step) {
   view.steps ??= allSteps();
   const i = indexAt(view.steps, step), below = view.steps[i], above = view.steps[i + 1];
-  return below === undefined ? above ?? 0 : above === undefined || step - below < above - step ? below : above;
+  return below === undefined ? above ?? 0 : above === undefined || step - below < above - step ? below
+    : above;
 }
 
 let waiting = false;

@@ -34,14 +34,17 @@ function formatValue(value, kind) {
     const small = scaled !== 0 && Math.abs(scaled) < 1;
     return (small ? plainNumber(Number(scaled.toPrecision(2))) : scaled.toFixed(1).replace("-", "−")) + name;
   }
-  return (name && Math.abs(scaled) >= 1 ? scaled.toLocaleString("en", { maximumSignificantDigits: 4 }) : plainNumber(scaled)) + name;
+  return (name && Math.abs(scaled) >= 1 ? scaled.toLocaleString("en", { maximumSignificantDigits: 4 })
+    : plainNumber(scaled)) + name;
 }
 
 // A long time as people say it.
 function formatDuration(seconds) {
   if (seconds === null || seconds < 120) return formatValue(seconds, "seconds");
+  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
   const minutes = Math.round(seconds / 60);
-  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+  return minutes < 60 ? `${minutes} min`
+    : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
 function niceTicks(low, high, wanted) {
@@ -49,7 +52,8 @@ function niceTicks(low, high, wanted) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const width = power * [1, 2, 2.5, 5, 10].find((m) => m * power >= rough * 0.999);
   const ticks = [];
-  for (let i = Math.ceil(low / width - 1e-9); i * width <= high + width * 1e-9; i++) ticks.push(i * width || 0);
+  for (let i = Math.ceil(low / width - 1e-9); i * width <= high + width * 1e-9; i++) ticks.push(i * width
+    || 0);
   return [ticks, width];
 }
 
@@ -58,7 +62,8 @@ function linearTicks(low, high, kind) {
   const wanted = kind === "count" ? Math.min(4.5, (high - low) / worth) : 4.5;  // there is no half of one
   const [ticks, width] = niceTicks(low / worth, high / worth, wanted);
   const largest = Math.max(Math.abs(low), Math.abs(high)) / worth;
-  const fine = [0, 1, 2, 3, 4, 5, 6, 7].find((n) => Math.abs(width * 10 ** n - Math.round(width * 10 ** n)) < 1e-6);
+  const fine = [0, 1, 2, 3, 4, 5, 6, 7].find((n) =>
+    Math.abs(width * 10 ** n - Math.round(width * 10 ** n)) < 1e-6);
   const digits = fine ?? 8;
   const format = (tick) => largest < 1e-3 || largest >= 1e6
     ? plainNumber(Math.abs(tick) < width / 2 ? 0 : tick)

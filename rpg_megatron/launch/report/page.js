@@ -13,7 +13,7 @@ const has = (key) => data.runs.some((run) => key in run.metrics);
 const MARKS = { good: "✓", warn: "!", bad: "✗" };
 const NAMES = { "reward/accuracy": "training accuracy", "reward/mean": "training reward" };
 
-// -- did it learn, is it healthy --------------------------------------------------------------------------------
+// -- did it learn, is it healthy ----------------------------------------------------------------------------
 
 const changeKind = (change) => (change.name === "reward/mean" ? "number" : "percent");
 const changeName = (change) => NAMES[change.name] ?? `held-out accuracy, ${change.name}`;
@@ -22,7 +22,8 @@ function difference(change) {
   const value = change.after - change.before, points = changeKind(change) === "percent";
   const sign = value > 0 ? "+" : value < 0 ? "−" : "±";
   const size = points ? (100 * Math.abs(value)).toFixed(1) : plainNumber(Math.abs(value));
-  const error = change.error ? ` ± ${points ? (200 * change.error).toFixed(1) : Number((2 * change.error).toPrecision(2))}` : "";
+  const error = change.error
+    ? ` ± ${points ? (200 * change.error).toFixed(1) : Number((2 * change.error).toPrecision(2))}` : "";
   return `${sign}${size}${error}${points ? " points" : ""}`;
 }
 
@@ -36,7 +37,8 @@ function stepsText(run) {
 
 function checkList(run) {
   return element("ul", { class: "checks" }, run.checks.map((check) => element("li", { class: check.verdict },
-    element("i", { class: "mark" }, MARKS[check.verdict]), element("b", {}, check.name), element("span", {}, check.text))));
+    element("i", { class: "mark" }, MARKS[check.verdict]), element("b", {}, check.name),
+      element("span", {}, check.text))));
 }
 
 const VERDICTS = { up: ["good", "yes"], down: ["bad", "it got worse"], flat: ["warn", "no clear change"] };
@@ -45,17 +47,22 @@ function learnPanel(run) {
   const [main, ...rest] = run.changes;
   const [color, word] = main ? VERDICTS[main.verdict] : ["warn", "too little is measured to tell"];
   const body = main
-    ? [element("p", { class: "big" }, formatValue(main.before, changeKind(main)), element("span", { class: "arrow" }, " → "), formatValue(main.after, changeKind(main))),
+    ? [element("p", { class: "big" }, formatValue(main.before, changeKind(main)),
+      element("span", { class: "arrow" }, " → "), formatValue(main.after, changeKind(main))),
       element("p", { class: "under" }, `${changeName(main)}: ${difference(main)}`),
-      element("table", { class: "plain" }, rest.map((change) => element("tr", {}, element("td", {}, changeName(change)),
-        element("td", {}, `${formatValue(change.before, changeKind(change))} → ${formatValue(change.after, changeKind(change))}`),
+      element("table", { class: "plain" }, rest.map((change) =>
+        element("tr", {}, element("td", {}, changeName(change)),
+        element("td", {}, `${formatValue(change.before, changeKind(change))} → ${formatValue(change.after,
+          changeKind(change))}`),
         element("td", {}, difference(change)))), changedRow(run.samples))]
-    : [element("p", { class: "under" }, run.step.length ? "There is no metric with two values yet." : "There is no step in metrics.jsonl yet.")];
+    : [element("p", { class: "under" }, run.step.length ? "There is no metric with two values yet."
+      : "There is no step in metrics.jsonl yet.")];
   return element("div", { class: "panel" }, element("h2", {}, "Did it learn?", badge(color, word)), body);
 }
 
 function changedRow({ changed, problems }) {
-  return problems ? element("tr", {}, element("td", {}, "held-out problems"), element("td", {}, `${problems.toLocaleString("en")} in all`),
+  return problems ? element("tr", {}, element("td", {}, "held-out problems"),
+    element("td", {}, `${problems.toLocaleString("en")} in all`),
     element("td", {}, `${changed.learnt} learnt, ${changed.forgotten} forgotten`)) : null;
 }
 
@@ -63,7 +70,8 @@ function healthPanel(run) {
   const bad = run.checks.filter((check) => check.verdict !== "good");
   const worst = bad.some((check) => check.verdict === "bad") ? "bad" : bad.length ? "warn" : "good";
   return element("div", { class: "panel" }, element("h2", {}, "Is it healthy?",
-    badge(worst, bad.length ? `look at ${bad.map((check) => check.name).join(", ")}` : "yes")), checkList(run));
+    badge(worst, bad.length ? `look at ${bad.map((check) => check.name).join(", ")}` : "yes")),
+      checkList(run));
 }
 
 function lastNumber(run, key, kind) {
@@ -82,28 +90,35 @@ const COLUMNS = [
 function changeCells(run, name) {
   const change = run.changes.find((one) => one.name === name);
   if (!change) return [element("td", {}, "–"), element("td", {}, "")];
-  return [element("td", {}, `${formatValue(change.before, changeKind(change))} → ${formatValue(change.after, changeKind(change))}`),
+  return [element("td", {}, `${formatValue(change.before, changeKind(change))} → ${formatValue(change.after,
+    changeKind(change))}`),
     element("td", { class: change.verdict }, difference(change).replace(/ (±|points).*$/, ""))];
 }
 
 function runTable() {
-  const names = [...new Set(data.runs.flatMap((run) => run.changes.map((change) => change.name)))].slice(0, 2);
-  const heads = names.flatMap((name) => [element("th", { colspan: 2 }, changeName({ name }).replace("held-out accuracy, ", "held-out "))]);
+  const names = [...new Set(data.runs.flatMap((run) => run.changes.map((change) => change.name)))].slice(0,
+    2);
+  const heads = names.map((name) => element("th", { colspan: 2 },
+    changeName({ name }).replace("held-out accuracy, ", "held-out ")));
   const rows = data.runs.map((run) => {
     const bad = run.checks.filter((check) => check.verdict !== "good" && check.name !== "end");
     const worst = bad.some((check) => check.verdict === "bad") ? "bad" : "warn";
-    const detail = element("tr", { class: "detail", hidden: true }, element("td", { colspan: 20 }, checkList(run), notes(run)));
+    const detail = element("tr", { class: "detail", hidden: true },
+      element("td", { colspan: 20 }, checkList(run), notes(run)));
     const opener = element("button", { type: "button", "aria-expanded": false, onclick: () => {
       detail.hidden = !detail.hidden;
       opener.setAttribute("aria-expanded", !detail.hidden);
     } }, bad.length ? badge(worst, bad.map((check) => check.name).join(", ")) : badge("good", "healthy"));
-    return [element("tr", {}, element("th", { scope: "row" }, swatch(run), " ", run.name), element("td", {}, stateBadge(run)),
-      element("td", {}, opener), names.flatMap((name) => changeCells(run, name)),
-      COLUMNS.map(([, text]) => element("td", {}, text(run)))), detail];
+    const learnt = names.map((name) => changeCells(run, name));
+    return [element("tr", {}, element("th", { scope: "row" }, swatch(run), " ", run.name), learnt[0] ?? null,
+      element("td", { class: "left" }, opener), element("td", { class: "left" }, stateBadge(run)),
+      learnt.slice(1), COLUMNS.map(([, text]) => element("td", {}, text(run)))), detail];
   });
-  return element("div", { class: "scroll" }, element("table", { class: "runs" }, element("thead", {}, element("tr", {},
-    ["run", "", "health"].map((name) => element("th", {}, name)), heads, COLUMNS.map(([name]) => element("th", {}, name)))),
-  element("tbody", {}, rows.flat())));
+  return element("div", { class: "scroll" }, element("table", { class: "runs" },
+    element("thead", {}, element("tr", {}, element("th", {}, "run"), heads[0] ?? null,
+      element("th", { class: "left" }, "health"), element("th", {}), heads.slice(1),
+      COLUMNS.map(([name]) => element("th", {}, name)))),
+    element("tbody", {}, rows.flat())));
 }
 
 function notes(run) {
@@ -116,38 +131,50 @@ function buildHead() {
     place("head").append(element("h1", {}, `${data.runs.length} runs`), runTable());
     return;
   }
-  const facts = [plural(run.steps, "step").replace(/^\S+/, stepsText(run)), run.seconds ? formatDuration(run.seconds) : null,
-    "policy/entropy" in run.metrics ? `${lastNumber(run, "throughput/tokens_per_second", "count")} tokens/s` : null,
-    (run.config["model.path"] ?? "").split("/").filter(Boolean).slice(-2).join("/") || null, run.config["objective.type"] ?? null];
-  place("head").append(element("h1", {}, run.name, stateBadge(run)), element("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
+  const facts = [plural(run.steps, "step").replace(/^\S+/, stepsText(run)), run.seconds
+    ? formatDuration(run.seconds) : null,
+    "policy/entropy" in run.metrics ? `${lastNumber(run, "throughput/tokens_per_second", "count")} tokens/s`
+      : null,
+    (run.config["model.path"] ?? "").split("/").filter(Boolean).slice(-2).join("/") || null,
+      run.config["objective.type"] ?? null];
+  place("head").append(element("h1", {}, run.name, stateBadge(run)),
+    element("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
     element("div", { class: "panels" }, learnPanel(run), healthPanel(run)), notes(run) ?? "");
 }
 
-// -- charts -----------------------------------------------------------------------------------------------------
+// -- charts -------------------------------------------------------------------------------------------------
 
 function evalCharts() {
-  const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) => key.startsWith("eval/")).sort();
+  const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) =>
+    key.startsWith("eval/")).sort();
   const sets = [...new Set(keys.map((key) => key.slice(5, key.lastIndexOf("/"))))];
   const size = (key) => Number(key.split("@")[1]);
   const first = [], second = [];
   for (const set of sets) {
-    const of = (word) => keys.filter((key) => key.startsWith(`eval/${set}/${word}@`)).sort((a, b) => size(a) - size(b));
+    const of = (word) => keys.filter((key) => key.startsWith(`eval/${set}/${word}@`)).sort((a, b) =>
+      size(a) - size(b));
     const series = (list) => list.map((key) => [key, key.split("/").at(-1)]);
-    if (of("avg").length) first.push({ title: "Held-out accuracy", note: `${set}, ${series(of("avg"))[0][1]}`, kind: "percent", series: series(of("avg")).slice(0, 1) });
-    if (of("pass").length > 1) second.push({ title: "Held-out pass@k", note: set, kind: "percent", series: series(of("pass")).filter(([key]) => size(key) > 1).reverse() });
-    if (of("maj").length) second.push({ title: "Held-out majority", note: `${set}, ${series(of("maj"))[0][1]}`, kind: "percent", series: series(of("maj")).slice(0, 1) });
+    if (of("avg").length) first.push({ title: "Held-out accuracy",
+      note: `${set}, ${series(of("avg"))[0][1]}`, kind: "percent", series: series(of("avg")).slice(0, 1) });
+    if (of("pass").length > 1) second.push({ title: "Held-out pass@k", note: set, kind: "percent",
+      series: series(of("pass")).filter(([key]) => size(key) > 1).reverse() });
+    if (of("maj").length) second.push({ title: "Held-out majority",
+      note: `${set}, ${series(of("maj"))[0][1]}`, kind: "percent", series: series(of("maj")).slice(0, 1) });
   }
   return [first, second];
 }
 
-const PHASES = [["time/rollout", "rollout"], ["time/reward", "reward"], ["time/logprobs", "log-probs"], ["time/update", "update"],
+const PHASES = [["time/rollout", "rollout"], ["time/reward", "reward"], ["time/logprobs", "log-probs"],
+  ["time/update", "update"],
   ["time/sync", "sync"], ["time/rest", "rest"]];
 
 // What a step took beyond its phases, so that the areas add up to the step.
 function addRest(run) {
   const phases = PHASES.slice(0, -1).map(([key]) => run.metrics[key] ?? []);
-  if (run.metrics["time/step"]) run.metrics["time/rest"] = run.metrics["time/step"].map((step, i) => typeof step !== "number" ? null
-    : Math.max(0, step - phases.reduce((sum, phase) => sum + (typeof phase[i] === "number" ? phase[i] : 0), 0)));
+  if (run.metrics["time/step"]) run.metrics["time/rest"] = run.metrics["time/step"].map((step, i) =>
+    typeof step !== "number" ? null
+    : Math.max(0, step - phases.reduce((sum, phase) => sum + (typeof phase[i] === "number" ? phase[i] : 0),
+      0)));
 }
 
 function catalogue() {
@@ -155,28 +182,41 @@ function catalogue() {
   const one = (name, key, kind, rest = {}) => ({ title: name, kind, series: [[key, name]], ...rest });
   const many = (name, kind, series, rest = {}) => ({ title: name, kind, series, ...rest });
   return [
-    ["Learning", [...heldOut, one("Training accuracy", "reward/accuracy", "percent"), one("Training reward", "reward/mean", "number", { note: "mean" }), ...more]],
+    ["Learning", [...heldOut, one("Training accuracy", "reward/accuracy", "percent"),
+      one("Training reward", "reward/mean", "number", { note: "mean" }), ...more]],
     ["Policy", [one("Entropy", "policy/entropy", "number", { note: "nats a token" }),
-      many("KL", "number", [["kl/anchor", "to the anchor"], ["kl/old", "to the old policy"]], { note: "nats a token" }),
-      many("Clipped tokens", "percent", [["policy/clip_frac_high", "high"], ["policy/clip_frac_low", "low"], ["policy/clip_frac_c", "dual (c)"]]),
-      one("Ratio, mean", "ratio/mean", "number", { note: "π / π old" }), one("Ratio, largest", "ratio/max", "number", { log: true }),
+      many("KL", "number", [["kl/anchor", "to the anchor"], ["kl/old", "to the old policy"]],
+        { note: "nats a token" }),
+      many("Clipped tokens", "percent", [["policy/clip_frac_high", "high"], ["policy/clip_frac_low", "low"],
+        ["policy/clip_frac_c", "dual (c)"]]),
+      one("Ratio, mean", "ratio/mean", "number", { note: "π / π old" }),
+        one("Ratio, largest", "ratio/max", "number", { log: true }),
       one("Gradient norm", "policy/grad_norm", "number", { note: "mean of the updates" }),
       one("Loss", "policy/loss", "number"), one("Learning rate", "lr", "number", { exact: true })]],
     ["Responses", [one("Response length", "response/length_mean", "count", { note: "tokens, mean" }),
-      one("Cut off at the limit", "response/truncated_frac", "percent"), one("Reward spread", "reward/std", "number", { note: "standard deviation" })]],
-    ["Engine against trainer", [many("Mismatch", "number", [["mismatch/logp_max", "max"], ["mismatch/logp_p99", "99th percentile"], ["mismatch/logp_mean", "mean"]], { note: "nats", log: true }),
-      many("Engines", "count", [["engine/restarts", "restarts"], ["engine/requests_resent", "requests sent again"]], { note: "a step", exact: true, whenNonzero: true }),
+      one("Cut off at the limit", "response/truncated_frac", "percent"),
+        one("Reward spread", "reward/std", "number", { note: "standard deviation" })]],
+    ["Engine against trainer", [many("Mismatch", "number",
+      [["mismatch/logp_max", "max"], ["mismatch/logp_p99", "99th percentile"],
+      ["mismatch/logp_mean", "mean"]], { note: "nats", log: true }),
+      many("Engines", "count", [["engine/restarts", "restarts"],
+        ["engine/requests_resent", "requests sent again"]], { note: "a step", exact: true,
+        whenNonzero: true }),
       one("Tokens of older weights", "mismatch/stale_tokens", "count", { whenNonzero: true })]],
-    ["Speed and memory", [...data.runs.map((run) => ({ title: "Time by phase", note: several ? run.name : "a step", kind: "seconds", series: PHASES, stack: run })),
-      ...(several ? [one("Step time", "time/step", "seconds")] : []), one("Throughput", "throughput/tokens_per_second", "count", { note: "tokens/s" }),
-      one("Memory", "memory/peak_bytes", "bytes", { note: "peak, largest rank" }), one("Weight sync", "sync/seconds", "seconds")]],
+    ["Speed and memory", [...data.runs.map((run) => ({ title: "Time by phase", note: several ? run.name
+      : "a step", kind: "seconds", series: PHASES, stack: run })),
+      ...(several ? [one("Step time", "time/step", "seconds")] : []),
+        one("Throughput", "throughput/tokens_per_second", "count", { note: "tokens/s" }),
+      one("Memory", "memory/peak_bytes", "bytes", { note: "peak, largest rank" }),
+        one("Weight sync", "sync/seconds", "seconds")]],
   ];
 }
 
 function kindOf(key) {
   if (/frac|accuracy|@/.test(key)) return "percent";
   if (/bytes/.test(key)) return "bytes";
-  return /^time\/|seconds/.test(key) ? "seconds" : /tokens|length|version|count/.test(key) ? "count" : "number";
+  return /^time\/|seconds/.test(key) ? "seconds" : /tokens|length|version|count/.test(key) ? "count"
+    : "number";
 }
 
 function grid(specs) {
@@ -186,18 +226,22 @@ function grid(specs) {
 function buildCharts() {
   const shown = new Set(several ? [] : ["time/step"]), known = catalogue();
   const nonzero = (key) => data.runs.some((run) => run.metrics[key]?.some((value) => value));
-  const present = (spec) => spec.series.some(([key]) => (spec.stack ? key in spec.stack.metrics : spec.whenNonzero ? nonzero(key) : has(key)));
+  const present = (spec) => spec.series.some(([key]) => (spec.stack ? key in spec.stack.metrics
+    : spec.whenNonzero ? nonzero(key) : has(key)));
   for (const [name, specs] of known) {
-    const there = specs.filter(present).map((spec) => ({ ...spec, series: spec.series.filter(([key]) => has(key)) }));
+    const there = specs.filter(present).map((spec) => ({ ...spec,
+      series: spec.series.filter(([key]) => has(key)) }));
     there.forEach((spec) => spec.series.forEach(([key]) => {
       shown.add(key);
       if (spec.exact) view.exact.add(key);
     }));
     if (there.length) place("charts").append(title(name), grid(there));
   }
-  const rest = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) => !shown.has(key)).sort();
+  const rest = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) =>
+    !shown.has(key)).sort();
   if (!rest.length) return;
-  const folded = element("details", { class: "more", ontoggle: () => drawAll() }, element("summary", {}, `${plural(rest.length, "other metric")}`),
+  const folded = element("details", { class: "more", ontoggle: () => drawAll() },
+    element("summary", {}, `${plural(rest.length, "other metric")}`),
     grid(rest.map((key) => ({ title: key, kind: kindOf(key), series: [[key, key]] }))));
   place("charts").append(folded);
 }
@@ -207,31 +251,40 @@ function buildTools() {
   if (!longest) return;
   view.smoothing = longest > 200 ? 0.9 : longest > 60 ? 0.8 : 0;
   const legend = several ? element("div", { class: "legend" }, data.runs.map((run) => {
-    const chip = element("button", { type: "button", "aria-pressed": true, title: `show or hide ${run.name}; double click: only this one`,
+    const chip = element("button", { type: "button", "aria-pressed": true,
+      title: `show or hide ${run.name}; double click: only this one`,
       onclick: () => { if (!view.hidden.delete(run)) view.hidden.add(run); legendChanged(); },
-      ondblclick: () => { view.hidden = new Set(data.runs.filter((other) => other !== run)); legendChanged(); },
-      onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null) }, swatch(run), run.name);
+      ondblclick: () => { view.hidden = new Set(data.runs.filter((other) =>
+        other !== run)); legendChanged(); },
+      onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null) },
+        swatch(run), run.name);
     run.chip = chip;
     return chip;
-  }), element("button", { type: "button", class: "all", onclick: () => { view.hidden.clear(); legendChanged(); } }, "all")) : null;
-  const slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing, "aria-label": "smoothing",
-    oninput: () => { view.smoothing = Number(slider.value); amount.textContent = view.smoothing ? view.smoothing.toFixed(2) : "off"; drawAll(); } });
+  }), element("button", { type: "button", class: "all",
+    onclick: () => { view.hidden.clear(); legendChanged(); } }, "all")) : null;
+  const slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing,
+    "aria-label": "smoothing",
+    oninput: () => { view.smoothing = Number(slider.value); amount.textContent = view.smoothing
+      ? view.smoothing.toFixed(2) : "off"; drawAll(); } });
   const amount = element("output", {}, view.smoothing ? view.smoothing.toFixed(2) : "off");
   const bound = (label) => element("input", { type: "number", min: 0, "aria-label": label, onchange: () => {
     const [from, to] = [start, end].map((input) => (input.value === "" ? null : Number(input.value)));
     zoom(from, to);
   } });
   const start = bound("first step"), end = bound("last step");
-  const reset = element("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "whole run");
+  const reset = element("button", { type: "button", hidden: true, onclick: () => zoom(null, null) },
+    "whole run");
   document.addEventListener("zoomed", () => {
     [start.value, end.value] = [view.from ?? "", view.to ?? ""];
     reset.hidden = view.from === null && view.to === null;
   });
   place("tools").append(legend ?? "", element("label", {}, "smoothing", slider, amount),
-    element("label", { title: "or drag across a chart; double click goes back" }, "steps", start, "–", end), reset);
+    element("label", { title: "or drag across a chart; double click goes back" }, "steps", start, "–", end),
+      reset);
   document.addEventListener("zoomed", showRange);
   showRange();
-  function showRange() { const [first, last] = stepRange(); [start.placeholder, end.placeholder] = [first, last]; }
+  function showRange() { const [first, last] = stepRange(); [start.placeholder, end.placeholder] = [first,
+    last]; }
 }
 
 function legendChanged() {
@@ -239,132 +292,25 @@ function legendChanged() {
   drawAll();
 }
 
-// -- responses --------------------------------------------------------------------------------------------------
-
-const PAGE = 8;
-const byReward = (item) => item.reward ?? Number(item.right);
-const chosen = { run: 0, set: null, filter: null, step: "", words: "", most: PAGE };
-const FILTERS = [
-  ["learnt", "Learnt", "wrong early, right later"], ["forgotten", "Forgotten", "right early, wrong later"],
-  ["best", "Best", "highest reward first", (a, b) => byReward(b) - byReward(a) || b.step - a.step],
-  ["worst", "Worst", "lowest reward first", (a, b) => byReward(a) - byReward(b) || b.step - a.step],
-  ["longest", "Longest", "most tokens first", (a, b) => (b.tokens ?? 0) - (a.tokens ?? 0)],
-  ["cut", "Cut off", "ended at the limit"], ["all", "All", "by step"],
-];
-
-const problemOf = (item) => `${item.set}/${item.id}`;
-const samplesOf = () => data.runs[chosen.run].samples;
-
-function matching(filter) {
-  const samples = samplesOf(), words = chosen.words.toLowerCase();
-  let items = samples.items.filter((item) => item.set === chosen.set && (chosen.step === "" || item.step === Number(chosen.step))
-    && (!words || `${item.text} ${samples.prompts[problemOf(item)]?.text ?? ""}`.toLowerCase().includes(words)));
-  if (filter === "learnt" || filter === "forgotten") items = items.filter((item) => samples.changes[problemOf(item)] === filter);
-  if (filter === "cut") items = items.filter((item) => item.finish === "length");
-  if (filter === "best" || filter === "worst") items = items.filter((item) => item.right === (filter === "best"));
-  const order = FILTERS.find(([name]) => name === filter)[3] ?? ((a, b) => a.step - b.step || a.id - b.id);
-  return [...items].sort(order);
-}
-
-function verdicts(key) {
-  const marks = samplesOf().verdicts[key] ?? [];
-  return element("span", { class: "verdicts" }, marks.length > 1 ? marks.map(([step, right, count]) =>
-    element("span", { class: 2 * right >= count ? "good" : "bad", title: `step ${step}: ${right} of ${count} right` }, `${right}/${count}`)) : null);
-}
-
-function responseBox(item) {
-  const facts = [`step ${item.step}`, item.tokens ? plural(item.tokens, "token") : null,
-    typeof item.reward === "number" ? `reward ${item.reward > 0 ? "+" : ""}${plainNumber(item.reward)}` : null,
-    typeof item.advantage === "number" ? `advantage ${item.advantage > 0 ? "+" : ""}${plainNumber(item.advantage)}` : null,
-    item.finish === "length" ? "cut off" : null];
-  return element("div", { class: "response" }, element("p", {}, badge(item.right ? "good" : "bad", item.right ? "right" : "wrong"),
-    element("span", { class: "facts" }, facts.filter(Boolean).join(" · "))), element("pre", { tabindex: 0 }, item.text));
-}
-
-function problemCard(key, items) {
-  const prompt = samplesOf().prompts[key] ?? {};
-  return element("article", {}, element("h4", {}, `problem ${key.split("/").at(-1)}`, verdicts(key),
-    prompt.answer ? element("span", { class: "answer" }, "answer ", element("b", {}, prompt.answer)) : null),
-  prompt.text ? element("pre", { class: "prompt", tabindex: 0 }, prompt.text) : null,
-  element("div", { class: items.length > 1 ? "pair" : "" }, items.map(responseBox)));
-}
-
-// A response of the first step and one of the last, each with the verdict that most had then.
-function beforeAndAfter(items) {
-  const pick = (step, right) => {
-    const there = items.filter((item) => item.step === step);
-    return there.find((item) => item.right === right) ?? there[0];
-  };
-  const [first, last] = [items[0].step, items.at(-1).step], later = chosen.filter === "learnt";
-  return first === last ? [items[0]] : [pick(first, !later), pick(last, later)];
-}
-
-function showResponses(list, chips) {
-  chips.replaceChildren(...FILTERS.map(([name, label, tip]) => {
-    const found = matching(name), pairs = name === "learnt" || name === "forgotten";
-    const count = pairs ? new Set(found.map(problemOf)).size : found.length;
-    return element("button", { type: "button", title: tip, disabled: !count, "aria-pressed": chosen.filter === name,
-      onclick: () => { chosen.filter = name; chosen.most = PAGE; showResponses(list, chips); } }, `${label} `, element("small", {}, String(count)));
-  }));
-  const found = matching(chosen.filter), cards = [];
-  if (chosen.filter === "learnt" || chosen.filter === "forgotten") {
-    const groups = new Map();
-    found.forEach((item) => groups.set(problemOf(item), [...(groups.get(problemOf(item)) ?? []), item]));
-    for (const [key, items] of groups) cards.push([key, beforeAndAfter(items)]);
-  } else found.forEach((item) => cards.push([problemOf(item), [item]]));
-  list.replaceChildren(...cards.slice(0, chosen.most).map(([key, items]) => problemCard(key, items)));
-  if (!cards.length) list.append(element("p", { class: "under" }, "No response matches."));
-  if (cards.length > chosen.most) list.append(element("button", { type: "button", class: "next",
-    onclick: () => { chosen.most += 3 * PAGE; showResponses(list, chips); } }, `show more (${cards.length - chosen.most} left)`));
-}
-
-function buildResponses() {
-  const readable = data.runs.filter((run) => run.samples.items.length);
-  if (!readable.length) return;
-  const list = element("div", { class: "cards" }), chips = element("div", { class: "chips" });
-  const steps = element("select", { "aria-label": "step", onchange: () => { chosen.step = steps.value; again(); } });
-  const sets = element("select", { "aria-label": "set", onchange: () => { chosen.set = sets.value; setChanged(); } });
-  const said = element("p", { class: "under" });
-  const runs = element("select", { "aria-label": "run", onchange: () => { chosen.run = Number(runs.value); runChanged(); } },
-    readable.map((run) => element("option", { value: data.runs.indexOf(run) }, run.name)));
-  const search = element("input", { type: "search", placeholder: "search the text", "aria-label": "search",
-    oninput: () => { chosen.words = search.value; again(); } });
-  const again = () => { chosen.most = PAGE; showResponses(list, chips); };
-  function setChanged() {
-    const there = [...new Set(samplesOf().items.filter((item) => item.set === chosen.set).map((item) => item.step))].sort((a, b) => a - b);
-    steps.replaceChildren(element("option", { value: "" }, "all steps"), ...there.map((step) => element("option", { value: step }, `step ${step}`)));
-    chosen.step = "";
-    chosen.filter = FILTERS.map(([name]) => name).find((name) => matching(name).length) ?? "all";
-    again();
-  }
-  function runChanged() {
-    const there = [...new Set(samplesOf().items.map((item) => item.set))];
-    sets.replaceChildren(...there.map((set) => element("option", { value: set }, set)));
-    if (!there.includes(chosen.set)) chosen.set = there[0];
-    sets.value = chosen.set;
-    said.textContent = `Chosen from ${samplesOf().read.join("; ")}.`;
-    setChanged();
-  }
-  chosen.run = data.runs.indexOf(readable[0]);
-  place("responses").append(title("Responses"), element("div", { class: "bar" }, several ? runs : null, sets, steps, search), chips, said, list);
-  runChanged();
-}
-
-// -- settings, environment --------------------------------------------------------------------------------------
+// -- settings, environment ----------------------------------------------------------------------------------
 
 function table(keys, cells, label) {
   return element("div", { class: "scroll" }, element("table", { class: "values" },
-    several ? element("thead", {}, element("tr", {}, element("th", {}, label), data.runs.map((run) => element("th", {}, swatch(run), " ", run.name)))) : null,
-    element("tbody", {}, keys.map((key) => element("tr", {}, element("th", { scope: "row" }, key), cells(key).map((cell) => element("td", {}, cell ?? "–")))))));
+    several ? element("thead", {}, element("tr", {}, element("th", {}, label),
+      data.runs.map((run) => element("th", {}, swatch(run), " ", run.name)))) : null,
+    element("tbody", {}, keys.map((key) => element("tr", {}, element("th", { scope: "row" }, key),
+      cells(key).map((cell) => element("td", {}, cell ?? "–")))))));
 }
 
 function blocks(values) {
   const groups = new Map();
   for (const [key, value] of Object.entries(values)) {
-    const [group, rest] = key.includes(".") ? [key.slice(0, key.indexOf(".")), key.slice(key.indexOf(".") + 1)] : ["run", key];
+    const [group, rest] = key.includes(".") ? [key.slice(0, key.indexOf(".")),
+      key.slice(key.indexOf(".") + 1)] : ["run", key];
     groups.set(group, [...(groups.get(group) ?? []), [rest, value]]);
   }
-  return element("div", { class: "blocks" }, [...groups].map(([group, rows]) => element("div", { class: "block" }, element("h4", {}, group),
+  return element("div", { class: "blocks" }, [...groups].map(([group, rows]) =>
+    element("div", { class: "block" }, element("h4", {}, group),
     element("dl", {}, rows.map(([key, value]) => [element("dt", {}, key), element("dd", {}, value)])))));
 }
 
@@ -374,22 +320,27 @@ function buildSettings() {
   place("settings").append(title("Settings"));
   if (several) {
     const differing = keys.filter((key) => new Set(data.runs.map((run) => run.config[key])).size > 1);
-    place("settings").append(differing.length ? table(differing, (key) => data.runs.map((run) => run.config[key]), "what differs")
+    place("settings").append(differing.length ? table(differing, (key) =>
+      data.runs.map((run) => run.config[key]), "what differs")
       : element("p", { class: "under" }, "All runs have the same settings."));
   }
   for (const run of data.runs) {
-    const all = element("details", { open: !several }, element("summary", {}, `all settings${several ? ` of ${run.name}` : ""}`), blocks(run.config));
+    const all = element("details", { open: !several }, element("summary", {},
+      `all settings${several ? ` of ${run.name}` : ""}`), blocks(run.config));
     if (Object.keys(run.config).length) place("settings").append(all);
   }
 }
 
 function buildEnvironment() {
-  const last = data.runs.map((run) => run.starts.at(-1) ?? {}), keys = [...new Set(last.flatMap(Object.keys))];
+  const last = data.runs.map((run) => run.starts.at(-1) ?? {}),
+    keys = [...new Set(last.flatMap(Object.keys))];
   place("environment").append(title("Environment"));
-  const paths = element("dl", { class: "paths" }, data.runs.map((run) => [element("dt", {}, several ? swatch(run) : null, " folder"), element("dd", {}, run.folder,
+  const paths = element("dl", { class: "paths" }, data.runs.map((run) =>
+    [element("dt", {}, several ? swatch(run) : null, " folder"), element("dd", {}, run.folder,
     run.starts.length > 1 ? ` (started ${run.starts.length} times, the last of which is shown)` : "")]));
   place("environment").append(paths, keys.length
-    ? table(keys, (key) => last.map((start) => (key.endsWith("_bytes") && start[key] ? formatValue(Number(start[key]), "bytes") : start[key])), "")
+    ? table(keys, (key) => last.map((start) => (key.endsWith("_bytes") && start[key]
+      ? formatValue(Number(start[key]), "bytes") : start[key])), "")
     : element("p", { class: "under" }, "Not recorded: there is no environment.json in the run's folder."));
 }
 
@@ -405,6 +356,13 @@ document.body.append(tooltip);
 document.body.classList.toggle("crowded", data.runs.length > 3);
 drawAll();
 let width = window.innerWidth;
-new ResizeObserver(() => { if (window.innerWidth !== width) { width = window.innerWidth; drawAll(); } }).observe(document.body);
-window.addEventListener("beforeprint", () => { setCursor(null); document.querySelectorAll("details.more").forEach((part) => { part.open = false; }); });
+new ResizeObserver(() => {
+  if (window.innerWidth === width) return;
+  width = window.innerWidth;
+  drawAll();
+}).observe(document.body);
+window.addEventListener("beforeprint", () => {
+  setCursor(null);
+  document.querySelectorAll("details.more").forEach((part) => { part.open = false; });
+});
 document.documentElement.dataset.ready = "yes";

@@ -29,6 +29,7 @@ _ROWS = 8000
 """Rows of metrics in a page, over all runs: about 3 MB."""
 _ROOM = 4_000_000
 """Bytes of responses in a page, over all runs."""
+_SCRIPTS = ("series.js", "numbers.js", "charts.js", "responses.js", "page.js")
 READ = 400_000_000
 """Bytes of rollouts and evaluations that are read for a page, over all runs."""
 
@@ -67,9 +68,7 @@ def render_page(runs: Sequence[RunFiles], *, read: int = READ) -> bytes:
     }
     folder = files("rpg_megatron.launch.report")
     style = (folder / "page.css").read_text(encoding="utf-8")
-    script = "\n".join(
-        (folder / name).read_text(encoding="utf-8") for name in ("numbers.js", "charts.js", "page.js")
-    )
+    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     parts = {
         "TITLE": _escape_html(
             ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -147,7 +146,8 @@ def _flat_text(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(inner, dict):
             found |= _flat_text(inner, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = _as_text(inner)
+            listed = isinstance(inner, list)
+            found[f"{prefix}{key}"] = "; ".join(map(str, inner)) or "none" if listed else _as_text(inner)
     return found
 
 

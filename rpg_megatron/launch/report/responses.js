@@ -1,0 +1,128 @@
+// Responses to read: filters, cards, pairs of before and after.
+
+const PAGE = 8;
+const byReward = (item) => item.reward ?? Number(item.right);
+const chosen = { run: 0, set: null, filter: null, step: "", words: "", most: PAGE };
+const FILTERS = [
+  ["learnt", "Learnt", "wrong early, right later"], ["forgotten", "Forgotten", "right early, wrong later"],
+  ["best", "Best", "highest reward first", (a, b) => byReward(b) - byReward(a) || b.step - a.step],
+  ["worst", "Worst", "lowest reward first", (a, b) => byReward(a) - byReward(b) || b.step - a.step],
+  ["longest", "Longest", "most tokens first", (a, b) => (b.tokens ?? 0) - (a.tokens ?? 0)],
+  ["cut", "Cut off", "ended at the limit"], ["all", "All", "by step"],
+];
+
+const problemOf = (item) => `${item.set}/${item.id}`;
+const samplesOf = () => data.runs[chosen.run].samples;
+
+function matching(filter) {
+  const samples = samplesOf(), words = chosen.words.toLowerCase();
+  let items = samples.items.filter((item) => item.set === chosen.set
+    && (chosen.step === "" || item.step === Number(chosen.step))
+    && (!words || `${item.text} ${samples.prompts[problemOf(item)]?.text
+      ?? ""}`.toLowerCase().includes(words)));
+  if (filter === "learnt" || filter === "forgotten") items = items.filter((item) =>
+    samples.changes[problemOf(item)] === filter);
+  if (filter === "cut") items = items.filter((item) => item.finish === "length");
+  if (filter === "best" || filter === "worst") items = items.filter((item) =>
+    item.right === (filter === "best"));
+  const order = FILTERS.find(([name]) => name === filter)[3] ?? ((a, b) => a.step - b.step || a.id - b.id);
+  return [...items].sort(order);
+}
+
+function verdicts(key) {
+  const marks = samplesOf().verdicts[key] ?? [];
+  return element("span", { class: "verdicts" }, marks.length > 1 ? marks.map(([step, right, count]) =>
+    element("span", { class: 2 * right >= count ? "good" : "bad",
+      title: `step ${step}: ${right} of ${count} right` }, `${right}/${count}`)) : null);
+}
+
+function responseBox(item) {
+  const facts = [`step ${item.step}`, item.tokens ? plural(item.tokens, "token") : null,
+    typeof item.reward === "number" ? `reward ${item.reward > 0 ? "+" : ""}${plainNumber(item.reward)}`
+      : null,
+    typeof item.advantage === "number"
+      ? `advantage ${item.advantage > 0 ? "+" : ""}${plainNumber(item.advantage)}` : null,
+    item.finish === "length" ? "cut off" : null];
+  return element("div", { class: "response" }, element("p", {},
+    badge(item.right ? "good" : "bad", item.right ? "right" : "wrong"),
+    element("span", { class: "facts" }, facts.filter(Boolean).join(" · "))),
+      element("pre", { tabindex: 0 }, item.text));
+}
+
+function problemCard(key, items) {
+  const prompt = samplesOf().prompts[key] ?? {};
+  return element("article", {}, element("h4", {}, `problem ${key.split("/").at(-1)}`, verdicts(key),
+    prompt.answer ? element("span", { class: "answer" }, "answer ", element("b", {}, prompt.answer)) : null),
+  prompt.text ? element("pre", { class: "prompt", tabindex: 0 }, prompt.text) : null,
+  element("div", { class: items.length > 1 ? "pair" : "" }, items.map(responseBox)));
+}
+
+// A response of the first step and one of the last, each with the verdict that most had then.
+function beforeAndAfter(items) {
+  const pick = (step, right) => {
+    const there = items.filter((item) => item.step === step);
+    return there.find((item) => item.right === right) ?? there[0];
+  };
+  const [first, last] = [items[0].step, items.at(-1).step], later = chosen.filter === "learnt";
+  return first === last ? [items[0]] : [pick(first, !later), pick(last, later)];
+}
+
+function showResponses(list, chips) {
+  chips.replaceChildren(...FILTERS.map(([name, label, tip]) => {
+    const found = matching(name), pairs = name === "learnt" || name === "forgotten";
+    const count = pairs ? new Set(found.map(problemOf)).size : found.length;
+    return element("button", { type: "button", title: tip, disabled: !count,
+      "aria-pressed": chosen.filter === name,
+      onclick: () => { chosen.filter = name; chosen.most = PAGE; showResponses(list, chips); } },
+        `${label} `, element("small", {}, String(count)));
+  }));
+  const found = matching(chosen.filter), cards = [];
+  if (chosen.filter === "learnt" || chosen.filter === "forgotten") {
+    const groups = new Map();
+    found.forEach((item) => groups.set(problemOf(item), [...(groups.get(problemOf(item)) ?? []), item]));
+    for (const [key, items] of groups) cards.push([key, beforeAndAfter(items)]);
+  } else found.forEach((item) => cards.push([problemOf(item), [item]]));
+  list.replaceChildren(...cards.slice(0, chosen.most).map(([key, items]) => problemCard(key, items)));
+  if (!cards.length) list.append(element("p", { class: "under" }, "No response matches."));
+  if (cards.length > chosen.most) list.append(element("button", { type: "button", class: "next",
+    onclick: () => { chosen.most += 3 * PAGE; showResponses(list, chips); } },
+      `show more (${cards.length - chosen.most} left)`));
+}
+
+function buildResponses() {
+  const readable = data.runs.filter((run) => run.samples.items.length);
+  if (!readable.length) return;
+  const list = element("div", { class: "cards" }), chips = element("div", { class: "chips" });
+  const steps = element("select", { "aria-label": "step",
+    onchange: () => { chosen.step = steps.value; again(); } });
+  const sets = element("select", { "aria-label": "set",
+    onchange: () => { chosen.set = sets.value; setChanged(); } });
+  const said = element("p", { class: "under" });
+  const runs = element("select", { "aria-label": "run",
+    onchange: () => { chosen.run = Number(runs.value); runChanged(); } },
+    readable.map((run) => element("option", { value: data.runs.indexOf(run) }, run.name)));
+  const search = element("input", { type: "search", placeholder: "search the text", "aria-label": "search",
+    oninput: () => { chosen.words = search.value; again(); } });
+  const again = () => { chosen.most = PAGE; showResponses(list, chips); };
+  function setChanged() {
+    const there = [...new Set(samplesOf().items.filter((item) => item.set === chosen.set).map((item) =>
+      item.step))].sort((a, b) => a - b);
+    steps.replaceChildren(element("option", { value: "" }, "all steps"),
+      ...there.map((step) => element("option", { value: step }, `step ${step}`)));
+    chosen.step = "";
+    chosen.filter = FILTERS.map(([name]) => name).find((name) => matching(name).length) ?? "all";
+    again();
+  }
+  function runChanged() {
+    const there = [...new Set(samplesOf().items.map((item) => item.set))];
+    sets.replaceChildren(...there.map((set) => element("option", { value: set }, set)));
+    if (!there.includes(chosen.set)) chosen.set = there[0];
+    sets.value = chosen.set;
+    said.textContent = `Chosen from ${samplesOf().read.join("; ")}.`;
+    setChanged();
+  }
+  chosen.run = data.runs.indexOf(readable[0]);
+  place("responses").append(title("Responses"), element("div", { class: "bar" }, several ? runs : null, sets,
+    steps, search), chips, said, list);
+  runChanged();
+}
