@@ -1,0 +1,161 @@
+"""``rpg-megatron grade``: verdicts in the file's order, one summary, one message for a malformed line.
+
+Why: people grade files of other systems with it, and those hold anything. Not covered: hostile answers
+(test_rewards_hostile), the verdicts themselves (test_rewards_grader).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron import cli
+from rpg_megatron.config import UserError
+from rpg_megatron.rewards.files import grade_file
+
+GOOD = [
+    {"response": "Answer: 18", "answer": "18"},
+    {"response": "\\boxed{\\sqrt{8}}", "answer": "2\\sqrt{2}"},
+    {"response": "I do not know.\nSorry", "answer": 5},
+    {"response": "#### 1,000\u2028", "answer": 1000.0},
+    {"response": "\\boxed{x^2}", "answer": "x^3"},
+]
+
+
+def write(path: Path, *lines: bytes) -> Path:
+    file = path / "responses.jsonl"
+    file.write_bytes(b"\n".join(lines) + b"\n")
+    return file
+
+
+def good(*which: int) -> list[bytes]:
+    return [json.dumps(GOOD[i], ensure_ascii=False).encode() for i in which or range(len(GOOD))]
+
+
+def run(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rpg_megatron.cli", "grade", str(file), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_verdicts_and_summary(tmp_path: Path) -> None:
+    file = write(tmp_path, b"", *good())
+    done = run(file)
+    assert done.returncode == 0, done.stderr
+    verdicts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [v["row"] for v in verdicts] == [2, 3, 4, 5, 6]
+    assert [v["correct"] for v in verdicts] == [True, True, False, True, False]
+    assert verdicts[0] == {"row": 2, "correct": True, "extracted": "18", "reason": "same number or text"}
+    assert verdicts[2]["extracted"] is None
+    last = done.stderr.splitlines()[-1]  # before it, on a busy machine, lines of progress
+    assert last.startswith(f"{file}: 3 of 5 correct (60.0%), 1 without answer; ")
+
+
+def test_out_is_whole_or_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = write(tmp_path, *good(0, 0, 2)), tmp_path / "out.jsonl"
+    summary = grade_file(file, style="boxed", out=out, workers=1, deadline=5.0, skip_malformed=False)
+    assert (summary.graded, summary.correct, summary.unanswered) == (3, 0, 3)
+    assert len(out.read_text().splitlines()) == 3
+    assert capsys.readouterr().out == ""
+    assert {p.name for p in tmp_path.iterdir()} == {"responses.jsonl", "out.jsonl"}
+    with pytest.raises(UserError, match=r"--out: .*nowhere.* cannot be written"):
+        grade_file(
+            file, style="auto", out=tmp_path / "nowhere" / "x", workers=1, deadline=5.0, skip_malformed=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (b"{broken", "not valid JSON"),
+        (b'{"response": "\xff", "answer": "2"}', "not UTF-8 (byte 15 of the line)"),
+        (b"[1]", "not an object"),
+        (b'{"answer": "2"}', "the key 'response' is missing (keys of this line: 'answer')"),
+        (b'{"response": "2"}', "the key 'answer' is missing"),
+        (b'{"response": null, "answer": "2"}', "'response' is not text"),
+        (b'{"response": "2", "answer": [2]}', "'answer' is neither text nor a number"),
+        (b'{"response": "2", "answer": " "}', "'answer' is empty"),
+        (b"[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_a_malformed_line_is_named_before_anything_is_graded(
+    tmp_path: Path, bad: bytes, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, *good(0), bad, *good(0))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["grade", str(file), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    assert said.err.startswith(f"error: {file}:2: ")
+    assert says in said.err
+    assert not (tmp_path / "out").exists()
+    summary = grade_file(file, style="auto", out=None, workers=1, deadline=5.0, skip_malformed=True)
+    assert (summary.graded, summary.skipped) == (2, 1)
+    assert "1 malformed lines skipped" in str(summary)
+
+
+def test_no_file_no_lines_no_such_style(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in (
+        ([str(tmp_path / "no.jsonl")], "no such file"),
+        ([str(tmp_path)], "is a directory"),
+        ([str(write(tmp_path, b""))], "holds no responses"),
+        ([str(tmp_path), "--style", "bxoed"], "'bxoed' is not known; use one of auto"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["grade", *arguments])
+        assert end.value.code == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    bombs = [
+        json.dumps({"response": f"\\boxed{{9^{{9^{{9^{{{i}}}}}}}}}", "answer": "x+1"}) for i in range(20, 60)
+    ]
+    file, out = write(tmp_path, *(b.encode() for b in bombs)), tmp_path / "out.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "rpg_megatron.cli",
+        "grade",
+        str(file),
+        "--deadline",
+        "600",
+        "--out",
+        str(out),
+    ]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+
+    def session() -> list[int]:
+        found = []
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == process.pid and fields[0] not in "ZX":
+                found.append(int(entry))
+        return found
+
+    end = time.monotonic() + 120
+    while len(session()) < 4:  # itself, the nursery, two workers
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=120) == (130 if number == signal.SIGINT else -9)
+    assert process.stderr is not None
+    said = process.stderr.read()
+    process.stderr.close()
+    if number == signal.SIGINT:
+        assert said == "stopped: Ctrl-C; nothing was written\n"
+        assert [p.name for p in tmp_path.iterdir()] == [file.name]
+    while session():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert not out.exists()
