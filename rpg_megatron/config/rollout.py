@@ -140,3 +140,5 @@ class CheckpointSettings(Section):
     """So many are kept, the newest."""
     milestone: int | None = Field(None, ge=1)
     """Those at multiples of so many steps are kept for good; null: none are."""
+    grace: float = Field(600.0, gt=0)
+    """Seconds to save and leave after SIGTERM or SIGUSR1; then the run is ended without."""

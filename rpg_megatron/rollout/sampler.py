@@ -145,7 +145,7 @@ class Sampler:
             nonlocal grading
             start = time.monotonic()
             groups[place] = [
-                self._trajectory(prompts[place], sample, group=place, number=number, version=version)
+                self._trajectory(draws[place], sample, group=place, number=number, version=version)
                 for number, sample in enumerate(samples)
             ]
             grading += time.monotonic() - start
@@ -222,10 +222,8 @@ class Sampler:
     def _decode(self, sample: Sample) -> str:
         return self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
 
-    def _trajectory(
-        self, prompt: Prompt, sample: Sample, *, group: int, number: int, version: int
-    ) -> Trajectory:
-        text = self._decode(sample)
+    def _trajectory(self, draw: Draw, sample: Sample, *, group: int, number: int, version: int) -> Trajectory:
+        prompt, text = draw.prompt, self._decode(sample)
         reward, correct = score(self._settings.reward, text, prompt.answer)
         return Trajectory(
             prompt_id=prompt.id,
@@ -239,6 +237,7 @@ class Sampler:
             text=text,
             reward=reward,
             correct=correct,
+            seed=draw.seed + number,
         )
 
 
@@ -335,7 +334,8 @@ async def _run(settings: Settings, work: Path, token: str) -> None:
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the second: a scheduler's warning to all processes
+        loop.add_signal_handler(number, stop.set)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
