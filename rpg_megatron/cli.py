@@ -65,7 +65,7 @@ def train(
         raise UserError("--fresh and --from exclude each other: either no checkpoint, or that one")
     from rpg_megatron.launch.supervision import Interrupted, StopSignals
 
-    with StopSignals() as signals:
+    with StopSignals(resumable=True) as signals:
         try:
             _train(config, overrides, signals, fresh, source)
         except Interrupted as e:
@@ -128,6 +128,38 @@ def _audit(
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(3) from None
     if not clean:
+        raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    step: Annotated[int, typer.Option(min=1, help="Step to train once more.")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Train a step of a run once more, from its journal and without an engine, and compare.
+
+    Exit code 0: log-probs, loss and gradient norm are those of the run; 1: they are not; 3: a process died
+    before that was known.
+    """
+    import json
+
+    from rpg_megatron.launch import launcher
+    from rpg_megatron.launch import replay as replaying
+    from rpg_megatron.launch.supervision import Interrupted, StopSignals
+
+    with StopSignals() as signals:
+        try:
+            report = replaying.replay(run, step, overrides, signals)
+        except launcher.RunFailed as e:
+            print(f"error: {e}", file=sys.stderr)
+            raise typer.Exit(3) from None
+        except Interrupted as e:
+            print(f"stopped: {e}", file=sys.stderr)
+            raise typer.Exit(e.exit_code) from None
+    typer.echo(json.dumps(report, indent=2) if as_json else replaying.show(report))
+    if not report["match"]:
         raise typer.Exit(1)
 
 

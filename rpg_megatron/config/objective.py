@@ -193,7 +193,7 @@ class TrainingSettings(Section):
 
 
 class GuardSettings(Section):
-    """Checks that stop a run which is silently wrong."""
+    """Checks that stop a run which is silently wrong, or goes wrong."""
 
     mismatch: Literal["stop", "warn", "off"] = "stop"
     """What to do when engine and trainer disagree on log-probs that the current weights sampled."""
@@ -201,6 +201,9 @@ class GuardSettings(Section):
     """Largest allowed |log-prob difference| of a token; null: 1e-3 in float32, none in bfloat16."""
     mismatch_mean: float | None = Field(None, gt=0)
     """Largest allowed mean |log-prob difference|; null: 1e-4 in float32, 0.05 in bfloat16."""
+    skipped_updates: int = Field(5, ge=1)
+    """So many updates in a row with a gradient that is not finite end the run. Each of them is skipped, which
+    leaves weights and optimizer as they are."""
 
     @field_validator("mismatch", mode="before")
     @classmethod

@@ -171,3 +171,5 @@ class CheckpointSettings(Section):
     """Write in the background while training goes on, from a copy in host memory of what each rank writes.
     false: without the copy, and training waits.
     """
+    grace: float = Field(600.0, gt=0)
+    """Seconds to save and leave after SIGTERM or SIGUSR1; then the run is ended without."""

@@ -58,6 +58,8 @@ class Trajectory:
     """Number of its prompt within the step: the same prompt may come up twice in a step, as two groups."""
     advantage: float = 0.0
     """One scalar for every response token."""
+    seed: int = 0
+    """With which the engine drew it."""
 
     @property
     def length(self) -> int:

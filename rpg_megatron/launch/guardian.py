@@ -71,7 +71,7 @@ def remove(path: Path) -> None:
 
 def main() -> None:
     """Listen until the launcher is done or dead."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     paths: set[Path] = set()

@@ -6,11 +6,14 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
+
+from rich.console import Console
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launch.environment import record_environment
@@ -18,7 +21,7 @@ from rpg_megatron.launch.guardian import Guardian
 from rpg_megatron.launch.preflight import check
 from rpg_megatron.launch.progress import Progress
 from rpg_megatron.launch.report import write_report
-from rpg_megatron.launch.resuming import open_run
+from rpg_megatron.launch.resuming import ORIGIN, open_run
 from rpg_megatron.launch.run_directory import LOGS, METRICS
 from rpg_megatron.launch.summary import shown, summarise
 from rpg_megatron.launch.supervision import (
@@ -34,6 +37,8 @@ from rpg_megatron.launch.workspace import create_workspace
 from rpg_megatron.rollout import processes
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
 from rpg_megatron.rollout.lives import begin_life, has_answered, take_request
+from rpg_megatron.training.checkpoints import list_steps
+from rpg_megatron.training.stopping import REQUEUE, WARNINGS
 
 SAMPLER = "rpg_megatron.rollout.sampler"
 RANK = "rpg_megatron.training.rank"
@@ -63,7 +68,7 @@ def train(
             run.start()
             run.watch()
         except Interrupted as e:
-            e.note = f"the run's folder stays: {shown(run.folder)}"
+            run.explain(e)
             raise
     _report(run.folder)
     print(summarise(run.folder), flush=True)
@@ -82,7 +87,7 @@ class Run:
     """Everything that a run holds while it is under way; leaving the context gives it all back.
 
     job: what the ranks do, see ``training/rank.py``. engine_settings: the engines' settings, where they are
-    not the run's. fresh, source: see ``train``.
+    not the run's. fresh, source: see ``train``. console: where progress is shown, if not on stdout.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Run:
         engine_settings: Settings | None = None,
         fresh: bool = False,
         source: Path | None = None,
+        console: Console | None = None,
     ):
         self._settings = settings
         self._engine_settings = engine_settings or settings
@@ -109,6 +115,8 @@ class Run:
         self._restarts: dict[int, int] = {}
         self._started: dict[int, float] = {}
         self._discard = False
+        self._all_started = False
+        self._warned: float | None = None
         self._probed = time.monotonic()
         try:
             self._guardian = Guardian()
@@ -119,6 +127,7 @@ class Run:
                 self._workspace.work,
                 steps=settings.training.steps if job == "train" else 0,
                 metrics=self.folder / METRICS,
+                console=console,
             )
             self._supervisor = Supervisor(self._guardian, self.folder / LOGS)
         except BaseException:
@@ -153,31 +162,16 @@ class Run:
         token = secrets.token_urlsafe(32)
         for note in self._opened.notes or [f"run {shown(self.folder)}"]:
             self._progress.status(note)
-        self._progress.status(
-            f"starting (takes about a minute): engines {settings.engine.replicas}, "
-            f"trainer ranks {settings.parallel.world}"
-        )
-        for index in range(settings.engine.replicas):
-            self._signals.check()
-            engine = EngineProcess(
-                self._engine_settings,
-                index,
-                socket=engine_socket(work, index),
-                log=self.folder / LOGS / f"engine_{index}.log",
-                bridge_dir=bridge,
-                token=token,
+        if self._job != "replay":
+            self._progress.status(
+                f"starting (takes about a minute): engines {settings.engine.replicas}, "
+                f"trainer ranks {settings.parallel.world}"
             )
-            engine.start()
-            self._supervisor.adopt(engine)
-            self._engines.append(engine)
-            self._started[index], self._restarts[index] = time.monotonic(), 0
+            self._start_rollouts(token)
         places = [str(self.folder), str(work), str(bridge)]
-        self._signals.check()
-        sampler = [sys.executable, "-m", SAMPLER, *places]
-        self._supervisor.start("sampler", sampler, self._environment(token))
         world, port = settings.parallel.world, settings.rendezvous_port or _free_port()
         for rank in range(world):
-            self._signals.check()
+            self._check_signals()
             environment = self._environment(token if rank == 0 else "") | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -191,25 +185,109 @@ class Run:
             if self._opened.checkpoint is not None:
                 command.append(str(self._opened.checkpoint))
             self._ranks.append(self._supervisor.start(f"rank_{rank}", command, environment))
+        self._all_started = True
+
+    def _start_rollouts(self, token: str) -> None:
+        """Engines and the sampler."""
+        settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
+        for index in range(settings.engine.replicas):
+            self._check_signals()
+            engine = EngineProcess(
+                self._engine_settings,
+                index,
+                socket=engine_socket(work, index),
+                log=self.folder / LOGS / f"engine_{index}.log",
+                bridge_dir=bridge,
+                token=token,
+            )
+            engine.start()
+            self._supervisor.adopt(engine)
+            self._engines.append(engine)
+            self._started[index], self._restarts[index] = time.monotonic(), 0
+        self._check_signals()
+        sampler = [sys.executable, "-m", SAMPLER, str(self.folder), str(work), str(bridge)]
+        self._supervisor.start("sampler", sampler, self._environment(token))
 
     def watch(self) -> None:
         """Return when all ranks have ended well. Raises UserError, RunFailed or Interrupted."""
-        while any(rank.exit_code() is None for rank in self._ranks):
+        while self._running():
             self._progress.pump(0.2)
-            self._signals.check()
+            self._check_signals()
             self._check_children()
-            self._check_engines()
+            if self._warned is None:
+                self._check_engines()
         self._check_children()
+
+    def discard(self) -> None:
+        """Remove the run's folder at the end: all that it tells is known."""
+        self._discard = True
+
+    def explain(self, stop: Interrupted) -> None:
+        """Say in the message of a run that a signal ended what became of it."""
+        newest = next(iter(list_steps(self.folder).values()), None)
+        asked = (self.folder / ORIGIN).exists()
+        if stop.requeue and newest is None and self._opened.made and not asked:
+            self._discard = True  # the same command makes it again
+            stop.note = "no step was done; the same command starts it again"
+            return
+        if stop.requeue:
+            stop.note = f"the same command goes on from {shown(newest) if newest else 'the beginning'}"
+        elif newest:
+            stop.note = f"what came after {shown(newest)} is lost; the same command goes on from there"
+        else:
+            stop.note = f"the run's folder stays: {shown(self.folder)}"
+        if self._settings.checkpoint.every is None and self._job == "train":
+            stop.note += "; checkpoint.every is null, so nothing was saved"
+
+    def _running(self) -> bool:
+        return any(rank.exit_code() is None for rank in self._ranks)
+
+    def _check_signals(self) -> None:
+        """Pass a scheduler's warning on to the ranks, which save and leave; any other signal, or a second
+        one, ends the run.
+        """
+        signals, settings = self._signals, self._settings.checkpoint
+        if not signals.number:
+            return
+        saves = signals.warned and settings.every is not None
+        if not saves or signals.count > 1 or not self._all_started:
+            raise Interrupted(signals.number, requeue=saves and not self._all_started)
+        name = signal.Signals(signals.number).name
+        if self._warned is None:
+            self._warned = time.monotonic()
+            self._progress.status(f"warning: {name}: saving, then leaving; a second one ends the run at once")
+            for rank in self._ranks:
+                if rank.exit_code() is None:
+                    os.kill(rank.pid, signal.SIGTERM)
+        elif time.monotonic() - self._warned > settings.grace:
+            self._progress.status(
+                f"warning: {name}: nothing was saved within {settings.grace:.0f} s (checkpoint.grace)"
+            )
+            raise Interrupted(signals.number)
+
+    def _check_stopped(self) -> None:
+        """Raise Interrupted if it was a warning that made children end: one to us, or to all processes."""
+        self._check_signals()
+        ended = (REQUEUE, *(-number for number in WARNINGS))
+        codes = [child.exit_code() for child in self._supervisor.failed()]
+        if REQUEUE in codes or (self._warned and all(code in ended for code in codes)):
+            end = time.monotonic() + GRACE
+            while REQUEUE in codes and self._running() and time.monotonic() < end:
+                self._progress.pump(0.1)
+            raise Interrupted(self._signals.number or signal.SIGTERM, requeue=True)
 
     def _check_children(self) -> None:
         if not self._supervisor.failed():
-            running = any(rank.exit_code() is None for rank in self._ranks)
             early = [c for c in self._supervisor.children if c not in self._ranks and c.exit_code() == 0]
-            if early and running:
-                raise RunFailed(self._keep(explain(early[0])))
+            if early and self._running() and not self._warned:
+                time.sleep(1.0)
+                self._check_signals()
+                if not self._warned:
+                    raise RunFailed(self._keep(explain(early[0])))
             return
         time.sleep(1.0)  # those that the first one takes along: one of them may know more
         self._progress.pump(0.0)  # a step that ended just before is one that the folder tells of
+        self._check_stopped()
         dead = self._supervisor.failed()[0]
         message = user_error(dead)
         if message is None:
@@ -224,14 +302,18 @@ class Run:
 
     def _check_engines(self, closely: bool = False) -> None:
         for engine in self._engines:
-            asked = take_request(self._workspace.work, engine.index, self._restarts[engine.index])
-            if asked:
-                self._restart(engine, asked)
+            reason = take_request(self._workspace.work, engine.index, self._restarts[engine.index])
             # The exit code says nothing (a dead engine exits with 0), so it is not shown.
-            elif engine.index in self._healthy and (
+            if engine.index in self._healthy and (
                 not engine.alive() or (closely and not engine.healthy(timeout=5.0))
             ):
-                self._restart(engine, f"engine {engine.index} died")
+                reason = reason or f"engine {engine.index} died"
+            if reason:
+                time.sleep(0.5)  # it may have been a signal to all processes, of which we are one
+                self._check_signals()
+                if self._warned:
+                    return
+                self._restart(engine, reason)
         if len(self._healthy) < len(self._engines) and time.monotonic() - self._probed > _PROBE_SECONDS:
             self._probe()
 

@@ -19,9 +19,16 @@ from typing import IO, Any
 import yaml
 
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.launch.run_directory import CONFIG, METRICS, SUMMARY, create_run, list_runs, resolved_yaml
+from rpg_megatron.launch.run_directory import (
+    METRICS,
+    SUMMARY,
+    create_run,
+    list_runs,
+    replace_settings,
+    resolved_yaml,
+)
 from rpg_megatron.launch.summary import shown
-from rpg_megatron.training.checkpoints import CHECKPOINTS, find_problems, list_steps, read_state
+from rpg_megatron.training.checkpoints import CHECKPOINTS, CONFIG, find_problems, list_steps, read_state
 
 LOCK = ".lock"
 ORIGIN = ".origin"
@@ -112,9 +119,7 @@ def _continue(settings: Settings, folder: Path, lock: IO[str], notes: list[str])
     state = read_state(checkpoint)
     _check_length(settings, checkpoint, state["step"])
     _rewind(folder, state)
-    draft = folder / f".{CONFIG}.part"
-    draft.write_text(resolved_yaml(settings), encoding="utf-8")
-    os.replace(draft, folder / CONFIG)
+    replace_settings(folder, settings, state["step"])
     notes.append(f"continuing {shown(folder)} from step {state['step']}; --fresh starts over{changes}")
     return OpenRun(folder, lock, checkpoint, notes, made=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,9 @@ import yaml
 from rpg_megatron.config import Settings, UserError
 
 CONFIG = "config.yaml"
+"""The settings of the newest steps."""
+_EARLIER = re.compile(r"config_until_(\d{6,})\.yaml")
+"""Those of the steps up to that one, where a run went on with other settings."""
 LOGS = "logs"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
@@ -49,6 +53,29 @@ def create_run(settings: Settings) -> Path:
 def resolved_yaml(settings: Settings) -> str:
     """All settings as YAML with absolute paths, so that they mean the same from any folder."""
     return yaml.safe_dump(_absolute(settings.model_dump()), sort_keys=False)
+
+
+def settings_file(run: Path, step: int) -> Path:
+    """The settings that a step of a run was made with."""
+    until = {int(m[1]): file for file in run.iterdir() if (m := _EARLIER.fullmatch(file.name))}
+    return next((until[last] for last in sorted(until) if step <= last), run / CONFIG)
+
+
+def replace_settings(run: Path, settings: Settings, done: int) -> None:
+    """Let the steps after ``done`` have these settings; those of the steps before are kept."""
+    text, new = settings_file(run, done).read_text(encoding="utf-8"), resolved_yaml(settings)
+    for file in list(run.iterdir()):
+        if (m := _EARLIER.fullmatch(file.name)) and int(m[1]) >= done:
+            file.unlink()
+    if text != new and done:
+        _write(run / f"config_until_{done:06d}.yaml", text)
+    _write(run / CONFIG, new)
+
+
+def _write(file: Path, text: str) -> None:
+    draft = file.with_name(f".{file.name}.part")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, file)
 
 
 def _absolute(value: Any) -> Any:

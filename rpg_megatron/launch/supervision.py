@@ -16,24 +16,30 @@ from typing import Protocol
 from rpg_megatron.launch.guardian import Guardian
 from rpg_megatron.rollout import processes
 from rpg_megatron.rollout.child import tied
+from rpg_megatron.training.stopping import REQUEUE, WARNINGS
 
 USER_ERROR = 2
 """Exit code of a process that met a UserError; its message is the last "error: ..." line of its log."""
 
 
+_ECHO_SECONDS = 1.0
+
+
 class Interrupted(BaseException):
     """A signal asked the launcher to stop. Like KeyboardInterrupt no Exception: only the top catches it."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, *, requeue: bool = False):
         super().__init__(number)
         self.number = number
+        self.requeue = requeue
+        """Whether nothing is lost, and the same command goes on."""
         self.note = ""
         """What else the user should know: where the run's folder lies."""
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process that this signal ended."""
-        return 128 + self.number
+        """REQUEUE, or what a shell reports for a process that this signal ended."""
+        return REQUEUE if self.requeue else 128 + self.number
 
     def __str__(self) -> str:
         name = "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
@@ -41,16 +47,22 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """Ctrl-C, SIGTERM and a closed terminal: a request to look at or, while ``raising``, an exception."""
+    """Ctrl-C, a closed terminal, a scheduler's warning: a request to look at or, while ``raising``, an
+    exception.
 
-    def __init__(self) -> None:
+    resumable: whether what is running can be continued, so that a warning need not lose anything.
+    """
+
+    def __init__(self, *, resumable: bool = False) -> None:
         self.raising = True
         self.number = 0
         self.count = 0
+        self._resumable = resumable
+        self._first = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
             self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -59,15 +71,24 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.number = self.number or number
+        now = time.monotonic()
+        if not self.number:
+            self.number, self._first = number, now
+        elif self.warned and number in WARNINGS and now - self._first < _ECHO_SECONDS:
+            return  # srun passes on what the scheduler has sent to every process already
         self.count += 1
         if self.raising:
-            raise Interrupted(number)
+            self.check()
+
+    @property
+    def warned(self) -> bool:
+        """Whether the first signal was a scheduler's warning of something that can be continued."""
+        return self._resumable and self.number in WARNINGS
 
     def check(self) -> None:
         """Raise Interrupted if a signal has come."""
         if self.number:
-            raise Interrupted(self.number)
+            raise Interrupted(self.number, requeue=self.warned)
 
 
 class Engine(Protocol):
@@ -159,11 +180,14 @@ class Supervisor:
         return sorted(dead, key=lambda c: (user_error(c) is None, _code(c) >= 0, _modified(c.log)))
 
     def stop(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End everything: SIGTERM, up to ``grace`` seconds, SIGKILL. ``hurry`` true: no more waiting."""
+        """End everything: engines by SIGTERM and, after ``grace`` seconds or when ``hurry`` is true, SIGKILL.
+
+        The other children by SIGKILL: they have nothing to give back, and SIGTERM tells ranks to save.
+        """
         pids = [child.pid for child in self.children]
         groups = pids + [engine.pid for engine in self.engines if engine.pid is not None]
         with ThreadPoolExecutor(max_workers=len(self.engines) + 1) as pool:
-            work = [pool.submit(processes.end_groups, pids, grace)]
+            work = [pool.submit(processes.end_groups, pids, 0)]
             work += [pool.submit(engine.stop, grace) for engine in self.engines]
             while not all(future.done() for future in work):
                 if hurry():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Update:
     """See _MEANS; those of a correction are 0 if there is none."""
     ratio_max: float
     grad_norm: float
+    skipped: bool
+    """The gradient was not finite, so nothing was changed."""
 
 
 class Policy:
@@ -143,7 +146,7 @@ class Policy:
         """One optimizer update on a mini-batch: this rank's packs, as many as every other data rank has.
 
         The loss is the mean, as ``aggregator`` counts, over the whole mini-batch, wherever it lies.
-        A norm that is not finite means that the weights are spoilt: the caller must look at it.
+        If the gradient is not finite on any rank, weights and optimizer stay as they are on all of them.
         """
         for model in self._models:
             model.train()
@@ -157,8 +160,20 @@ class Policy:
         reports = self._run(step, packs, forward_only=False)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        _, grad_norm, _ = self._optimizer.step()
-        return self._reduce(reports, float(grad_norm))
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        # The norm counts only once what tensor-parallel ranks hold alike: each looks at all that it holds.
+        sums = torch.stack([p.main_grad.sum() for _, p in self.named_parameters()])
+        finite = math.isfinite(grad_norm) and bool(torch.isfinite(sums).all())
+        spoilt = torch.tensor([float(not finite)], device=self.device)
+        dist.all_reduce(spoilt, op=dist.ReduceOp.MAX)
+        if not spoilt:
+            self._optimizer.step()
+        return self._reduce(reports, grad_norm, skipped=bool(spoilt))
+
+    def spoilt_gradients(self) -> list[str]:
+        """This rank's parameters whose gradient was not finite in the last update. Not collective."""
+        return [name for name, p in self.named_parameters() if not torch.isfinite(p.main_grad).all()]
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -227,7 +242,7 @@ class Policy:
         # int: Megatron adds the counts up in an integer tensor.
         return total, count.int() * (self.mesh.context_rank == 0), report
 
-    def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float) -> Update:
+    def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float, *, skipped: bool) -> Update:
         """Sum the micro-batches' reports over all ranks; one rank of each replica contributes."""
         sums = torch.zeros(len(_MEANS) + 3, dtype=torch.float64, device=self.device)
         largest = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -239,7 +254,7 @@ class Policy:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         loss, count, tokens, *values = sums.tolist()
         means = {name: value / max(tokens, 1) for name, value in zip(_MEANS, values, strict=True)}
-        return Update(int(tokens), loss / max(count, 1), means, float(largest), grad_norm)
+        return Update(int(tokens), loss / max(count, 1), means, float(largest), grad_norm, skipped)
 
 
 def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ answer ``(kind, value)`` with kind "ok", "user_error" or "error".
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -24,6 +25,7 @@ SOCKET = "sampler.sock"
 """File name of the sampler's socket in the work folder."""
 EVENTS = "events.sock"
 """File name of the progress display's socket in the work folder."""
+_POLL_SECONDS = 0.2
 
 
 @dataclass
@@ -67,8 +69,20 @@ class SamplerClient:
     sampler's message.
     """
 
-    def __init__(self, socket: Path, token: str, *, timeout: float = 120.0):
-        """Connect; waits up to ``timeout`` seconds for the sampler to listen."""
+    def __init__(
+        self,
+        socket: Path,
+        token: str,
+        *,
+        timeout: float = 120.0,
+        while_waiting: Callable[[], None] = lambda: None,
+    ):
+        """Connect; waits up to ``timeout`` seconds for the sampler to listen.
+
+        while_waiting: called a few times a second while an answer is awaited. What it raises ends the wait,
+        and the client is of no more use.
+        """
+        self._while_waiting = while_waiting
         end = time.monotonic() + timeout
         while True:
             try:
@@ -122,6 +136,8 @@ class SamplerClient:
     def _ask(self, method: str, **arguments: Any) -> Any:
         try:
             self._connection.send((method, arguments))
+            while not self._connection.poll(_POLL_SECONDS):
+                self._while_waiting()
             kind, value = self._connection.recv()
         except (EOFError, ConnectionError, OSError) as e:
             raise RuntimeError(

@@ -150,7 +150,7 @@ class Sampler:
         def finish(place: int, samples: list[Sample]) -> None:
             scoring.extend(
                 asyncio.create_task(
-                    self._trajectory(prompts[place], sample, group=place, number=number, version=version)
+                    self._trajectory(draws[place], sample, group=place, number=number, version=version)
                 )
                 for number, sample in enumerate(samples)
             )
@@ -239,9 +239,9 @@ class Sampler:
         )
 
     async def _trajectory(
-        self, prompt: Prompt, sample: Sample, *, group: int, number: int, version: int
+        self, draw: Draw, sample: Sample, *, group: int, number: int, version: int
     ) -> Trajectory:
-        text = self._decode(sample)
+        prompt, text = draw.prompt, self._decode(sample)
         score = await self._score(text, sample, prompt)
         return Trajectory(
             prompt_id=prompt.id,
@@ -258,6 +258,7 @@ class Sampler:
             parts=score.parts,
             extracted=score.extracted,
             reason=score.reason,
+            seed=draw.seed + number,
         )
 
 
@@ -361,7 +362,8 @@ async def _run(settings: Settings, work: Path, token: str) -> None:
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the second: a scheduler's warning to all processes
+        loop.add_signal_handler(number, stop.set)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
     except (OSError, ValueError, KeyError) as e:

@@ -36,6 +36,11 @@ def step_folder(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step_{step:06d}"
 
 
+def rollouts_file(run: Path, step: int) -> Path:
+    """Where a run keeps the rollouts of a step."""
+    return run / "rollouts" / f"step_{step:06d}.jsonl.zst"
+
+
 def part_folder(folder: Path) -> Path:
     """Where a checkpoint is while it is written."""
     return folder.with_name(f".{folder.name}.part")

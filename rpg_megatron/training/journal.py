@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import zstandard
 
+from rpg_megatron.config import UserError
 from rpg_megatron.data.trajectory import Trajectory
 
 _ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor")
 _SCORED = ("reward", "parts", "correct", "extracted", "reason", "advantage")
-_PLAIN = ("prompt_id", "group", "sample", "finish", "text", *_SCORED)
+_PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", *_SCORED)
 
 
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -40,9 +41,14 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:
-    """The trajectories of one step, as ``write_rollouts`` got them."""
-    with file.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-        lines = stream.read().decode().splitlines()
+    """The trajectories of one step, as ``write_rollouts`` got them. Raises UserError if they are damaged."""
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        lines = stream.decompress(file.read_bytes()).decode().splitlines()
+    except (zstandard.ZstdError, UnicodeDecodeError) as e:
+        raise UserError(f"{file}: damaged ({e}); take another step, or bring the file back") from None
+    if not stream.eof:
+        raise UserError(f"{file}: cut off; take another step, or bring the file back")
     types = {"prompt": np.int32, "response": np.int32, "versions": np.int32}
     found = []
     for line in lines:

@@ -6,14 +6,28 @@ Every rank runs this same code. What a line does on which rank is the business o
 from __future__ import annotations
 
 from rpg_megatron.training.run import Run
+from rpg_megatron.training.stopping import Stopped
 
 
-def train(run: Run) -> None:
-    """Train for the configured steps, evaluate, export."""
+def train(run: Run) -> bool:
+    """Train for the configured steps, evaluate, export.
+
+    Returns False if the run was stopped by a scheduler's warning: then it is saved, and can be continued.
+    """
+    try:
+        train_to_the_end(run)
+    except Stopped:
+        run.save_at_once()
+        return False
+    return True
+
+
+def train_to_the_end(run: Run) -> None:
+    """The algorithm. Raises Stopped, on all ranks at the same place, where the run is asked to stop."""
     done = run.resume()  # steps that a checkpoint has behind it; 0 for a new run
     run.sync_engines(version=done)
-    if not done:
-        run.record(0, run.evaluate(step=0))
+    if run.unrecorded:
+        conclude(run, done)
 
     for step in range(done + 1, run.steps + 1):
         with run.time("step"):
@@ -22,17 +36,21 @@ def train(run: Run) -> None:
             with run.time("logprobs"):
                 run.score(batch)  # log pi_old and the anchor's, by the trainer itself
             run.journal(step, batch)
-            mismatch = run.compare(batch)  # engine against trainer, on the tokens of the present weights
+            run.compare(batch)  # engine against trainer, on the tokens of the present weights
 
             with run.time("update"):
-                updates = run.update(step, batch)  # one optimizer update a mini-batch
+                run.update(step, batch)  # one optimizer update a mini-batch
             with run.time("sync"):
-                sync = run.sync_engines(version=step)
+                run.sync_engines(version=step)
 
-        row = run.summarise(step, batch, updates) | mismatch | sync
-        if run.evaluates(step):
-            row |= run.evaluate(step)
-        run.record(step, row)
+        conclude(run, step)
         run.save(step)
 
     run.export()
+
+
+def conclude(run: Run, step: int) -> None:
+    """What belongs to a step and changes nothing: the evaluation, if it is due, and the row of metrics."""
+    if run.evaluates(step):
+        run.evaluate(step)
+    run.record(step)

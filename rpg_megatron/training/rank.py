@@ -1,8 +1,9 @@
 """One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [JOB [CHECKPOINT]]``.
 
-The launcher starts it. JOB is ``train`` (if it is missing) or ``audit``. Environment: RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants them; RPG_ENGINE_TOKEN on rank 0. Exits with 0 when the
-job is done, 2 with ``error: ...`` as its last line on a problem the user can mend.
+The launcher starts it. JOB is ``train`` (if it is missing), ``audit`` or ``replay``. Environment: RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants them; RPG_ENGINE_TOKEN on rank 0. Exits with 0
+when the job is done, 2 with ``error: ...`` as its last line on a problem the user can mend, 75 when it was
+asked to stop by SIGTERM or SIGUSR1 and has saved.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import torch.distributed as dist
 
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.policy.runtime import start_device, start_process_group
+from rpg_megatron.rollout.channel import EVENTS
+from rpg_megatron.rollout.events import EventSender
+from rpg_megatron.training.stopping import REQUEUE
 
 if TYPE_CHECKING:
     from rpg_megatron.training.run import Run
@@ -49,20 +53,29 @@ def main() -> None:
         from rpg_megatron.policy.model import start_mesh
         from rpg_megatron.training.audit import audit
         from rpg_megatron.training.loop import train
+        from rpg_megatron.training.replay import replay
         from rpg_megatron.training.run import Run
+        from rpg_megatron.training.trainer import Trainer
 
         mesh = start_mesh(settings.parallel)
-        run = Run(settings, run_dir, work, bridge, token, mesh, device, checkpoint)
-        # Megatron collects garbage in every save, and what has been made up to here is none.
-        gc.collect()
-        gc.freeze()
-        if job == "audit":
-            audit(run, run_dir, work, bridge, token)
+        done = True
+        if job == "replay":
+            replay(Trainer(settings, mesh, device), run_dir, EventSender(work / EVENTS))
+            dist.barrier()
         else:
-            train(run)
-        dist.barrier()
-        run.close()
+            run = Run(settings, run_dir, work, bridge, token, mesh, device, checkpoint)
+            # Megatron collects garbage in every save, and what has been made up to here is none.
+            gc.collect()
+            gc.freeze()
+            if job == "audit":
+                audit(run, run_dir, work, bridge, token)
+            else:
+                done = train(run)
+            dist.barrier()
+            run.close()
         dist.destroy_process_group()
+        if not done:
+            sys.exit(REQUEUE)
     except (UserError, OSError) as e:
         if isinstance(e, OSError) and e.errno not in _DISK:
             raise

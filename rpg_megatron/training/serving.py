@@ -7,6 +7,7 @@ are published by all ranks together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,14 +16,17 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.publish import Publisher, published
 from rpg_megatron.bridge.sync import SyncReport
 from rpg_megatron.config import UserError
-from rpg_megatron.rollout.channel import SamplerClient, WeightsWanted
+from rpg_megatron.rollout.channel import SamplerClient, SyncResult, WeightsWanted
+from rpg_megatron.training.stopping import Stopped, StopRequest
 
 
 class Serving:
-    """The publisher of this rank and, on rank 0, the line to the sampler. Methods are collective."""
+    """The publisher of this rank and, on rank 0, the line to the sampler. Methods are collective, and raise
+    Stopped on all ranks if rank 0 was asked to stop while it waited.
+    """
 
-    def __init__(self, publisher: Publisher, sampler: SamplerClient | None):
-        self._publisher, self._sampler = publisher, sampler
+    def __init__(self, publisher: Publisher, sampler: SamplerClient | None, stop: StopRequest):
+        self._publisher, self._sampler, self._stop = publisher, sampler, stop
         self._version = -1
         self._manifest: Manifest | None = None
 
@@ -40,16 +44,24 @@ class Serving:
 
         Returns the answer on rank 0, None elsewhere.
         """
-        answer = ask(self._sampler) if self._sampler else None
-        while _from_rank_0(isinstance(answer, WeightsWanted)):
+        answer = self._ask(ask)
+        while _agree(isinstance(answer, WeightsWanted), isinstance(answer, Stopped)):
             self._publish(again=True)
-            answer = self._sampler.go_on() if self._sampler else None
-        assert not isinstance(answer, WeightsWanted)
+            answer = self._ask(lambda sampler: sampler.go_on())
+        assert not isinstance(answer, WeightsWanted | Stopped)
         return answer
 
-    def counts(self) -> dict[str, float]:
-        """What went wrong with engines since this was asked last, as metrics. Rank 0's work."""
-        return self._sampler.counts() if self._sampler else {}
+    def check_stop(self) -> None:
+        """Raise Stopped on all ranks if any of them was asked to."""
+        asked = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, self._stop.came)
+        if any(asked):
+            raise Stopped
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Let the sampler take up its part of a checkpoint. Rank 0's work."""
+        if self._sampler:
+            self._sampler.restore(state)
 
     def close(self) -> None:
         """Take the weights back, hang up."""
@@ -62,18 +74,35 @@ class Serving:
         refused: list[str] = []
         for attempt in (1, 2):
             with published(self._publisher, self._version) as manifest:
-                if self._sampler and manifest is not None:
+                stopped = False
+                if manifest is not None:
                     self._compare(manifest, refused)
-                    result = self._sampler.sync(manifest, self._version, again=again or attempt == 2)
-                    reports, refused = reports + result.reports, result.refused
+                    result = self._ask(partial(_sync, manifest, self._version, again or attempt == 2))
+                    if isinstance(result, SyncResult):
+                        reports, refused = reports + result.reports, result.refused
+                    stopped = isinstance(result, Stopped)
                     if refused:
                         print("warning: publishing again: " + "; ".join(refused), flush=True)
                 # The weights must stay as they are until every engine has them.
-                if not _from_rank_0(bool(refused)):
+                if not _agree(bool(refused), stopped):
                     return reports
         if self._sampler is None:
             raise RuntimeError("engines refused the weights twice; rank 0 says why")
         raise UserError("weights were refused twice: " + "; ".join(refused))
+
+    def _ask(self, ask: Callable[[SamplerClient], Any]) -> Any:
+        """Rank 0's question; Stopped as its answer where that came first. None elsewhere. Not collective."""
+        if self._sampler is None:
+            return None
+        try:
+            return ask(self._sampler)
+        except Stopped as stopped:
+            return stopped
+        except (RuntimeError, UserError):
+            # Engines and sampler may have got the signal too, and be gone.
+            if self._stop.explains_failure():
+                return Stopped()
+            raise
 
     def _compare(self, manifest: Manifest, refused: list[str]) -> None:
         """The same version has the same weights however often it is published.
@@ -97,8 +126,14 @@ class Serving:
             )
 
 
-def _from_rank_0(value: Any) -> Any:
-    """Rank 0's value, on every rank; the others wait for it."""
-    box = [value]
+def _sync(manifest: Manifest, version: int, again: bool, sampler: SamplerClient) -> SyncResult:
+    return sampler.sync(manifest, version, again=again)
+
+
+def _agree(more: bool, stopped: bool) -> bool:
+    """Rank 0's ``more``, on every rank; the others wait for it. Raises Stopped on all of them if it stops."""
+    box = [(more, stopped)]
     dist.broadcast_object_list(box, src=0)
-    return box[0]
+    if box[0][1]:
+        raise Stopped
+    return box[0][0]

@@ -6,7 +6,8 @@ Proved, on real Megatron over gloo in fp32: after three updates at TP2xPP2, save
 that loads the checkpoint at DP4 (TP1), TP2xDP2, PP2xDP2, PP2xVPP2xDP2, on one rank, and back at TP2xPP2 from
 what DP4 wrote, makes the next update with the same loss and gradient norm, and ends with the same weights,
 moments and held anchor; for the distributed, the plain and the Schedule-Free optimizer, with a vocabulary
-that the layouts pad differently. At the layout that saved, every number is the same bit for bit.
+that the layouts pad differently. At the layout that saved, every number is the same bit for bit. Where there
+is time, also at TP1, TP2, DP2 and PP2 on as few ranks as they need, and back at TP2xPP2 from each of these.
 A trainer that is killed with SIGKILL while it saves in the background leaves whole checkpoints only, and the
 newest one can be taken up; only kills that fell within a save count.
 Not covered: GPUs, bfloat16, what else a run's checkpoint holds (tests/integration), disks (test_saving).
@@ -60,6 +61,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2xDP2": {"pipeline": 2, "virtual": 2, "data": 2},
     "CP2xTP2+SP": {"context": 2, "tensor": 2, "sequence": True},
 }
+FEWER: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP1": (1, {}),
+    "TP2": (2, {"tensor": 2}),
+    "DP2": (2, {"data": 2}),
+    "PP2": (2, {"pipeline": 2}),
+}
+"""Ranks and layout."""
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
@@ -94,47 +102,98 @@ def compare(wanted_folder: Path, folder: Path, tolerance: float) -> None:
             assert gap <= tolerance, f"{folder}: {key} is off by {gap:.1e}"
 
 
-def test_the_next_update_is_the_same_in_every_layout(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", tied=False)
+def write_batch(folder: Path) -> None:
+    """The model and the batch of all cases."""
+    model = make_model(folder / "model", tied=False)
     batch = make_batch()
     with torch.no_grad():
         for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
             t.old = t.anchor = logp.float().numpy().astype(np.float32)
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
 
-    def case(kind: str, parallel: dict[str, Any], load: str | None, then: list[str | None]) -> dict[str, Any]:
-        # A large epsilon: where gradients are tiny, Adam would otherwise blow rounding errors up.
-        optimizer = {"weight_decay": 0.1, "eps": 1e-3, "clip_grad": 1.0, **OPTIMIZERS[kind]}
-        settings = {"optimizer": optimizer, "objective": {"beta": 0.05}, "anchor": {"type": "fixed"}}
-        folder = tmp_path / kind
-        return {
-            "settings": make_case(tmp_path / "model", parallel, 5, settings)["settings"],
-            "load": load and str(step_folder(folder / load, 1)),
-            "then": [place and str(folder / place) for place in then],
-        }
 
+def make_resume_case(
+    folder: Path, kind: str, parallel: dict[str, Any], load: str | None, then: list[str | None]
+) -> dict[str, Any]:
+    """Load a checkpoint, then as many updates as ``then`` has places to save at (None: do not save)."""
+    # A large epsilon: where gradients are tiny, Adam would otherwise blow rounding errors up.
+    optimizer = {"weight_decay": 0.1, "eps": 1e-3, "clip_grad": 1.0, **OPTIMIZERS[kind]}
+    settings = {"optimizer": optimizer, "objective": {"beta": 0.05}, "anchor": {"type": "fixed"}}
+    return {
+        "settings": make_case(folder / "model", parallel, 5, settings)["settings"],
+        "load": load and str(step_folder(folder / kind / load, 1)),
+        "then": [place and str(folder / kind / place) for place in then],
+    }
+
+
+def run_cases(folder: Path, world: int, cases: dict[str, Any]) -> dict[str, Any]:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    return run_ranks("resume_worker", world, folder, timeout=900)
+
+
+def check(
+    folder: Path, results: dict[str, Any], kind: str, name: str, *, back: bool, tolerance: float
+) -> None:
+    """A case against the run that never stopped; ``back``: it made the fourth update, not the third."""
+    place, update = ("fourth", 3) if back else ("third", 2)
+    wanted, (got,) = results[f"{kind}, straight"][update], results[f"{kind}, {name}"]
+    for key in ("loss", "grad_norm"):
+        assert abs(got[key] - wanted[key]) <= tolerance, (kind, name, key, got, wanted)
+    folders = [step_folder(folder / kind / run, 1) for run in (place, name)]
+    assert not any(find_problems(found) for found in folders)
+    compare(folders[0], folders[1], tolerance)
+
+
+def test_the_next_update_is_the_same_in_every_layout(tmp_path: Path) -> None:
+    write_batch(tmp_path)
     cases = {}
     for kind in OPTIMIZERS:
-        cases[f"{kind}, straight"] = case(kind, SAVED, None, [None, "second", "third", "fourth"])
+        straight = [None, "second", "third", "fourth"]
+        cases[f"{kind}, straight"] = make_resume_case(tmp_path, kind, SAVED, None, straight)
         for name, parallel in LAYOUTS.items():
-            cases[f"{kind}, {name}"] = case(kind, parallel, "second", [name])
-        cases[f"{kind}, back"] = case(kind, SAVED, "DP4", ["back"])
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    results = run_ranks("resume_worker", 4, tmp_path)
-    alone = {f"{kind}, one rank": case(kind, {}, "second", ["one rank"]) for kind in OPTIMIZERS}
-    (tmp_path / "cases.json").write_text(json.dumps(alone))
-    results |= run_ranks("resume_worker", 1, tmp_path)
-
+            cases[f"{kind}, {name}"] = make_resume_case(tmp_path, kind, parallel, "second", [name])
+        cases[f"{kind}, back"] = make_resume_case(tmp_path, kind, SAVED, "DP4", ["back"])
+    results = run_cases(tmp_path, 4, cases)
+    alone = {
+        f"{kind}, one rank": make_resume_case(tmp_path, kind, {}, "second", ["one rank"])
+        for kind in OPTIMIZERS
+    }
+    results |= run_cases(tmp_path, 1, alone)
     for kind in OPTIMIZERS:
         for name in [*LAYOUTS, "one rank", "back"]:
-            place, update = ("fourth", 3) if name == "back" else ("third", 2)
-            wanted, (got,) = results[f"{kind}, straight"][update], results[f"{kind}, {name}"]
             tolerance = 0.0 if name == "TP2xPP2" else 1e-6
-            for key in ("loss", "grad_norm"):
-                assert abs(got[key] - wanted[key]) <= tolerance, (kind, name, key, got, wanted)
-            folders = [step_folder(tmp_path / kind / run, 1) for run in (place, name)]
-            assert not any(find_problems(folder) for folder in folders)
-            compare(folders[0], folders[1], tolerance)
+            check(tmp_path, results, kind, name, back=name == "back", tolerance=tolerance)
+
+
+@pytest.mark.long
+def test_on_fewer_ranks_and_back(tmp_path: Path) -> None:
+    """Saved at TP2xPP2, the third update at TP1, TP2, DP2 and PP2, and the fourth at TP2xPP2 from each."""
+    write_batch(tmp_path)
+    results: dict[str, Any] = {}
+    straight = [None, "second", "third", "fourth"]
+    results |= run_cases(
+        tmp_path,
+        4,
+        {f"{k}, straight": make_resume_case(tmp_path, k, SAVED, None, straight) for k in OPTIMIZERS},
+    )
+    for world in (1, 2):
+        fewer = {name: parallel for name, (ranks, parallel) in FEWER.items() if ranks == world}
+        cases = {
+            f"{kind}, {name}": make_resume_case(tmp_path, kind, parallel, "second", [name])
+            for kind in OPTIMIZERS
+            for name, parallel in fewer.items()
+        }
+        results |= run_cases(tmp_path, world, cases)
+    cases = {
+        f"{kind}, back from {name}": make_resume_case(tmp_path, kind, SAVED, name, [f"back from {name}"])
+        for kind in OPTIMIZERS
+        for name in FEWER
+    }
+    results |= run_cases(tmp_path, 4, cases)
+    for kind in OPTIMIZERS:
+        for name in FEWER:
+            check(tmp_path, results, kind, name, back=False, tolerance=1e-6)
+            check(tmp_path, results, kind, f"back from {name}", back=True, tolerance=1e-6)
 
 
 def start_saving(folder: Path, world: int) -> list[subprocess.Popen[str]]:

@@ -239,6 +239,58 @@ def test_an_engine_killed_between_steps(start: Callable[..., Run], undisturbed: 
     assert sum(row["engine/requests_resent"] for row in one.rows()) == 0
 
 
+EVALUATION = [
+    "evaluation.every=2",
+    "evaluation.data.limit=48",
+    f"evaluation.data.path={QUICKSTART.parent / 'quickstart' / 'heldout.jsonl'}",
+    "evaluation.data.max_prompt_tokens=64",
+]
+
+
+@pytest.mark.long
+def test_an_engine_killed_in_an_evaluation(start: Callable[..., Run], undisturbed: Run) -> None:
+    """Its problems are asked again, and the scores are those of a run whose engine lived."""
+    reference, one = start("evaluating", *EVALUATION), start("killed-evaluating", *EVALUATION)
+    engine = one.wait_for_engine()
+    one.wait(lambda: "evaluation" in one.out.read_text().splitlines())
+    kill_at_work(engine)
+    one.wait_for_restart(1)
+    one.assert_done_like(undisturbed, restarts=1)
+    rows, (code, err) = one.rows(), reference.finish(900)
+    assert code == 0, err
+    assert [row["engine/requests_resent"] > 0 for row in rows] == [True, False, False, False]
+    scores = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in rows]
+    assert scores == [{k: v for k, v in row.items() if k.startswith("eval/")} for row in reference.rows()]
+    assert [bool(row) for row in scores] == [True, False, True, True]
+
+
+@pytest.mark.long
+def test_a_warning_in_an_evaluation_puts_it_off(start: Callable[..., Run], undisturbed: Run) -> None:
+    """The step counts as done; its evaluation and its row of metrics are made when the run goes on."""
+    one = start("warned-evaluating", *EVALUATION)
+    one.wait_for_engine()
+    one.wait_for_rollouts(2)
+    one.wait(lambda: one.published() == 2)
+    time.sleep(0.5)
+    os.kill(one.engine(), signal.SIGSTOP)  # holds the sync, or the evaluation that follows
+    time.sleep(2)
+    one.process.send_signal(signal.SIGTERM)
+    code, err = one.finish(300)
+    assert code == 75, err
+    one.assert_nothing_left()
+    state = json.loads((one.run / "checkpoints" / "step_000002" / "state.json").read_text())
+    assert state["row"]["policy/skipped_updates"] == 0
+    assert [row["step"] for row in one.rows()] == [0, 1]
+    again = start("warned-evaluating", *EVALUATION)
+    again.assert_done_like(undisturbed, restarts=0)
+    assert [bool([k for k in row if k.startswith("eval/")]) for row in again.rows()] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
 def test_a_damaged_copy_is_published_again_and_a_dead_rank_ends_the_run(start: Callable[..., Run]) -> None:
     """With the distributed optimizer shared memory holds a copy, so a second publication mends it."""
     one = start("damaged", "parallel.tensor=2", "optimizer.distributed=true")

@@ -1,11 +1,13 @@
-"""A killed run goes on with the same command, and ends bit for bit where it would have ended.
+"""A run that is killed or told to leave goes on by the same command, and ends, bit for bit, as if left alone.
 
 Why: whatever a checkpoint forgets (a moment, the place in the data, the anchor, a version) shows only as a
-run that learns a little worse. Proved, with real engines and two trainer ranks by the command line in fp32:
-every process of a run is killed with SIGKILL at a random moment of a middle step; the same command says that
-it continues, from where; weights after the last step, rollouts and metrics rows equal those of a run that was
-left alone, each row is there once, and nothing is left of the first attempt. Not covered: GPUs, a change of
-layout (tests/distributed), several nodes.
+run that learns a little worse. Proved, with real engines and two trainer ranks by the command line in fp32,
+for twelve steps: all processes are killed with SIGKILL at a random moment of step 7; the scheduler's warning
+(SIGTERM, SIGUSR1) comes at random moments, to the launcher alone or to every process as ``scancel`` sends it,
+and the run saves, leaves with code 75, and leaves no process and no shared memory. Weights after the last
+step, rollouts and metrics rows equal those of a run that was left alone, and each row is there once. A step
+of it is then trained again from its journal alone (``rpg-megatron replay``), bit for bit, and a journal or a
+row that was changed is noticed. Not covered: GPUs, a change of layout (tests/distributed), several nodes.
 """
 
 from __future__ import annotations
@@ -13,24 +15,32 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from rpg_megatron.training.journal import read_rollouts
+from rpg_megatron.rollout import processes
+from rpg_megatron.training.journal import read_rollouts, write_rollouts
+from tests.integration.test_bad_input import Command
+
+pytestmark = pytest.mark.timeout(3600)  # a busy machine takes minutes to start an engine
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+STEPS = 12
 SETTINGS = [
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=4",
     "training.minibatches=2",
     "training.tokens_per_microbatch=512",
-    "training.steps=5",
+    f"training.steps={STEPS}",
     "engine.max_sequences=32",
     "engine.kv_cache_gib=0.25",
     "evaluation.data.limit=8",
@@ -38,8 +48,6 @@ SETTINGS = [
     "anchor={type: every, updates: 6}",
     "checkpoint={every: 2, keep: 1}",
 ]
-TIMEOUT = 580.0
-"""Seconds that a run may take, on a machine that is busy with other things."""
 SAME = (
     "policy/",
     "kl/",
@@ -55,86 +63,215 @@ SAME = (
 """What does not depend on time or on how the engine happened to batch requests."""
 
 
-def start(runs: Path, name: str) -> tuple[subprocess.Popen[str], Path]:
-    """Start the command; its output goes to a file."""
-    log = runs / f"{name}.log"
-    command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(QUICKSTART), *SETTINGS]
-    with log.open("a") as out:
-        process = subprocess.Popen(
-            [*command, f"runs={runs}", f"name={name}"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-    return process, log
+class Run:
+    """The same command, again and again."""
 
+    def __init__(self, folder: Path, name: str):
+        self.parent, self.name, self.folder = folder, name, folder / f"{name}-001"
+        self.now: Command | None = None
 
-def rows_of(run: Path) -> list[dict]:
-    file = run / "metrics.jsonl"
-    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
-    return [json.loads(row) for row in whole.splitlines()]
+    def start(self) -> Command:
+        places = [f"runs={self.parent}", f"name={self.name}"]
+        self.now = Command(self.parent, "train", str(QUICKSTART), *SETTINGS, *places)
+        return self.now
 
+    def rows(self) -> list[dict]:
+        file = self.folder / "metrics.jsonl"
+        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+        return [json.loads(row) for row in whole.splitlines()]
 
-def kill_all(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to a launcher and everything below it, at once."""
-    launcher = psutil.Process(process.pid)
-    tree = [*launcher.children(recursive=True), launcher]
-    for one in tree:
-        one.suspend()
-    for one in tree:
-        one.kill()
-    process.wait()
-
-
-def test_the_same_command_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    first, log = start(tmp_path, "killed")
-    straight, other_log = start(tmp_path, "straight")  # starting an engine takes longest; both at once
-    try:
-        compare_with_killed(first, log, straight, other_log)
-    finally:
-        straight.terminate()
-        straight.wait(60)
-
-
-def compare_with_killed(
-    first: subprocess.Popen[str], log: Path, straight: subprocess.Popen[str], other_log: Path
-) -> None:
-    tmp_path = log.parent
-    run = tmp_path / "killed-001"
-    try:
-        end = time.monotonic() + TIMEOUT
-        while len(rows_of(run)) < 4:  # steps 0 to 3; the checkpoint of step 2 is there, step 4 is under way
-            assert first.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
+    def wait_in_step(self, step: int, most: float = 1.0) -> None:
+        """Until a random moment of that step, or of the next if ``most`` is 2."""
+        assert self.now is not None
+        end = time.monotonic() + 900
+        while len(rows := self.rows()) < step:
+            assert self.now.process.poll() is None, self.told()
+            assert time.monotonic() < end, self.told()
             time.sleep(0.02)
-        pace = rows_of(run)[3]["time/step"]
-        time.sleep(random.uniform(0, pace))
-        assert first.poll() is None, "the run was over before it could be killed"
+        time.sleep(random.uniform(0, most * rows[-1].get("time/step", 1.0)))
+        assert self.now.process.poll() is None, "the run was over before it could be stopped"
+
+    def told(self) -> str:
+        assert self.now is not None
+        return self.now.out.read_text()
+
+    def warn(self, number: signal.Signals, everyone: bool) -> None:
+        """Signal it as a scheduler does; it leaves with code 75 and nothing stays behind."""
+        one = self.now
+        assert one is not None
+        files = one.shared_memory()
+        if everyone:
+            tree = [p.pid for p in psutil.Process(one.process.pid).children(recursive=True)]
+            tree.append(one.process.pid)
+            random.shuffle(tree)
+            for pid in tree:
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+        else:
+            one.process.send_signal(number)
+        code, err = one.finish(600)
+        assert code == 75, self.told() + err
+        assert err.startswith(f"stopped: {number.name}; "), err
+        one.assert_nothing_left(seconds=5)
+        assert [file for file in files if file.exists()] == []
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher and everything below it, at once."""
+        assert self.now is not None
+        launcher = psutil.Process(self.now.process.pid)
+        tree = [*launcher.children(recursive=True), launcher]
+        for one in tree:
+            one.suspend()
+        for one in tree:
+            one.kill()
+        self.now.finish()
+        assert not (self.folder / "summary.json").exists()
+
+    def finish(self) -> None:
+        assert self.now is not None
+        code, err = self.now.finish(1800)
+        assert code == 0, self.told() + err
+        self.now.assert_nothing_left()
+
+    def assert_like(self, other: Run) -> None:
+        got, wanted = self.rows(), other.rows()
+        assert [row["step"] for row in got] == [row["step"] for row in wanted] == list(range(STEPS + 1))
+        for mine, theirs in zip(got, wanted, strict=True):
+            mine, theirs = ({k: v for k, v in row.items() if k.startswith(SAME)} for row in (mine, theirs))
+            assert mine == theirs
+        name = f"hf/step_{STEPS:06d}/model.safetensors"
+        weights, others = load_file(self.folder / name), load_file(other.folder / name)
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
+        for step in range(1, STEPS + 1):
+            name = f"rollouts/step_{step:06d}.jsonl.zst"
+            mine, theirs = read_rollouts(self.folder / name), read_rollouts(other.folder / name)
+            assert [t.response.tolist() for t in mine] == [t.response.tolist() for t in theirs]
+            assert [t.seed for t in mine] == [t.seed for t in theirs]
+        summaries = [json.loads((run.folder / "summary.json").read_text()) for run in (self, other)]
+        assert summaries[0]["accuracy_before"] == summaries[1]["accuracy_before"]
+        assert [p.name for p in self.parent.glob(f"{self.name}-*")] == [self.folder.name]
+        kept = sorted(p.name for p in (self.folder / "checkpoints").iterdir())
+        assert kept == ["latest.json", f"step_{STEPS:06d}"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Iterator[list[Run]]:
+    """Those that were started, the undisturbed one first; the end of the module ends them."""
+    started = [Run(folder, "straight")]
+    started[0].start()  # starting an engine takes longest: it does so beside the first test's
+    yield started
+    for run in started:
+        if run.now is not None:
+            processes.send(run.now.sessions if run.now.processes() else [], signal.SIGKILL)
+            run.now.process.wait()
+
+
+@pytest.fixture
+def disturbed(folder: Path, runs: list[Run], request: pytest.FixtureRequest) -> Run:
+    runs.append(Run(folder, f"run{len(runs)}"))
+    return runs[-1]
+
+
+@pytest.fixture
+def straight(runs: list[Run]) -> Run:
+    """The run that is left alone, at its end."""
+    if not (runs[0].folder / "summary.json").exists() or runs[0].now.process.poll() is None:
+        runs[0].finish()
+    return runs[0]
+
+
+def test_killed_once_and_warned_twice(
+    runs: list[Run], disturbed: Run, request: pytest.FixtureRequest
+) -> None:
+    run = disturbed
+    run.start()
+    run.wait_in_step(random.randint(2, 4), most=2.0)
+    run.warn(signal.SIGTERM, everyone=False)
+    run.start()
+    run.wait_in_step(7)
+    run.kill()
+    run.start()
+    run.wait_in_step(random.randint(9, 10), most=1.5)
+    assert any(f"continuing {run.folder} from step {step};" in run.told() for step in (6, 8))
+    run.warn(signal.SIGUSR1, everyone=True)
+    run.start()
+    run.finish()
+    run.assert_like(request.getfixturevalue("straight"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("time", [1, 2, 3])
+def test_killed_in_step_7(disturbed: Run, straight: Run, time: int) -> None:
+    disturbed.start()
+    disturbed.wait_in_step(7)
+    disturbed.kill()
+    disturbed.start()
+    disturbed.finish()
+    disturbed.assert_like(straight)
+
+
+@pytest.mark.long
+def test_warned_ten_times(disturbed: Run, straight: Run) -> None:
+    for number in range(10):
+        disturbed.start()
+        if number % 3 == 2:  # while it starts, or soon after
+            time.sleep(random.uniform(1.5, 45))
+            if disturbed.now.process.poll() is not None:
+                break
+        else:
+            disturbed.wait_in_step(len(disturbed.rows()) + 1, most=2.5)
+        disturbed.warn((signal.SIGTERM, signal.SIGUSR1)[number % 2], everyone=number % 4 > 1)
+    disturbed.start()
+    disturbed.finish()
+    disturbed.assert_like(straight)
+
+
+def replay(run: Path, step: int, *arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "rpg_megatron.cli", "replay", str(run), f"--step={step}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_step_is_trained_again_from_its_journal(straight: Run) -> None:
+    run = straight.folder
+    code, out, err = replay(run, 2, "--json")
+    assert code == 0, out + err
+    report = json.loads(out)
+    row = straight.rows()[2]
+    assert report["exact"]
+    assert [step["exact"] for step in report["steps"]] == [True, True]
+    for key in ("policy/loss", "policy/grad_norm", "policy/entropy"):
+        assert report["metrics"][key] == {"run": row[key], "replay": row[key]}
+    assert report["max_difference"] == {"old log-probs": 0, "anchor log-probs": 0, "advantages": 0}
+
+    # A reward that is not the one that was learnt from changes advantages, loss and gradient.
+    file = run / "rollouts" / "step_000001.jsonl.zst"
+    untouched = file.read_bytes()
+    try:
+        changed = read_rollouts(file)
+        changed[0].reward += 1.0
+        write_rollouts(file, changed)
+        code, out, err = replay(run, 1, "parallel.tensor=1")
+        assert code == 1, out + err
+        assert "step 1: DIFFERS" in out
+        assert "policy/loss: " in out
+        file.write_bytes(untouched[: len(untouched) // 2])
+        assert replay(run, 1)[0] == 2
+        file.unlink()
+        code, _, err = replay(run, 2)
+        assert code == 2
+        assert "the rollouts of step 1 are missing" in err
     finally:
-        kill_all(first)
-    assert not (run / "summary.json").exists()
-
-    again, _ = start(tmp_path, "killed")
-    assert again.wait(TIMEOUT) == 0, log.read_text()
-    told = log.read_text()
-    assert f"continuing {run} from step 2" in told or f"continuing {run} from step 4" in told, told
-    assert not (tmp_path / "killed-002").exists()
-    assert straight.wait(TIMEOUT) == 0, other_log.read_text()
-
-    reference = tmp_path / "straight-001"
-    got, wanted = rows_of(run), rows_of(reference)
-    assert [row["step"] for row in got] == [row["step"] for row in wanted] == [0, 1, 2, 3, 4, 5]
-    for mine, theirs in zip(got, wanted, strict=True):
-        mine, theirs = ({k: v for k, v in row.items() if k.startswith(SAME)} for row in (mine, theirs))
-        assert mine == theirs
-    weights, others = (load_file(r / "hf" / "step_000005" / "model.safetensors") for r in (run, reference))
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
-    for step in range(1, 6):
-        name = f"rollouts/step_{step:06d}.jsonl.zst"
-        mine, theirs = read_rollouts(run / name), read_rollouts(reference / name)
-        assert [t.response.tolist() for t in mine] == [t.response.tolist() for t in theirs]
-    summaries = [json.loads((r / "summary.json").read_text()) for r in (run, reference)]
-    assert summaries[0]["accuracy_before"] == summaries[1]["accuracy_before"]
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest.json", "step_000005"]
+        file.write_bytes(untouched)
+    code, _, err = replay(run, 99)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "it has steps 1 to 12" in err
+    assert not list(run.parent.glob("*-replay-*"))

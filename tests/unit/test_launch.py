@@ -219,16 +219,95 @@ def test_an_engine_that_dies_again_and_again_is_restarted_so_often_and_no_more(l
     assert one.folders() == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_everything(launch, number: signal.Signals, code: int):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_stops_everything(launch, tmp_path: Path, number: signal.Signals, code: int):
+    """A warned rank that has done no step just ends: the same command starts the run again."""
     one = launch()
     one.wait_until_up()
     assert len(one.folders()) == 2
     one.process.send_signal(number)
-    returned, _, err = one.finish()
-    assert returned == code
+    returned, out, err = one.finish()
+    assert returned == code, out + err
     assert err.startswith("stopped: ")
     assert err.count("\n") == 1
+    assert_nothing_left(one)
+    assert len(list((tmp_path / "runs").iterdir())) == (number == signal.SIGINT)
+
+
+SAVES = """
+def save(number, frame):
+    global asked
+    asked = True
+asked = False
+signal.signal(signal.SIGTERM, save)
+(here / ('listens_' + os.environ['RANK'])).touch()
+while not asked:
+    time.sleep(0.1)
+"""
+
+
+def warn(one: Launch, number: signal.Signals) -> None:
+    """Signal a launcher whose ranks have something to save."""
+    one.wait_until_up()
+    wait_for(lambda: all((one.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
+    one.process.send_signal(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_warned_run_is_saved_and_asks_to_be_queued_again(launch, number: signal.Signals):
+    saves = SAVES + "print('saved', flush=True); os._exit(75)"
+    one = launch(rank_0=saves, rank_1=saves)
+    warn(one, number)
+    one.process.send_signal(number)  # as srun does, which passes on what every process got already
+    code, out, err = one.finish()
+    assert code == 75, err
+    assert f"warning: {number.name}: saving, then leaving" in out
+    assert err.startswith(f"stopped: {number.name}; ")
+    assert_nothing_left(one)
+
+
+def test_a_second_signal_and_a_time_limit_end_a_run_that_cannot_save(launch, tmp_path: Path):
+    hangs = SAVES + "time.sleep(600)"
+    one = launch(rank_0=hangs, rank_1=hangs)
+    warn(one, signal.SIGTERM)
+    time.sleep(1.5)
+    assert one.process.poll() is None
+    one.process.send_signal(signal.SIGUSR1)
+    code, _, err = one.finish()
+    assert code == 143
+    assert "the run's folder stays" in err
+    assert_nothing_left(one)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("checkpoint.grace=1.5", "checkpoint.grace"), ("checkpoint.every=null", "is null")]
+)
+def test_a_run_that_is_not_saved_does_not_say_so(tmp_path: Path, config_file: Path, option: str, said: str):
+    hangs = SAVES + "time.sleep(600)"
+    one = Launch(tmp_path, config_file, option, rank_0=hangs, rank_1=hangs)
+    try:
+        warn(one, signal.SIGTERM)
+        code, out, err = one.finish()
+    finally:
+        one.process.kill()
+        one.process.communicate()
+    assert code == 143
+    assert said in out + err
+    assert_nothing_left(one)
+
+
+def test_a_signal_to_every_process_is_a_warning_whoever_gets_it_first(launch):
+    """As scancel sends it. Sampler and engine fall away; what ranks do then is theirs to say."""
+    saves = SAVES + "time.sleep(1.0); os._exit(75)"
+    one = launch(rank_0=saves, rank_1=saves, sampler="signal.pause()", engine="signal.pause()")
+    one.wait_until_up()
+    wait_for(lambda: all((one.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
+    for pid in [int(line.split()[0]) for line in (one.folder / "pids").read_text().splitlines()]:
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.3)
+    one.process.send_signal(signal.SIGTERM)
+    code, _, err = one.finish()
+    assert code == 75, err
     assert_nothing_left(one)
 
 

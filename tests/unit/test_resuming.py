@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launch.resuming import OpenRun, open_run
-from rpg_megatron.launch.run_directory import CONFIG
+from rpg_megatron.launch.run_directory import CONFIG, settings_file
 from rpg_megatron.policy.checkpoint_folder import Facts, write_manifest
 from rpg_megatron.training.checkpoints import (
     FORMAT,
@@ -151,3 +151,17 @@ def test_damage_is_told_even_if_nothing_can_be_continued(tmp_path: Path, killed:
     run = open_run(make_settings(tmp_path))
     assert run.folder != killed
     assert sum("damaged" in note for note in run.notes) == 2
+
+
+def test_each_step_keeps_the_settings_that_it_was_made_with(tmp_path: Path, killed: Path) -> None:
+    def layout(step: int) -> int:
+        return load_settings(settings_file(killed, step)).parallel.tensor
+
+    open_run(make_settings(tmp_path, parallel={"tensor": 2})).close()
+    assert [layout(step) for step in (1, 4, 5, 9)] == [1, 1, 2, 2]
+    open_run(make_settings(tmp_path, parallel={"tensor": 3})).close()  # steps 5 and on were not reached
+    assert [layout(step) for step in (4, 5)] == [1, 3]
+    (step_folder(killed, 4) / "state.json").write_text("damaged")
+    open_run(make_settings(tmp_path, parallel={"tensor": 4})).close()  # from step 2
+    assert [layout(step) for step in (2, 3, 4, 9)] == [1, 4, 4, 4]
+    assert sorted(p.name for p in killed.glob("config*")) == [CONFIG, "config_until_000002.yaml"]

@@ -1,0 +1,97 @@
+"""One rank of test_skipped_updates: updates with a gradient that is not finite on one rank alone."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from rpg_megatron.bridge.collective import gather_objects
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.training.trainer import Trainer
+
+
+def start(case: dict, mesh: Mesh, device: torch.device) -> Trainer:
+    return Trainer(Settings.model_validate(case["settings"]), mesh, device)
+
+
+def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
+    """One step on the fixed batch; its metrics."""
+    everything = pickle.loads((folder / "batch.pkl").read_bytes()) if trainer.mesh.rank == 0 else []
+    batch = trainer.share_out(everything)
+    trainer.score(batch)
+    trainer.update(step, batch, lambda done, total: None)
+    return batch.metrics
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor | int]:
+    """Weights, master weights, moments and step counts of this rank."""
+    found: dict[str, torch.Tensor | int] = {
+        f"weight {n}": p.detach().clone() for n, p in trainer.policy.named_parameters()
+    }
+    optimizer = trainer.policy._optimizer
+    for i, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        for j, group in enumerate(part.optimizer.param_groups):
+            found |= {f"{key} {i} {j}": group[key] for key in ("step", "k") if key in group}
+            for k, p in enumerate(group["params"]):
+                found[f"master {i} {j} {k}"] = p.detach().clone()
+                found |= {f"{n} {i} {j} {k}": v.clone() for n, v in part.optimizer.state[p].items()}
+    return found
+
+
+def differing(a: dict, b: dict) -> list[str]:
+    assert a.keys() == b.keys()
+    return [key for key in a if not torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key]))]
+
+
+def measure(case: dict, folder: Path, device: torch.device) -> dict:
+    mesh = start_mesh(Settings.model_validate(case["settings"]).parallel)
+    trainer, other = start(case, mesh, device), start(case, mesh, device)
+    for one in (trainer, other):
+        train(one, 1, folder)
+    before = state(trainer)
+    name, poisoned = next((n, p) for n, p in trainer.policy.named_parameters() if case["parameter"] in n)
+    hook = poisoned.register_hook(lambda g: g * torch.inf) if mesh.rank == case["rank"] else None
+    metrics = train(trainer, 2, folder)
+    changed = differing(before, state(trainer))
+    if hook:
+        hook.remove()
+    after = [train(one, 3, folder)["policy/grad_norm"] for one in (trainer, other)]
+    apart = differing(state(trainer), state(other))
+
+    if mesh.rank == case["rank"]:
+        poisoned.register_hook(lambda g: g * torch.nan)
+    said = ""
+    try:
+        train(trainer, 4, folder)
+        train(trainer, 5, folder)
+    except UserError as e:
+        said = str(e)
+    everyone = gather_objects(
+        {"metrics": metrics, "changed": changed, "after": after, "apart": apart, "said": said, "name": name}
+    )
+    mpu.destroy_model_parallel()
+    return {"ranks": everyone}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    device = start_device("cpu")
+    start_process_group(device)
+    cases = json.loads((folder / "cases.json").read_text())
+    results = {name: measure(case, folder, device) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

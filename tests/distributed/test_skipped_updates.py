@@ -1,0 +1,78 @@
+"""An update whose gradient is not finite on a single rank is skipped by all of them, and changes nothing.
+
+Why: Megatron's optimizer steps in float32 and bfloat16 whatever the norm is: one overflow on one rank, and
+every weight is NaN; a rank that skips alone leaves the others with other weights, which no error shows.
+Proved, with real Megatron over gloo in fp32, where a hook spoils one parameter's gradient on the last rank (a
+norm's, of which the gradient norm counts the first rank's copy only, or one that is cut):
+weights, master weights, both moments and step counts of every rank are the same bits after a step of two such
+updates, both are counted, and the next step is the one of a trainer that never saw them; three in a row end
+the run with a message, on every rank, that names step, parameter and rank. For TP2, PP2 and DP2, plain and
+distributed, and Schedule-Free (its weights, but not its state, to rounding). Not covered: GPUs, bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+from tests.distributed.spawn import run_ranks
+from tests.distributed.test_layouts import make_batch, make_case, make_model
+
+PLAIN, CUT = {"distributed": False}, {"distributed": True}
+CASES = {
+    "TP2": ({"tensor": 2}, PLAIN),
+    "TP2, a parameter that is cut": ({"tensor": 2}, PLAIN),
+    "TP2, distributed": ({"tensor": 2}, CUT),
+    "PP2": ({"pipeline": 2}, PLAIN),
+    "DP2": ({"data": 2}, PLAIN),
+    "DP2, distributed": ({"data": 2}, CUT),
+    "DP2, schedule-free": ({"data": 2}, {"type": "schedule_free_adamw", **PLAIN}),
+}
+
+
+def test_one_bad_rank_and_nothing_changes_on_any(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", tied=False)
+    batch = make_batch()
+    for i, t in enumerate(batch):
+        t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    settings = {
+        "training": {"minibatches": 2, "tokens_per_microbatch": 100, "logprob_chunk": 17},
+        "guards": {"skipped_updates": 3},
+    }
+    cases = {
+        name: make_case(
+            tmp_path / "model",
+            parallel,
+            0,
+            settings | {"optimizer": {"lr": 1e-3, "clip_grad": 1.0, **optimizer}},
+        )
+        | {"rank": 1, "parameter": "linear_fc1" if "cut" in name else "pre_mlp_layernorm"}
+        for name, (parallel, optimizer) in CASES.items()
+    }
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    results = run_ranks("skip_worker", 2, tmp_path)
+    assert results.keys() == CASES.keys()
+    for name, result in results.items():
+        culprit = result["ranks"][1]["name"]
+        for rank in result["ranks"]:
+            assert rank["metrics"]["policy/skipped_updates"] == 2, name
+            assert "policy/grad_norm" not in rank["metrics"], name
+            moved = rank["changed"]
+            if (
+                "schedule-free" in name
+            ):  # going to the point that takes the gradients, and back, rounds weights
+                moved = [key for key in moved if not key.startswith(("weight ", "master "))]
+            assert moved == [], name
+            assert rank["apart"] == [], name
+            assert rank["after"][0] == rank["after"][1] > 0, name
+            assert "step 5, update 1 of 2: the gradient is not finite (norm " in rank["said"], name
+            assert f"{culprit} on rank 1" in rank["said"], (name, rank["said"])
+            assert "like 2 before it in a row (guards.skipped_updates: 3)" in rank["said"], (
+                name,
+                rank["said"],
+            )
+    log = (tmp_path / "rank_0.log").read_text()
+    assert "warning: step 2, update 1 of 2: the gradient is not finite (norm " in log

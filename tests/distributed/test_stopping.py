@@ -1,0 +1,234 @@
+"""A warned run stops where it waits, saves a state that is whole, and goes on from it as if nothing had been.
+
+Why: a warning that comes in a sync or an evaluation is rare, and what is lost then (a row, an evaluation, the
+place in the data) nobody looks for. Proved with real ranks, whose sampler is a stand-in so that the moment of
+the signal is exact: in a rollout, in a sync, in an evaluation and when the row is about to be written. What
+is saved says which step it is of and what is still due; rows and weights at the end are those of ranks that
+nobody stopped; and each step trained again from the journal is the same bit for bit. A warning before there
+is anything to save just ends the ranks. Not covered: engines, the launcher, random moments
+(tests/integration).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from rpg_megatron.config import load_settings
+from rpg_megatron.data.results import EvalResult
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.launch.replay import plan_replay
+from rpg_megatron.rollout.channel import SOCKET, RolloutBatch, SyncResult
+from rpg_megatron.training.checkpoints import list_steps, read_state
+from tests.distributed.spawn import free_port
+
+WORLD, STEPS = 1, 5
+TOKEN = "token"
+
+
+class StandIn:
+    """A sampler that makes its responses up, and warns the ranks instead of answering a chosen request."""
+
+    def __init__(self, work: Path):
+        self._listener = Listener(str(work / SOCKET), family="AF_UNIX", authkey=TOKEN.encode())
+        self.place = 0
+        self.warn_at = ("", 0)
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        """One run's requests after another's."""
+        while True:
+            with self._listener.accept() as connection, contextlib.suppress(EOFError, ConnectionError):
+                counts: dict[str, int] = {}
+                while True:
+                    method, arguments = connection.recv()
+                    counts[method] = counts.get(method, 0) + 1
+                    if self.warn_at == (method, counts[method]):
+                        for rank in self.ranks:
+                            rank.send_signal(signal.SIGTERM)
+                    else:
+                        self._answer(connection, method, arguments)
+
+    def _answer(self, connection: Connection, method: str, arguments: dict[str, Any]) -> None:
+        connection.send(("ok", getattr(self, method)(**arguments)))
+
+    def rollout(self, step: int, version: int) -> RolloutBatch:
+        random = np.random.default_rng(self.place)
+        self.place += 1
+        trajectories = []
+        for i in range(16):
+            response = random.integers(0, 256, random.integers(1, 12)).astype(np.int32)
+            trajectories.append(
+                Trajectory(
+                    prompt_id=i // 4,
+                    group=i // 4,
+                    sample=i % 4,
+                    prompt=random.integers(0, 256, 5).astype(np.int32),
+                    response=response,
+                    behaviour=np.zeros(len(response), np.float32),
+                    versions=np.full(len(response), version, np.int32),
+                    finish="stop",
+                    text="",
+                    reward=float(random.normal()),
+                )
+            )
+        return RolloutBatch(trajectories, {"reward/mean": float(self.place)})
+
+    def state(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+    def sync(self, **_: Any) -> SyncResult:
+        return SyncResult()
+
+    def evaluate(self) -> list[EvalResult]:
+        score = [self.place % 2 == 0]
+        return [EvalResult(0, "1", "1", ["1"], score, [1], ["stop"])]
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+
+class Ranks:
+    """One run's ranks, started again and again."""
+
+    def __init__(self, folder: Path, config: Path):
+        self.run, self.work, self.bridge = folder / "run", folder / "work", folder / "bridge"
+        for place in (self.run, self.work, self.bridge):
+            place.mkdir(0o700, parents=True)
+        evaluation = "evaluation={data: {path: %s, max_prompt_tokens: 64}, every: 1}"
+        settings = load_settings(
+            config,
+            [
+                f"training.steps={STEPS}",
+                f"parallel.tensor={WORLD}",
+                evaluation % (config.parent / "train.jsonl"),
+                "guards.mismatch=off",
+                "anchor={type: every, updates: 4}",
+                "checkpoint.every=100",
+                "optimizer.lr=1e-3",
+            ],
+        )
+        (self.run / "config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+        self.sampler = StandIn(self.work)
+
+    def go(self, warn_at: tuple[str, int] = ("", 0)) -> list[int]:
+        """Go on from the newest checkpoint; exit codes. warn_at: (request, its number)."""
+        newest = list(list_steps(self.run).values())[:1]
+        if newest:  # as the launcher does
+            size = read_state(newest[0])["metrics_bytes"]
+            os.truncate(self.run / "metrics.jsonl", size)
+        else:
+            self.sampler.place = 0
+            (self.run / "metrics.jsonl").unlink(missing_ok=True)
+        self.sampler.warn_at = warn_at
+        self.sampler.ranks = self.start("train", *map(str, newest))
+        return [rank.wait(300) for rank in self.sampler.ranks]
+
+    def start(self, *arguments: str) -> list[subprocess.Popen[bytes]]:
+        shared = {
+            "WORLD_SIZE": str(WORLD),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "RPG_ENGINE_TOKEN": TOKEN,
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        places = [str(self.run), str(self.work), str(self.bridge)]
+        ranks = []
+        for rank in range(WORLD):
+            with (self.run / f"rank_{rank}.log").open("ab") as log:
+                command = [sys.executable, "-m", "rpg_megatron.training.rank", *places, *arguments]
+                environment = os.environ | shared | {"RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        return ranks
+
+    def saved(self) -> dict[str, Any]:
+        return read_state(next(iter(list_steps(self.run).values())))
+
+    def rows(self) -> list[dict[str, Any]]:
+        lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        different = ("time/", "memory/", "throughput/", "sync/seconds")
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(different)} for line in lines]
+
+    def log(self) -> str:
+        return (self.run / "rank_0.log").read_text()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, config_file: Path) -> Iterator[tuple[Ranks, Ranks]]:
+    both = Ranks(tmp_path / "stopped", config_file), Ranks(tmp_path / "straight", config_file)
+    yield both
+    for one in both:
+        for rank in one.sampler.ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.long
+def test_a_warning_wherever_a_run_waits(pair: tuple[Ranks, Ranks]) -> None:
+    stopped, straight = pair
+    other = threading.Thread(target=straight.go)
+    other.start()
+    assert stopped.go(("rollout", 1)) == [-signal.SIGTERM] * WORLD
+    assert not list_steps(stopped.run)
+
+    assert stopped.go(("rollout", 2)) == [75] * WORLD, stopped.log()
+    saved = stopped.saved()
+    assert (saved["step"], saved["row"], saved["sampler"]) == (1, None, {"place": 1})
+
+    assert stopped.go(("sync", 2)) == [75] * WORLD, stopped.log()
+    saved = stopped.saved()
+    assert (saved["step"], saved["sampler"]) == (2, {"place": 2})
+    assert "policy/loss" in saved["row"]
+    assert "sync/version" not in saved["row"]
+    assert [row["step"] for row in stopped.rows()] == [0, 1]
+
+    assert stopped.go(("evaluate", 2)) == [75] * WORLD, stopped.log()
+    saved = stopped.saved()
+    assert (saved["step"], saved["row"]["sync/version"]) == (3, 3)
+    assert "eval/heldout/avg@1" not in saved["row"]
+
+    assert stopped.go(("counts", 2)) == [75] * WORLD, stopped.log()
+    saved = stopped.saved()
+    assert saved["step"] == 4
+    assert "eval/heldout/avg@1" in saved["row"]
+
+    assert stopped.go() == [0] * WORLD, stopped.log()
+    other.join(300)
+    assert (straight.run / "summary.json").exists(), straight.log()
+    assert [row["step"] for row in stopped.rows()] == list(range(STEPS + 1))
+    assert stopped.rows() == straight.rows()
+    name = f"hf/step_{STEPS:06d}/model.safetensors"
+    weights, wanted = load_file(stopped.run / name), load_file(straight.run / name)
+    assert all(torch.equal(weight, wanted[key]) for key, weight in weights.items())
+    check_replay(straight)
+
+
+def check_replay(ranks: Ranks) -> None:
+    _, request = plan_replay(ranks.run, STEPS, None)
+    assert (request["tolerance"], request["checkpoint"]) == (0.0, None)
+    (ranks.run / "replay_request.json").write_text(json.dumps(request))
+    assert [rank.wait(120) for rank in ranks.start("replay")] == [0] * WORLD, ranks.log()
+    report = json.loads((ranks.run / "replay.json").read_text())
+    assert [(step["step"], step["exact"]) for step in report["steps"]] == [
+        (s, True) for s in range(1, STEPS + 1)
+    ]
