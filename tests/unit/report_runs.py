@@ -124,6 +124,7 @@ def _evaluate(rng: np.random.Generator, level: float) -> list[EvalResult]:
                 prompt=f"Let $x_{{{i}}}$ be the {i}th number of the sequence. Find $x_{{{i}}} \\bmod 1000$.",
                 responses=[f"We count to {i} and multiply by 17.\n\nAnswer: {s}" for s in said],
                 correct=right,
+                extracted=list(map(str, said)),
                 lengths=[14] * 4,
                 finishes=["stop"] * 4,
             )
