@@ -113,7 +113,7 @@ def test_a_small_rank_holds_what_is_planned(
     tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     model = make_checkpoint(tmp_path / "model", **SMALL)
-    check(settings_for(model, **LAYOUTS["TP2"]), tmp_path, bridge)
+    check(settings_for(model, **LAYOUTS["TP1"]), tmp_path, bridge)
 
 
 @pytest.mark.long
