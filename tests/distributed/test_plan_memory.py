@@ -117,7 +117,7 @@ def test_a_small_rank_holds_what_is_planned(
     tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     model = make_checkpoint(tmp_path / "model", **SMALL)
-    check(settings_for(model, **LAYOUTS["TP2"]), tmp_path, bridge)
+    check(settings_for(model, **LAYOUTS["TP1"]), tmp_path, bridge)
 
 
 @pytest.mark.long
@@ -126,24 +126,24 @@ def test_a_rank_holds_what_is_planned(layout: str, tmp_path: Path, bridge: Path,
     check(settings_for(large, **LAYOUTS[layout]), tmp_path, bridge)
 
 
-def test_activations_are_those_that_autograd_saves(
-    tmp_path: Path, make_checkpoint: Callable[..., Path]
-) -> None:
+@pytest.fixture(scope="module")
+def tiny(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two-layer models of two families, the one with norms of queries and keys and the other without."""
+    folder = tmp_path_factory.mktemp("tiny")
     shape = SMALL | {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 32, "intermediate_size": 512}
-    qwen3 = make_checkpoint(tmp_path / "qwen3", **shape)
-    other = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    llama = make_checkpoint(tmp_path / "llama", **shape | other)
-    bfloat16 = {"precision": {"dtype": "bfloat16"}}
-    cases = {
-        "qwen3 TP2": settings_for(qwen3, **LAYOUTS["TP2"]),
-        "qwen3 TP2+SP": settings_for(qwen3, **LAYOUTS["TP2+SP"], **bfloat16),
-        "qwen3 DP2": settings_for(qwen3, **LAYOUTS["DP2"]),
-        "llama TP2": settings_for(llama, **LAYOUTS["TP2"], **bfloat16),
-        "llama PP2": settings_for(llama, **LAYOUTS["PP2"]),
+    llama = shape | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    return {
+        "qwen3": make_checkpoint(folder / "qwen3", **shape),
+        "llama": make_checkpoint(folder / "llama", **llama),
     }
+
+
+def check_activations(cases: dict[str, Settings], folder: Path) -> None:
+    """One update in each case, all of one world size; what each rank saves, to 1%."""
     described = {n: {"settings": s.model_dump(mode="json"), "lengths": LENGTHS} for n, s in cases.items()}
-    (tmp_path / "case.json").write_text(json.dumps(described))
-    ranks = run_ranks("plan_activation_worker", 2, tmp_path)
+    (folder / "case.json").write_text(json.dumps(described))
+    world = next(iter(cases.values())).parallel.world
+    ranks = run_ranks("plan_activation_worker", world, folder, timeout=550)
     for name, settings in cases.items():
         model = read_model_shape(settings.model.path)
         w = widths(model, settings.parallel, settings.precision.dtype)
@@ -152,3 +152,26 @@ def test_activations_are_those_that_autograd_saves(
             layers = model.num_layers / settings.parallel.pipeline
             planned = TOKENS * (layers * layer_bytes(w, qk_norm=model.qk_norm) + last * head_bytes(w))
             assert saved[name] == pytest.approx(planned, rel=0.01), (name, rank)
+
+
+def test_activations_are_those_that_autograd_saves(tmp_path: Path, tiny: dict[str, Path]) -> None:
+    cases = {
+        f"{name} {dtype}": settings_for(model, precision={"dtype": dtype})
+        for name, model in tiny.items()
+        for dtype in ("float32", "bfloat16")
+    }
+    check_activations(cases, tmp_path)
+
+
+@pytest.mark.long
+def test_activations_of_two_ranks_are_those_that_autograd_saves(
+    tmp_path: Path, tiny: dict[str, Path]
+) -> None:
+    bfloat16 = {"precision": {"dtype": "bfloat16"}}
+    cases = {
+        "qwen3 TP2": settings_for(tiny["qwen3"], **LAYOUTS["TP2"]),
+        "qwen3 TP2+SP": settings_for(tiny["qwen3"], **LAYOUTS["TP2+SP"], **bfloat16),
+        "llama TP2": settings_for(tiny["llama"], **LAYOUTS["TP2"], **bfloat16),
+        "llama PP2": settings_for(tiny["llama"], **LAYOUTS["PP2"]),
+    }
+    check_activations(cases, tmp_path)
