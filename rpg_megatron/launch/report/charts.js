@@ -236,7 +236,7 @@ class Chart {
     let nearest = null, least = Infinity;
     for (const run of this.runs()) {
       for (const [key] of this.keys()) {
-        const value = valueAt(run, key, step);
+        const value = valueAt(run, key, step, "smooth");
         const gap = typeof value === "number" ? Math.abs(this.yOf(value) - y) : Infinity;
         if (gap < least) [nearest, least] = [run, gap];
       }
@@ -258,7 +258,7 @@ class Chart {
     shape(this.cursorLayer, "line", { x1: x, x2: x, y1: MARGIN.top, y2: this.size[1] - MARGIN.bottom });
     if (!this.spec.stack) {
       for (const run of runs) for (const [key] of this.keys()) {
-        const value = valueAt(run, key, step), { steps } = seriesOf(run, key);
+        const value = valueAt(run, key, step, "smooth"), { steps } = seriesOf(run, key);
         if (typeof value !== "number") continue;
         const cx = this.x(steps[indexAt(steps, step)]);  // what is measured now and then was measured before
         shape(this.cursorLayer, "circle", { r: 3.2, cx, cy: this.yOf(value), class: run.color });
@@ -285,24 +285,33 @@ class Chart {
     return keys.map(([key]) => formatValue(valueAt(run, key, step), this.spec.kind)).join(" · ");
   }
 
+  // [color, label, what was measured, the same smoothed, whether it has the focus], the largest first.
+  tooltipRows(step) {
+    const keys = this.keys(), { kind, series, stack, title } = this.spec;
+    if (stack) {
+      return [...keys].reverse().map(([key, label]) => {
+        const phase = `phase${series.findIndex(([k]) => k === key)}`;
+        return [phase, label, formatValue(valueAt(stack, key, step), kind), "", false];
+      });
+    }
+    const rows = this.runs().flatMap((run) => keys.map(([key, label]) => {
+      const names = [view.runs.length > 1 ? run.name : "", keys.length > 1 ? label : ""].filter(Boolean);
+      const value = valueAt(run, key, step), smooth = valueAt(run, key, step, "smooth");
+      return { value, smooth, row: [run.color, names.join(" · ") || title, formatValue(value, kind),
+        smooth === value ? "" : formatValue(smooth, kind), view.runs.length > 1 && run === view.focus] };
+    })).filter(({ value }) => value !== null);
+    const size = ({ smooth }) => (typeof smooth === "number" ? smooth : -Infinity);
+    return rows.sort((a, b) => size(b) - size(a)).map(({ row }) => row);
+  }
+
   showTooltip(event) {
-    const step = view.cursor, keys = this.keys();
-    const rows = this.spec.stack
-      ? [...keys].reverse().map(([key, label]) => [`phase${this.spec.series.findIndex(([k]) => k === key)}`,
-        label, formatValue(valueAt(this.spec.stack, key, step), this.spec.kind)])
-      : this.runs().map((run) => [run, keys.map(([key]) => valueAt(run, key, step))])
-        .filter(([, values]) => values.some((value) => value !== null))
-        .sort(([, a], [, b]) => (b[0] ?? -Infinity) - (a[0] ?? -Infinity))
-        .flatMap(([run, values]) => values.map((value, i) =>
-          [run.color, [view.runs.length > 1 && !i ? run.name : "", keys.length > 1 ? keys[i][1]
-            : ""].filter(Boolean).join(" · ") || this.spec.title,
-            formatValue(value, this.spec.kind), run === view.focus]));
-    tooltip.replaceChildren(element("b", {}, `step ${step.toLocaleString("en")}`),
-      element("table", {}, rows.slice(0, 24).map(
-      ([color, label, value, focus]) => element("tr", { class: focus && view.runs.length > 1 ? "focus"
-        : null },
+    const step = view.cursor, rows = this.tooltipRows(step).slice(0, 24);
+    const head = rows.some((row) => row[3]) ? ["", "", "measured", "smoothed"] : [];
+    tooltip.replaceChildren(element("b", {}, `step ${step.toLocaleString("en")}`), element("table", {},
+      element("tr", {}, head.map((text) => element("th", {}, text))),
+      rows.map(([color, label, value, smooth, focus]) => element("tr", { class: focus ? "focus" : null },
         element("td", {}, element("i", { class: `swatch ${color}` })), element("td", {}, label),
-          element("td", {}, value)))));
+        element("td", {}, value), head.length ? element("td", {}, smooth) : null))));
     tooltip.hidden = !rows.length;
     const { innerWidth: wide, innerHeight: high } = window, box = tooltip.getBoundingClientRect();
     tooltip.style.left = `${Math.max(4, event.clientX + 16 + box.width > wide

@@ -75,11 +75,11 @@ function indexAt(steps, step) {
 }
 
 // A run's value at a step: what was measured there, or last before; none after the run's end.
-function valueAt(run, key, step) {
+function valueAt(run, key, step, which = "values") {
   if (!run.step.length || step > run.step.at(-1)) return null;
   const series = seriesOf(run, key);
   const odd = series.odd.find(([at]) => at === step);
-  return odd ? odd[1] : series.smooth[indexAt(series.steps, step)] ?? null;
+  return odd ? odd[1] : series[which][indexAt(series.steps, step)] ?? null;
 }
 
 const visibleRuns = () => view.runs.filter((run) => !view.hidden.has(run));
