@@ -133,6 +133,12 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
     browser.run("document.querySelector('.legend .all').click()")
     assert browser.run(LINES.format("Entropy")) == 3
 
+    browser.mouse("mouseMoved", 2, 2)
+    browser.run("document.querySelector('[data-chart=Entropy]').focus()")
+    for kind in ("keyDown", "keyUp", "keyDown"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight")
+    assert browser.run("view.cursor") == 1, "from step 0 on"
+
     assert browser.run("document.querySelectorAll('path.raw').length") > 0
     browser.run(
         "(() => { const s = document.querySelector('[type=range]'); s.value = 0;"

@@ -108,7 +108,8 @@ function runTable() {
     const opener = element("button", { type: "button", "aria-expanded": false, onclick: () => {
       detail.hidden = !detail.hidden;
       opener.setAttribute("aria-expanded", !detail.hidden);
-    } }, bad.length ? badge(worst, bad.map((check) => check.name).join(", ")) : badge("good", "healthy"));
+    } }, !run.steps ? badge("warn", "no steps")
+      : bad.length ? badge(worst, bad.map((check) => check.name).join(", ")) : badge("good", "healthy"));
     const learnt = names.map((name) => changeCells(run, name));
     return [element("tr", {}, element("th", { scope: "row" }, swatch(run), " ", run.name), learnt[0] ?? null,
       element("td", { class: "left" }, opener), element("td", { class: "left" }, stateBadge(run)),
