@@ -13,22 +13,21 @@ class Chart {
     this.log = spec.log ?? false;
     this.readout = element("output", { class: spec.series.length > 2 ? "long" : null });
     this.logButton = element("button", { type: "button", class: "log", "aria-pressed": this.log,
-      title: "logarithmic",
-      onclick: () => { this.log = !this.log; this.logButton.setAttribute("aria-pressed",
-        this.log); this.draw(); },
-    }, "log");
+      title: "logarithmic", onclick: () => {
+        this.log = !this.log;
+        this.logButton.setAttribute("aria-pressed", this.log);
+        this.draw();
+      } }, "log");
     const many = spec.series.length > 1;
-    this.off = new Set(many && !spec.stack && view.runs.length > 3 ? spec.series.slice(1).map(([key]) => key)
-      : []);
+    const crowded = many && !spec.stack && view.runs.length > 3;
+    this.off = new Set(crowded ? spec.series.slice(1).map(([key]) => key) : []);
     this.place = element("div", { class: "plot" });
-    this.figure = element("figure", { tabindex: 0, class: spec.stack ? "stack" : null,
-      "data-chart": spec.title },
-      element("figcaption", {}, element("h3", {}, spec.title, spec.note ? element("small", {}, spec.note)
-        : null),
-        spec.stack ? null : this.logButton, this.readout),
-      many ? element("div", { class: "series" }, spec.series.map((one, i) => this.seriesButton(one, i)))
-        : null,
-      this.place);
+    const name = element("h3", {}, spec.title, spec.note ? element("small", {}, spec.note) : null);
+    const buttons = spec.series.map((one, i) => this.seriesButton(one, i));
+    const attributes = { tabindex: 0, class: spec.stack ? "stack" : null, "data-chart": spec.title };
+    this.figure = element("figure", attributes,
+      element("figcaption", {}, name, spec.stack ? null : this.logButton, this.readout),
+      many ? element("div", { class: "series" }, buttons) : null, this.place);
     this.figure.addEventListener("keydown", (event) => this.key(event));
     view.charts.push(this);
   }
@@ -73,8 +72,8 @@ class Chart {
     this.listen(svg);
     this.place.replaceChildren(svg);
     this.svg = svg;
-    if (!lines.some((line) => line.values.length)) shape(svg, "text",
-      { class: "empty", x: width / 2, y: height / 2 }, "no data here");
+    const empty = !lines.some((line) => line.values.length);
+    if (empty) shape(svg, "text", { class: "empty", x: width / 2, y: height / 2 }, "no data here");
     this.showCursor();
   }
 
@@ -83,8 +82,8 @@ class Chart {
     for (const run of this.runs()) {
       for (const [key] of this.keys()) {
         const { steps, values, smooth, odd } = seriesOf(run, key);
-        found.push({ run, key, steps, values, smooth, odd, dash: DASHES[this.spec.series.findIndex(([k]) =>
-          k === key) % DASHES.length] });
+        const dash = DASHES[this.spec.series.findIndex(([k]) => k === key) % DASHES.length];
+        found.push({ run, key, steps, values, smooth, odd, dash });
       }
     }
     return found;
@@ -124,10 +123,11 @@ class Chart {
       return;
     }
     const positive = low >= 0, fraction = this.spec.kind === "percent" && high <= 1;
-    if (this.spec.stack || (positive && low < 0.5 * high) || (positive
-      && this.spec.kind === "count")) low = 0;
-    if (low === high) [low, high] = high === 0 ? [0, fraction ? 0.01 : 1]
-      : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+    if (this.spec.stack || (positive && (low < 0.5 * high || this.spec.kind === "count"))) low = 0;
+    if (low === high) {
+      const around = Math.abs(low) * 0.1;
+      [low, high] = high === 0 ? [0, fraction ? 0.01 : 1] : [low - around, high + around];
+    }
     const room = (high - low) * 0.06;
     this.y = [positive && low - room < 0 ? 0 : low === 0 ? 0 : low - room, high + room];
     if (fraction) this.y[1] = Math.min(this.y[1], 1.005);
@@ -157,8 +157,8 @@ class Chart {
     for (const step of ticks) {
       const x = this.x(step), last = x > width - 40;
       shape(svg, "line", { class: "notch", x1: x, x2: x, y1: bottom, y2: bottom + 3 });
-      shape(svg, "text", { class: "tick", x: last ? width - 2 : x, y: bottom + 15, "text-anchor": last
-        ? "end" : "middle" },
+      const [at, anchor] = last ? [width - 2, "end"] : [x, "middle"];
+      shape(svg, "text", { class: "tick", x: at, y: bottom + 15, "text-anchor": anchor },
         step.toLocaleString("en"));
     }
   }
@@ -180,9 +180,8 @@ class Chart {
 
   path(steps, values, odd) {
     const breaks = new Set(odd.map(([step]) => indexAt(steps, step) + 1));  // the line is broken at a NaN
-    return values.map((value, i) =>
-      `${i && !breaks.has(i) ? "L"
-        : "M"}${this.x(steps[i]).toFixed(1)} ${this.yOf(value).toFixed(1)}`).join("");
+    const point = (value, i) => `${this.x(steps[i]).toFixed(1)} ${this.yOf(value).toFixed(1)}`;
+    return values.map((value, i) => (i && !breaks.has(i) ? "L" : "M") + point(value, i)).join("");
   }
 
   area(svg, { steps, base, values, phase }) {

@@ -34,7 +34,7 @@ function shape(parent, name, attributes, text) {
 // What was measured of a metric: steps, values, smoothed values; a value that is no finite number is in
 // `odd`.
 function seriesOf(run, key) {
-  run.series ??= {};
+  run.series ??= Object.create(null);  // a metric may have any name
   if (!(key in run.series)) {
     const steps = [], values = [], odd = [];
     (run.metrics[key] ?? []).forEach((value, i) => {
@@ -86,7 +86,7 @@ const visibleRuns = () => view.runs.filter((run) => !view.hidden.has(run));
 
 function stepRange() {
   const shown = visibleRuns().filter((run) => run.step.length);
-  const first = Math.min(...shown.map((run) => run.step[0])),
-    last = Math.max(...shown.map((run) => run.step.at(-1)));
+  const first = Math.min(...shown.map((run) => run.step[0]));
+  const last = Math.max(...shown.map((run) => run.step.at(-1)));
   return shown.length ? [view.from ?? first, Math.max(view.to ?? last, (view.from ?? first) + 1)] : [0, 1];
 }
