@@ -110,7 +110,7 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
     middle, y = left + width / 2, top + height / 2
     browser.mouse("mouseMoved", middle, y)
     assert "step 1" in browser.run("document.getElementById('tooltip').textContent")
-    rows = browser.run("document.querySelectorAll('#tooltip tr').length")
+    rows = browser.run("document.querySelectorAll('#tooltip td:first-child').length")
     assert rows == 3, "a value of each run"
     readouts = [text for text in browser.run(READOUTS) if text]
     assert len(readouts) > 15, "the run that is pointed at is told in all charts"
@@ -132,6 +132,12 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
     assert browser.run("document.querySelectorAll('figure.stack:not([hidden])').length") == 2
     browser.run("document.querySelector('.legend .all').click()")
     assert browser.run(LINES.format("Entropy")) == 3
+
+    browser.mouse("mouseMoved", 2, 2)
+    browser.run("document.querySelector('[data-chart=Entropy]').focus()")
+    for kind in ("keyDown", "keyUp", "keyDown"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight")
+    assert browser.run("view.cursor") == 1, "from step 0 on"
 
     assert browser.run("document.querySelectorAll('path.raw').length") > 0
     browser.run(

@@ -358,6 +358,9 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
     assert "25.0% before, 75.0% after (+50.0 points)" in out
     assert "2 in 1:01" in out
     assert "1,234" in out or "1,235" in out
+    assert re.search(r"report +runs/tiny-001/report\.html", out)
+    assert (tmp_path / "runs/tiny-001/report.html").stat().st_size > 10_000
+    assert len(json.loads((tmp_path / "runs/tiny-001/environment.json").read_text())) == 1
     assert_nothing_left(one)
 
 

@@ -13,22 +13,21 @@ class Chart {
     this.log = spec.log ?? false;
     this.readout = element("output", { class: spec.series.length > 2 ? "long" : null });
     this.logButton = element("button", { type: "button", class: "log", "aria-pressed": this.log,
-      title: "logarithmic",
-      onclick: () => { this.log = !this.log; this.logButton.setAttribute("aria-pressed",
-        this.log); this.draw(); },
-    }, "log");
+      title: "logarithmic", onclick: () => {
+        this.log = !this.log;
+        this.logButton.setAttribute("aria-pressed", this.log);
+        this.draw();
+      } }, "log");
     const many = spec.series.length > 1;
-    this.off = new Set(many && !spec.stack && view.runs.length > 3 ? spec.series.slice(1).map(([key]) => key)
-      : []);
+    const crowded = many && !spec.stack && view.runs.length > 3;
+    this.off = new Set(crowded ? spec.series.slice(1).map(([key]) => key) : []);
     this.place = element("div", { class: "plot" });
-    this.figure = element("figure", { tabindex: 0, class: spec.stack ? "stack" : null,
-      "data-chart": spec.title },
-      element("figcaption", {}, element("h3", {}, spec.title, spec.note ? element("small", {}, spec.note)
-        : null),
-        spec.stack ? null : this.logButton, this.readout),
-      many ? element("div", { class: "series" }, spec.series.map((one, i) => this.seriesButton(one, i)))
-        : null,
-      this.place);
+    const name = element("h3", {}, spec.title, spec.note ? element("small", {}, spec.note) : null);
+    const buttons = spec.series.map((one, i) => this.seriesButton(one, i));
+    const attributes = { tabindex: 0, class: spec.stack ? "stack" : null, "data-chart": spec.title };
+    this.figure = element("figure", attributes,
+      element("figcaption", {}, name, spec.stack ? null : this.logButton, this.readout),
+      many ? element("div", { class: "series" }, buttons) : null, this.place);
     this.figure.addEventListener("keydown", (event) => this.key(event));
     view.charts.push(this);
   }
@@ -73,8 +72,8 @@ class Chart {
     this.listen(svg);
     this.place.replaceChildren(svg);
     this.svg = svg;
-    if (!lines.some((line) => line.values.length)) shape(svg, "text",
-      { class: "empty", x: width / 2, y: height / 2 }, "no data here");
+    const empty = !lines.some((line) => line.values.length);
+    if (empty) shape(svg, "text", { class: "empty", x: width / 2, y: height / 2 }, "no data here");
     this.showCursor();
   }
 
@@ -83,8 +82,8 @@ class Chart {
     for (const run of this.runs()) {
       for (const [key] of this.keys()) {
         const { steps, values, smooth, odd } = seriesOf(run, key);
-        found.push({ run, key, steps, values, smooth, odd, dash: DASHES[this.spec.series.findIndex(([k]) =>
-          k === key) % DASHES.length] });
+        const dash = DASHES[this.spec.series.findIndex(([k]) => k === key) % DASHES.length];
+        found.push({ run, key, steps, values, smooth, odd, dash });
       }
     }
     return found;
@@ -124,10 +123,11 @@ class Chart {
       return;
     }
     const positive = low >= 0, fraction = this.spec.kind === "percent" && high <= 1;
-    if (this.spec.stack || (positive && low < 0.5 * high) || (positive
-      && this.spec.kind === "count")) low = 0;
-    if (low === high) [low, high] = high === 0 ? [0, fraction ? 0.01 : 1]
-      : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+    if (this.spec.stack || (positive && (low < 0.5 * high || this.spec.kind === "count"))) low = 0;
+    if (low === high) {
+      const around = Math.abs(low) * 0.1;
+      [low, high] = high === 0 ? [0, fraction ? 0.01 : 1] : [low - around, high + around];
+    }
     const room = (high - low) * 0.06;
     this.y = [positive && low - room < 0 ? 0 : low === 0 ? 0 : low - room, high + room];
     if (fraction) this.y[1] = Math.min(this.y[1], 1.005);
@@ -157,8 +157,8 @@ class Chart {
     for (const step of ticks) {
       const x = this.x(step), last = x > width - 40;
       shape(svg, "line", { class: "notch", x1: x, x2: x, y1: bottom, y2: bottom + 3 });
-      shape(svg, "text", { class: "tick", x: last ? width - 2 : x, y: bottom + 15, "text-anchor": last
-        ? "end" : "middle" },
+      const [at, anchor] = last ? [width - 2, "end"] : [x, "middle"];
+      shape(svg, "text", { class: "tick", x: at, y: bottom + 15, "text-anchor": anchor },
         step.toLocaleString("en"));
     }
   }
@@ -180,9 +180,8 @@ class Chart {
 
   path(steps, values, odd) {
     const breaks = new Set(odd.map(([step]) => indexAt(steps, step) + 1));  // the line is broken at a NaN
-    return values.map((value, i) =>
-      `${i && !breaks.has(i) ? "L"
-        : "M"}${this.x(steps[i]).toFixed(1)} ${this.yOf(value).toFixed(1)}`).join("");
+    const point = (value, i) => `${this.x(steps[i]).toFixed(1)} ${this.yOf(value).toFixed(1)}`;
+    return values.map((value, i) => (i && !breaks.has(i) ? "L" : "M") + point(value, i)).join("");
   }
 
   area(svg, { steps, base, values, phase }) {
@@ -236,7 +235,7 @@ class Chart {
     let nearest = null, least = Infinity;
     for (const run of this.runs()) {
       for (const [key] of this.keys()) {
-        const value = valueAt(run, key, step);
+        const value = valueAt(run, key, step, "smooth");
         const gap = typeof value === "number" ? Math.abs(this.yOf(value) - y) : Infinity;
         if (gap < least) [nearest, least] = [run, gap];
       }
@@ -258,7 +257,7 @@ class Chart {
     shape(this.cursorLayer, "line", { x1: x, x2: x, y1: MARGIN.top, y2: this.size[1] - MARGIN.bottom });
     if (!this.spec.stack) {
       for (const run of runs) for (const [key] of this.keys()) {
-        const value = valueAt(run, key, step), { steps } = seriesOf(run, key);
+        const value = valueAt(run, key, step, "smooth"), { steps } = seriesOf(run, key);
         if (typeof value !== "number") continue;
         const cx = this.x(steps[indexAt(steps, step)]);  // what is measured now and then was measured before
         shape(this.cursorLayer, "circle", { r: 3.2, cx, cy: this.yOf(value), class: run.color });
@@ -285,24 +284,33 @@ class Chart {
     return keys.map(([key]) => formatValue(valueAt(run, key, step), this.spec.kind)).join(" · ");
   }
 
+  // [color, label, what was measured, the same smoothed, whether it has the focus], the largest first.
+  tooltipRows(step) {
+    const keys = this.keys(), { kind, series, stack, title } = this.spec;
+    if (stack) {
+      return [...keys].reverse().map(([key, label]) => {
+        const phase = `phase${series.findIndex(([k]) => k === key)}`;
+        return [phase, label, formatValue(valueAt(stack, key, step), kind), "", false];
+      });
+    }
+    const rows = this.runs().flatMap((run) => keys.map(([key, label]) => {
+      const names = [view.runs.length > 1 ? run.name : "", keys.length > 1 ? label : ""].filter(Boolean);
+      const value = valueAt(run, key, step), smooth = valueAt(run, key, step, "smooth");
+      return { value, smooth, row: [run.color, names.join(" · ") || title, formatValue(value, kind),
+        smooth === value ? "" : formatValue(smooth, kind), view.runs.length > 1 && run === view.focus] };
+    })).filter(({ value }) => value !== null);
+    const size = ({ smooth }) => (typeof smooth === "number" ? smooth : -Infinity);
+    return rows.sort((a, b) => size(b) - size(a)).map(({ row }) => row);
+  }
+
   showTooltip(event) {
-    const step = view.cursor, keys = this.keys();
-    const rows = this.spec.stack
-      ? [...keys].reverse().map(([key, label]) => [`phase${this.spec.series.findIndex(([k]) => k === key)}`,
-        label, formatValue(valueAt(this.spec.stack, key, step), this.spec.kind)])
-      : this.runs().map((run) => [run, keys.map(([key]) => valueAt(run, key, step))])
-        .filter(([, values]) => values.some((value) => value !== null))
-        .sort(([, a], [, b]) => (b[0] ?? -Infinity) - (a[0] ?? -Infinity))
-        .flatMap(([run, values]) => values.map((value, i) =>
-          [run.color, [view.runs.length > 1 && !i ? run.name : "", keys.length > 1 ? keys[i][1]
-            : ""].filter(Boolean).join(" · ") || this.spec.title,
-            formatValue(value, this.spec.kind), run === view.focus]));
-    tooltip.replaceChildren(element("b", {}, `step ${step.toLocaleString("en")}`),
-      element("table", {}, rows.slice(0, 24).map(
-      ([color, label, value, focus]) => element("tr", { class: focus && view.runs.length > 1 ? "focus"
-        : null },
+    const step = view.cursor, rows = this.tooltipRows(step).slice(0, 24);
+    const head = rows.some((row) => row[3]) ? ["", "", "measured", "smoothed"] : [];
+    tooltip.replaceChildren(element("b", {}, `step ${step.toLocaleString("en")}`), element("table", {},
+      element("tr", {}, head.map((text) => element("th", {}, text))),
+      rows.map(([color, label, value, smooth, focus]) => element("tr", { class: focus ? "focus" : null },
         element("td", {}, element("i", { class: `swatch ${color}` })), element("td", {}, label),
-          element("td", {}, value)))));
+        element("td", {}, value), head.length ? element("td", {}, smooth) : null))));
     tooltip.hidden = !rows.length;
     const { innerWidth: wide, innerHeight: high } = window, box = tooltip.getBoundingClientRect();
     tooltip.style.left = `${Math.max(4, event.clientX + 16 + box.width > wide

@@ -16,6 +16,8 @@ const NAMES = { "reward/accuracy": "training accuracy", "reward/mean": "training
 // -- did it learn, is it healthy ----------------------------------------------------------------------------
 
 const changeKind = (change) => (change.name === "reward/mean" ? "number" : "percent");
+const beforeAfter = (change) =>
+  `${formatValue(change.before, changeKind(change))} → ${formatValue(change.after, changeKind(change))}`;
 const changeName = (change) => NAMES[change.name] ?? `held-out accuracy, ${change.name}`;
 
 function difference(change) {
@@ -50,13 +52,11 @@ function learnPanel(run) {
     ? [element("p", { class: "big" }, formatValue(main.before, changeKind(main)),
       element("span", { class: "arrow" }, " → "), formatValue(main.after, changeKind(main))),
       element("p", { class: "under" }, `${changeName(main)}: ${difference(main)}`),
-      element("table", { class: "plain" }, rest.map((change) =>
-        element("tr", {}, element("td", {}, changeName(change)),
-        element("td", {}, `${formatValue(change.before, changeKind(change))} → ${formatValue(change.after,
-          changeKind(change))}`),
+      element("table", { class: "plain" }, rest.map((change) => element("tr", {},
+        element("td", {}, changeName(change)), element("td", {}, beforeAfter(change)),
         element("td", {}, difference(change)))), changedRow(run.samples))]
-    : [element("p", { class: "under" }, run.step.length ? "There is no metric with two values yet."
-      : "There is no step in metrics.jsonl yet.")];
+    : [element("p", { class: "under" },
+      `There is no ${run.step.length ? "metric with two values" : "step in metrics.jsonl"} yet.`)];
   return element("div", { class: "panel" }, element("h2", {}, "Did it learn?", badge(color, word)), body);
 }
 
@@ -90,14 +90,13 @@ const COLUMNS = [
 function changeCells(run, name) {
   const change = run.changes.find((one) => one.name === name);
   if (!change) return [element("td", {}, "–"), element("td", {}, "")];
-  return [element("td", {}, `${formatValue(change.before, changeKind(change))} → ${formatValue(change.after,
-    changeKind(change))}`),
+  return [element("td", {}, beforeAfter(change)),
     element("td", { class: change.verdict }, difference(change).replace(/ (±|points).*$/, ""))];
 }
 
 function runTable() {
-  const names = [...new Set(data.runs.flatMap((run) => run.changes.map((change) => change.name)))].slice(0,
-    2);
+  const all = new Set(data.runs.flatMap((run) => run.changes.map((change) => change.name)));
+  const names = [...all].slice(0, 2);
   const heads = names.map((name) => element("th", { colspan: 2 },
     changeName({ name }).replace("held-out accuracy, ", "held-out ")));
   const rows = data.runs.map((run) => {
@@ -108,7 +107,8 @@ function runTable() {
     const opener = element("button", { type: "button", "aria-expanded": false, onclick: () => {
       detail.hidden = !detail.hidden;
       opener.setAttribute("aria-expanded", !detail.hidden);
-    } }, bad.length ? badge(worst, bad.map((check) => check.name).join(", ")) : badge("good", "healthy"));
+    } }, !run.steps ? badge("warn", "no steps")
+      : bad.length ? badge(worst, bad.map((check) => check.name).join(", ")) : badge("good", "healthy"));
     const learnt = names.map((name) => changeCells(run, name));
     return [element("tr", {}, element("th", { scope: "row" }, swatch(run), " ", run.name), learnt[0] ?? null,
       element("td", { class: "left" }, opener), element("td", { class: "left" }, stateBadge(run)),
@@ -131,12 +131,14 @@ function buildHead() {
     place("head").append(element("h1", {}, `${data.runs.length} runs`), runTable());
     return;
   }
-  const facts = [plural(run.steps, "step").replace(/^\S+/, stepsText(run)), run.seconds
-    ? formatDuration(run.seconds) : null,
-    "policy/entropy" in run.metrics ? `${lastNumber(run, "throughput/tokens_per_second", "count")} tokens/s`
-      : null,
-    (run.config["model.path"] ?? "").split("/").filter(Boolean).slice(-2).join("/") || null,
-      run.config["objective.type"] ?? null];
+  const rate = "throughput/tokens_per_second";
+  const facts = [
+    plural(run.steps, "step").replace(/^\S+/, stepsText(run)),
+    run.seconds ? formatDuration(run.seconds) : null,
+    rate in run.metrics ? `${lastNumber(run, rate, "count")} tokens/s` : null,
+    (run.config["model.path"] ?? "").split("/").filter(Boolean).slice(-2).join("/"),
+    run.config["objective.type"],
+  ];
   place("head").append(element("h1", {}, run.name, stateBadge(run)),
     element("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
     element("div", { class: "panels" }, learnPanel(run), healthPanel(run)), notes(run) ?? "");
@@ -144,15 +146,16 @@ function buildHead() {
 
 // -- charts -------------------------------------------------------------------------------------------------
 
+const allKeys = () => [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
+
 function evalCharts() {
-  const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) =>
-    key.startsWith("eval/")).sort();
+  const keys = allKeys().filter((key) => key.startsWith("eval/"));
   const sets = [...new Set(keys.map((key) => key.slice(5, key.lastIndexOf("/"))))];
   const size = (key) => Number(key.split("@")[1]);
   const first = [], second = [];
   for (const set of sets) {
-    const of = (word) => keys.filter((key) => key.startsWith(`eval/${set}/${word}@`)).sort((a, b) =>
-      size(a) - size(b));
+    const of = (word) => keys.filter((key) => key.startsWith(`eval/${set}/${word}@`))
+      .sort((a, b) => size(a) - size(b));
     const series = (list) => list.map((key) => [key, key.split("/").at(-1)]);
     if (of("avg").length) first.push({ title: "Held-out accuracy",
       note: `${set}, ${series(of("avg"))[0][1]}`, kind: "percent", series: series(of("avg")).slice(0, 1) });
@@ -165,16 +168,15 @@ function evalCharts() {
 }
 
 const PHASES = [["time/rollout", "rollout"], ["time/reward", "reward"], ["time/logprobs", "log-probs"],
-  ["time/update", "update"],
-  ["time/sync", "sync"], ["time/rest", "rest"]];
+  ["time/update", "update"], ["time/sync", "sync"], ["time/rest", "rest"]];
 
 // What a step took beyond its phases, so that the areas add up to the step.
 function addRest(run) {
+  const number = (value) => (typeof value === "number" ? value : 0);
   const phases = PHASES.slice(0, -1).map(([key]) => run.metrics[key] ?? []);
-  if (run.metrics["time/step"]) run.metrics["time/rest"] = run.metrics["time/step"].map((step, i) =>
-    typeof step !== "number" ? null
-    : Math.max(0, step - phases.reduce((sum, phase) => sum + (typeof phase[i] === "number" ? phase[i] : 0),
-      0)));
+  const inPhases = (i) => phases.reduce((sum, phase) => sum + number(phase[i]), 0);
+  if (run.metrics["time/step"]) run.metrics["time/rest"] = run.metrics["time/step"].map(
+    (step, i) => (typeof step === "number" ? Math.max(0, step - inPhases(i)) : null));
 }
 
 function catalogue() {
@@ -190,12 +192,12 @@ function catalogue() {
       many("Clipped tokens", "percent", [["policy/clip_frac_high", "high"], ["policy/clip_frac_low", "low"],
         ["policy/clip_frac_c", "dual (c)"]]),
       one("Ratio, mean", "ratio/mean", "number", { note: "π / π old" }),
-        one("Ratio, largest", "ratio/max", "number", { log: true }),
+      one("Ratio, largest", "ratio/max", "number", { log: true }),
       one("Gradient norm", "policy/grad_norm", "number", { note: "mean of the updates" }),
       one("Loss", "policy/loss", "number"), one("Learning rate", "lr", "number", { exact: true })]],
     ["Responses", [one("Response length", "response/length_mean", "count", { note: "tokens, mean" }),
       one("Cut off at the limit", "response/truncated_frac", "percent"),
-        one("Reward spread", "reward/std", "number", { note: "standard deviation" })]],
+      one("Reward spread", "reward/std", "number", { note: "standard deviation" })]],
     ["Engine against trainer", [many("Mismatch", "number",
       [["mismatch/logp_max", "max"], ["mismatch/logp_p99", "99th percentile"],
       ["mismatch/logp_mean", "mean"]], { note: "nats", log: true }),
@@ -203,20 +205,21 @@ function catalogue() {
         ["engine/requests_resent", "requests sent again"]], { note: "a step", exact: true,
         whenNonzero: true }),
       one("Tokens of older weights", "mismatch/stale_tokens", "count", { whenNonzero: true })]],
-    ["Speed and memory", [...data.runs.map((run) => ({ title: "Time by phase", note: several ? run.name
-      : "a step", kind: "seconds", series: PHASES, stack: run })),
+    ["Speed and memory", [
+      ...data.runs.map((run) => many("Time by phase", "seconds", PHASES,
+        { note: several ? run.name : "a step", stack: run })),
       ...(several ? [one("Step time", "time/step", "seconds")] : []),
-        one("Throughput", "throughput/tokens_per_second", "count", { note: "tokens/s" }),
+      one("Throughput", "throughput/tokens_per_second", "count", { note: "tokens/s" }),
       one("Memory", "memory/peak_bytes", "bytes", { note: "peak, largest rank" }),
-        one("Weight sync", "sync/seconds", "seconds")]],
+      one("Weight sync", "sync/seconds", "seconds")]],
   ];
 }
 
 function kindOf(key) {
   if (/frac|accuracy|@/.test(key)) return "percent";
   if (/bytes/.test(key)) return "bytes";
-  return /^time\/|seconds/.test(key) ? "seconds" : /tokens|length|version|count/.test(key) ? "count"
-    : "number";
+  if (/^time\/|seconds/.test(key)) return "seconds";
+  return /tokens|length|version|count/.test(key) ? "count" : "number";
 }
 
 function grid(specs) {
@@ -226,8 +229,9 @@ function grid(specs) {
 function buildCharts() {
   const shown = new Set(several ? [] : ["time/step"]), known = catalogue();
   const nonzero = (key) => data.runs.some((run) => run.metrics[key]?.some((value) => value));
-  const present = (spec) => spec.series.some(([key]) => (spec.stack ? key in spec.stack.metrics
-    : spec.whenNonzero ? nonzero(key) : has(key)));
+  const shows = (spec, key) => (spec.whenNonzero ? nonzero(key) : has(key));
+  const present = (spec) => spec.series.some(
+    ([key]) => (spec.stack ? key in spec.stack.metrics : shows(spec, key)));
   for (const [name, specs] of known) {
     const there = specs.filter(present).map((spec) => ({ ...spec,
       series: spec.series.filter(([key]) => has(key)) }));
@@ -237,8 +241,7 @@ function buildCharts() {
     }));
     if (there.length) place("charts").append(title(name), grid(there));
   }
-  const rest = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) =>
-    !shown.has(key)).sort();
+  const rest = allKeys().filter((key) => !shown.has(key));
   if (!rest.length) return;
   const folded = element("details", { class: "more", ontoggle: () => drawAll() },
     element("summary", {}, `${plural(rest.length, "other metric")}`),
@@ -253,20 +256,22 @@ function buildTools() {
   const legend = several ? element("div", { class: "legend" }, data.runs.map((run) => {
     const chip = element("button", { type: "button", "aria-pressed": true,
       title: `show or hide ${run.name}; double click: only this one`,
-      onclick: () => { if (!view.hidden.delete(run)) view.hidden.add(run); legendChanged(); },
-      ondblclick: () => { view.hidden = new Set(data.runs.filter((other) =>
-        other !== run)); legendChanged(); },
-      onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null) },
-        swatch(run), run.name);
+      onclick: () => legendChanged(() => view.hidden.delete(run) || view.hidden.add(run)),
+      ondblclick: () => legendChanged(() => { view.hidden = new Set(data.runs.filter((r) => r !== run)); }),
+      onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null),
+    }, swatch(run), run.name);
     run.chip = chip;
     return chip;
   }), element("button", { type: "button", class: "all",
-    onclick: () => { view.hidden.clear(); legendChanged(); } }, "all")) : null;
+    onclick: () => legendChanged(() => view.hidden.clear()) }, "all")) : null;
+  const amountText = () => (view.smoothing ? view.smoothing.toFixed(2) : "off");
+  const amount = element("output", {}, amountText());
   const slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing,
-    "aria-label": "smoothing",
-    oninput: () => { view.smoothing = Number(slider.value); amount.textContent = view.smoothing
-      ? view.smoothing.toFixed(2) : "off"; drawAll(); } });
-  const amount = element("output", {}, view.smoothing ? view.smoothing.toFixed(2) : "off");
+    "aria-label": "smoothing", oninput: () => {
+      view.smoothing = Number(slider.value);
+      amount.textContent = amountText();
+      drawAll();
+    } });
   const bound = (label) => element("input", { type: "number", min: 0, "aria-label": label, onchange: () => {
     const [from, to] = [start, end].map((input) => (input.value === "" ? null : Number(input.value)));
     zoom(from, to);
@@ -274,20 +279,20 @@ function buildTools() {
   const start = bound("first step"), end = bound("last step");
   const reset = element("button", { type: "button", hidden: true, onclick: () => zoom(null, null) },
     "whole run");
-  document.addEventListener("zoomed", () => {
+  const showRange = () => {
     [start.value, end.value] = [view.from ?? "", view.to ?? ""];
+    [start.placeholder, end.placeholder] = stepRange();
     reset.hidden = view.from === null && view.to === null;
-  });
+  };
   place("tools").append(legend ?? "", element("label", {}, "smoothing", slider, amount),
     element("label", { title: "or drag across a chart; double click goes back" }, "steps", start, "–", end),
       reset);
   document.addEventListener("zoomed", showRange);
   showRange();
-  function showRange() { const [first, last] = stepRange(); [start.placeholder, end.placeholder] = [first,
-    last]; }
 }
 
-function legendChanged() {
+function legendChanged(change) {
+  change();
   data.runs.forEach((run) => run.chip.setAttribute("aria-pressed", !view.hidden.has(run)));
   drawAll();
 }
@@ -305,8 +310,8 @@ function table(keys, cells, label) {
 function blocks(values) {
   const groups = new Map();
   for (const [key, value] of Object.entries(values)) {
-    const [group, rest] = key.includes(".") ? [key.slice(0, key.indexOf(".")),
-      key.slice(key.indexOf(".") + 1)] : ["run", key];
+    const dot = key.indexOf(".");
+    const [group, rest] = dot < 0 ? ["run", key] : [key.slice(0, dot), key.slice(dot + 1)];
     groups.set(group, [...(groups.get(group) ?? []), [rest, value]]);
   }
   return element("div", { class: "blocks" }, [...groups].map(([group, rows]) =>
@@ -332,15 +337,16 @@ function buildSettings() {
 }
 
 function buildEnvironment() {
-  const last = data.runs.map((run) => run.starts.at(-1) ?? {}),
-    keys = [...new Set(last.flatMap(Object.keys))];
+  const last = data.runs.map((run) => run.starts.at(-1) ?? {});
+  const keys = [...new Set(last.flatMap(Object.keys))];
   place("environment").append(title("Environment"));
   const paths = element("dl", { class: "paths" }, data.runs.map((run) =>
     [element("dt", {}, several ? swatch(run) : null, " folder"), element("dd", {}, run.folder,
     run.starts.length > 1 ? ` (started ${run.starts.length} times, the last of which is shown)` : "")]));
+  const cell = (key, value) =>
+    (key.endsWith("_bytes") && value ? formatValue(Number(value), "bytes") : value);
   place("environment").append(paths, keys.length
-    ? table(keys, (key) => last.map((start) => (key.endsWith("_bytes") && start[key]
-      ? formatValue(Number(start[key]), "bytes") : start[key])), "")
+    ? table(keys, (key) => last.map((start) => cell(key, start[key])), "")
     : element("p", { class: "under" }, "Not recorded: there is no environment.json in the run's folder."));
 }
 

@@ -29,22 +29,22 @@ _ROWS = 8000
 """Rows of metrics in a page, over all runs: about 3 MB."""
 _ROOM = 4_000_000
 """Bytes of responses in a page, over all runs."""
+_READ = 400_000_000
+"""Bytes of rollouts and evaluations, decompressed, that are read for a page, over all runs."""
+
 _SCRIPTS = ("series.js", "numbers.js", "charts.js", "responses.js", "page.js")
-READ = 400_000_000
-"""Bytes of rollouts and evaluations that are read for a page, over all runs."""
 
 
-def write_report(folders: Sequence[Path], out: Path | None = None, *, read: int = READ) -> Path:
+def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of these runs to ``out``, by default ``report.html`` in the first one's folder.
 
-    read: bytes of rollouts and evaluations, decompressed, to choose samples from; a second takes about 3e8.
     Returns the file. It appears under its name when it is whole. Raises UserError for a folder that is none
     of a run, and for a file that cannot be written.
     """
     unique = list({folder.resolve(): folder for folder in folders}.values())
     if not unique:
         raise UserError("give the folder of at least one run")
-    page = render_page([read_run(folder) for folder in unique], read=read)
+    page = render_page([read_run(folder) for folder in unique])
     file = out or unique[0] / REPORT
     draft = file.with_name(f".{file.name}.part")
     try:
@@ -56,15 +56,13 @@ def write_report(folders: Sequence[Path], out: Path | None = None, *, read: int 
     return file
 
 
-def render_page(runs: Sequence[RunFiles], *, read: int = READ) -> bytes:
+def render_page(runs: Sequence[RunFiles]) -> bytes:
     """The page as UTF-8."""
     names = name_runs([run.folder for run in runs])
     data = {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": rpg_megatron.__version__,
-        "runs": [
-            _describe(run, name, len(runs), read // len(runs)) for run, name in zip(runs, names, strict=True)
-        ],
+        "runs": [_describe(run, name, len(runs)) for run, name in zip(runs, names, strict=True)],
     }
     folder = files("rpg_megatron.launch.report")
     style = (folder / "page.css").read_text(encoding="utf-8")
@@ -89,8 +87,8 @@ def render_page(runs: Sequence[RunFiles], *, read: int = READ) -> bytes:
     return page.encode("utf-8", "replace")
 
 
-def _describe(run: RunFiles, name: str, number: int, read: int) -> dict[str, Any]:
-    samples = choose_samples(run, read=read, room=_ROOM // number)
+def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
+    samples = choose_samples(run, read=_READ // number, room=_ROOM // number)
     rows, width = thin_rows(run.rows, max(80, _ROWS // number))
     if width > 1:
         run.notes.append(f"the charts show means over {width} steps (of maxima the maximum)")

@@ -18,13 +18,16 @@ function matching(filter) {
   const samples = samplesOf(), words = chosen.words.toLowerCase();
   let items = samples.items.filter((item) => item.set === chosen.set
     && (chosen.step === "" || item.step === Number(chosen.step))
-    && (!words || `${item.text} ${samples.prompts[problemOf(item)]?.text
-      ?? ""}`.toLowerCase().includes(words)));
-  if (filter === "learnt" || filter === "forgotten") items = items.filter((item) =>
-    samples.changes[problemOf(item)] === filter);
-  if (filter === "cut") items = items.filter((item) => item.finish === "length");
-  if (filter === "best" || filter === "worst") items = items.filter((item) =>
-    item.right === (filter === "best"));
+    && (!words || [item.text, samples.prompts[problemOf(item)]?.text ?? ""].join(" ").toLowerCase()
+      .includes(words)));
+  const keep = {
+    learnt: (item) => samples.changes[problemOf(item)] === "learnt",
+    forgotten: (item) => samples.changes[problemOf(item)] === "forgotten",
+    best: (item) => item.right,
+    worst: (item) => !item.right,
+    cut: (item) => item.finish === "length",
+  }[filter];
+  if (keep) items = items.filter(keep);
   const order = FILTERS.find(([name]) => name === filter)[3] ?? ((a, b) => a.step - b.step || a.id - b.id);
   return [...items].sort(order);
 }
@@ -36,12 +39,13 @@ function verdicts(key) {
       title: `step ${step}: ${right} of ${count} right` }, `${right}/${count}`)) : null);
 }
 
+function signed(name, value) {
+  return typeof value === "number" ? `${name} ${value > 0 ? "+" : ""}${plainNumber(value)}` : null;
+}
+
 function responseBox(item) {
   const facts = [`step ${item.step}`, item.tokens ? plural(item.tokens, "token") : null,
-    typeof item.reward === "number" ? `reward ${item.reward > 0 ? "+" : ""}${plainNumber(item.reward)}`
-      : null,
-    typeof item.advantage === "number"
-      ? `advantage ${item.advantage > 0 ? "+" : ""}${plainNumber(item.advantage)}` : null,
+    signed("reward", item.reward), signed("advantage", item.advantage),
     item.finish === "length" ? "cut off" : null];
   return element("div", { class: "response" }, element("p", {},
     badge(item.right ? "good" : "bad", item.right ? "right" : "wrong"),
@@ -84,9 +88,9 @@ function showResponses(list, chips) {
   } else found.forEach((item) => cards.push([problemOf(item), [item]]));
   list.replaceChildren(...cards.slice(0, chosen.most).map(([key, items]) => problemCard(key, items)));
   if (!cards.length) list.append(element("p", { class: "under" }, "No response matches."));
-  if (cards.length > chosen.most) list.append(element("button", { type: "button", class: "next",
-    onclick: () => { chosen.most += 3 * PAGE; showResponses(list, chips); } },
-      `show more (${cards.length - chosen.most} left)`));
+  const left = cards.length - chosen.most;
+  if (left > 0) list.append(element("button", { type: "button", class: "next",
+    onclick: () => { chosen.most += 3 * PAGE; showResponses(list, chips); } }, `show more (${left} left)`));
 }
 
 function buildResponses() {
@@ -105,8 +109,8 @@ function buildResponses() {
     oninput: () => { chosen.words = search.value; again(); } });
   const again = () => { chosen.most = PAGE; showResponses(list, chips); };
   function setChanged() {
-    const there = [...new Set(samplesOf().items.filter((item) => item.set === chosen.set).map((item) =>
-      item.step))].sort((a, b) => a - b);
+    const mine = samplesOf().items.filter((item) => item.set === chosen.set);
+    const there = [...new Set(mine.map((item) => item.step))].sort((a, b) => a - b);
     steps.replaceChildren(element("option", { value: "" }, "all steps"),
       ...there.map((step) => element("option", { value: step }, `step ${step}`)));
     chosen.step = "";

@@ -144,7 +144,8 @@ def _choose(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list
 
 def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
     """Every response of one evaluation, as far as the budget goes."""
-    data = file.open("rb").read(budget)
+    with file.open("rb") as raw:
+        data = raw.read(budget)
     for line in _lines(data, len(data) == budget):
         row = json.loads(line)
         key, whole = f"held-out/{row['prompt_id']}", len(data) < budget

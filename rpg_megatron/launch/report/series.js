@@ -34,7 +34,7 @@ function shape(parent, name, attributes, text) {
 // What was measured of a metric: steps, values, smoothed values; a value that is no finite number is in
 // `odd`.
 function seriesOf(run, key) {
-  run.series ??= {};
+  run.series ??= Object.create(null);  // a metric may have any name
   if (!(key in run.series)) {
     const steps = [], values = [], odd = [];
     (run.metrics[key] ?? []).forEach((value, i) => {
@@ -75,18 +75,18 @@ function indexAt(steps, step) {
 }
 
 // A run's value at a step: what was measured there, or last before; none after the run's end.
-function valueAt(run, key, step) {
+function valueAt(run, key, step, which = "values") {
   if (!run.step.length || step > run.step.at(-1)) return null;
   const series = seriesOf(run, key);
   const odd = series.odd.find(([at]) => at === step);
-  return odd ? odd[1] : series.smooth[indexAt(series.steps, step)] ?? null;
+  return odd ? odd[1] : series[which][indexAt(series.steps, step)] ?? null;
 }
 
 const visibleRuns = () => view.runs.filter((run) => !view.hidden.has(run));
 
 function stepRange() {
   const shown = visibleRuns().filter((run) => run.step.length);
-  const first = Math.min(...shown.map((run) => run.step[0])),
-    last = Math.max(...shown.map((run) => run.step.at(-1)));
+  const first = Math.min(...shown.map((run) => run.step[0]));
+  const last = Math.max(...shown.map((run) => run.step.at(-1)));
   return shown.length ? [view.from ?? first, Math.max(view.to ?? last, (view.from ?? first) + 1)] : [0, 1];
 }
