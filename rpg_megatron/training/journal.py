@@ -7,14 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import zstandard
 
-from rpg_megatron.data.trajectory import Trajectory
-
-_ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor")
-_SCORED = ("reward", "parts", "correct", "extracted", "reason", "advantage")
-_PLAIN = ("prompt_id", "group", "sample", "finish", "text", *_SCORED)
+from rpg_megatron.data.trajectory import Trajectory, from_row, to_row
 
 
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -26,20 +21,12 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
     part = file.with_name(f".{file.name}.part")
     with part.open("wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as out:
         for t in trajectories:
-            row = {name: getattr(t, name) for name in _PLAIN}
-            row |= {name: getattr(t, name).tolist() for name in _ARRAYS}
-            out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            out.write(json.dumps(to_row(t), ensure_ascii=False).encode() + b"\n")
     os.replace(part, file)
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:
     """The trajectories of one step, as ``write_rollouts`` got them."""
     with file.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-        lines = stream.read().decode().splitlines()
-    types = {"prompt": np.int32, "response": np.int32, "versions": np.int32}
-    found = []
-    for line in lines:
-        row = json.loads(line)
-        arrays = {name: np.array(row.pop(name), types.get(name, np.float32)) for name in _ARRAYS}
-        found.append(Trajectory(**row, **arrays))
-    return found
+        lines = stream.read().split(b"\n")  # not splitlines: a text may hold line separators of Unicode
+    return [from_row(json.loads(line)) for line in lines if line]
