@@ -68,6 +68,18 @@ class RewardSettings(Section):
         return self
 
 
+class DynamicSamplingSettings(Section):
+    """Train on groups with right and wrong responses alone (DAPO): draw prompts until a step is full of them.
+
+    What is over is kept for the next step.
+    """
+
+    rounds: int = Field(20, ge=1)
+    """The run stops if a step is not full after so many rounds."""
+    oversample: float = Field(1.0, ge=1)
+    """Prompts drawn in a round, relative to the groups that are missing."""
+
+
 class RolloutSettings(Section):
     """What the engines sample in a step."""
 
@@ -77,8 +89,18 @@ class RolloutSettings(Section):
     """Responses to each prompt; the group that the advantage is taken over."""
     max_response_tokens: int = Field(2048, ge=1)
     """A response is cut here and counts as truncated."""
+    dynamic: DynamicSamplingSettings | None = None
+    """Dynamic sampling; null takes every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
     """Sampling temperature; the trainer's log-probs use the same."""
+
+    @model_validator(mode="after")
+    def _groups_can_be_mixed(self) -> RolloutSettings:
+        if self.dynamic is not None and self.samples_per_prompt == 1:
+            raise ValueError(
+                "dynamic needs samples_per_prompt of 2 or more: one response is all right or wrong"
+            )
+        return self
 
 
 class EvaluationSettings(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,3 +66,21 @@ class Trajectory:
     def length(self) -> int:
         """Tokens of prompt and response together."""
         return len(self.prompt) + len(self.response)
+
+
+_ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor")
+_INTEGERS = ("prompt", "response", "versions")
+_SCORED = ("reward", "parts", "correct", "extracted", "reason", "advantage")
+_PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", *_SCORED)
+
+
+def to_row(trajectory: Trajectory) -> dict[str, Any]:
+    """Everything a trajectory holds, as JSON can hold it; floats in full."""
+    row = {name: getattr(trajectory, name) for name in _PLAIN}
+    return row | {name: getattr(trajectory, name).tolist() for name in _ARRAYS}
+
+
+def from_row(row: dict[str, Any]) -> Trajectory:
+    """The trajectory that ``to_row`` was given, to the last bit."""
+    arrays = {name: np.array(row[name], np.int32 if name in _INTEGERS else np.float32) for name in _ARRAYS}
+    return Trajectory(**{name: value for name, value in row.items() if name not in arrays}, **arrays)

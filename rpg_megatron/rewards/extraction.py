@@ -49,7 +49,7 @@ def find_answer(response: str, style: Style = "auto") -> str | None:
         tail = response[-TAIL:]
         forms = [f for f in (_answer_line(tail), _boxed(tail), _hashes(tail, heading=True)) if f is not None]
         found = max(forms) if forms else _phrase(tail) or _bare(response)
-    return None if found is None else found.text
+    return found.text if found is not None and found.text else None
 
 
 def _answer_line(text: str) -> Found | None:

@@ -54,13 +54,14 @@ def same(a: str, b: str) -> bool:
 
 
 def differ(a: str, b: str) -> bool:
-    r"""Whether two answers that are not the ``same`` cannot be: two plain numbers, or two plain words.
+    r"""Whether two answers that are not the ``same`` cannot be: numbers and words.
 
     Two letters may be a product: ab is ba. Longer words are words, or yes would be yse. Commands that differ
     by capitals alone are others: math-verify does not tell \Delta from \delta.
     """
     a, b = normalise(a), normalise(b)
-    if as_number(a) is not None and as_number(b) is not None:
+    numbers = (as_number(a) is not None) + (as_number(b) is not None)
+    if numbers == 2 or (numbers and any(len(x) > 2 and x.isalpha() for x in (a, b))):
         return True
     if a.lower() == b.lower():
         return _COMMAND.findall(a) != _COMMAND.findall(b)

@@ -45,6 +45,7 @@ from rpg_megatron.rollout.draws import Draw, sample_draws
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, context_length, engine_socket
 from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.rollout.fleet import Fleet
+from rpg_megatron.rollout.selection import Selection, groups_from_rows, groups_to_rows
 
 __all__ = ["RolloutBatch", "Sampler", "SamplerClient"]
 
@@ -71,6 +72,8 @@ class Sampler:
         self._stream = PromptStream(
             load_prompts(settings.data, tokenizer), settings.seed, settings.data.weights
         )
+        self._surplus: list[list[Trajectory]] = []
+        """Groups that dynamic sampling had over in the last step."""
         self._scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
         evaluation = settings.evaluation
         self._heldout = load_prompts(evaluation.data, tokenizer) if evaluation else []
@@ -119,11 +122,12 @@ class Sampler:
 
     async def state(self) -> dict[str, Any]:
         """What a checkpoint must hold for the prompts to go on where they are; JSON can hold it."""
-        return {"stream": self._stream.state()}
+        return {"stream": self._stream.state(), "surplus": groups_to_rows(self._surplus)}
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Take up a ``state()``."""
         self._stream.restore(state["stream"])
+        self._surplus = groups_from_rows(state["surplus"])
 
     def close(self) -> None:
         """End the processes that verify answers."""
@@ -138,30 +142,47 @@ class Sampler:
     # -- sampling --------------------------------------------------------------------------------------------
 
     async def _rollout(self, step: int, version: int) -> RolloutBatch:
-        started = time.monotonic()
-        rollout = self._settings.rollout
-        prompts = self._stream.take(rollout.prompts_per_step)
+        started, waited, place = time.monotonic(), 0.0, 0
+        selection = Selection(self._settings.rollout, self._surplus)
+        while wanted := selection.wanted(step):
+            prompts = self._stream.take(wanted)
+            groups, seconds = await self._sample_groups(prompts, place, step, version)
+            selection.add(groups)
+            waited += seconds
+            place += wanted
+        trajectories, self._surplus = selection.result()
+        seconds = time.monotonic() - started
+        metrics = batch_metrics(trajectories) | selection.metrics() | self._scorer.take_counts()
+        metrics |= {"time/rollout": seconds - waited, "time/reward": waited}
+        return RolloutBatch(trajectories, metrics, seconds)
+
+    async def _sample_groups(
+        self, prompts: list[Prompt], start: int, step: int, version: int
+    ) -> tuple[list[list[Trajectory]], float]:
+        """Scored groups in the prompts' order, and the seconds from the last response to the last score.
+
+        start: place of the first prompt in the step, which their seeds depend on.
+        """
+        samples_per_prompt = self._settings.rollout.samples_per_prompt
         draws = [
-            self._prepare(prompt, place, rollout.samples_per_prompt, "rollout", step)
+            self._prepare(prompt, start + place, samples_per_prompt, "rollout", step)
             for place, prompt in enumerate(prompts)
         ]
-        scoring: list[asyncio.Task[Trajectory]] = []  # goes on while the engines sample
+        scoring: dict[int, list[asyncio.Task[Trajectory]]] = {}  # goes on while the engines sample
 
         def finish(place: int, samples: list[Sample]) -> None:
-            scoring.extend(
+            scoring[place] = [
                 asyncio.create_task(
                     self._trajectory(draws[place], sample, group=place, number=number, version=version)
                 )
                 for number, sample in enumerate(samples)
-            )
+            ]
 
-        await self._sample(draws, rollout.temperature, finish, phase="rollout", logprobs=True)
+        temperature = self._settings.rollout.temperature
+        await self._sample(draws, temperature, finish, phase="rollout", logprobs=True)
         sampled = time.monotonic()
-        trajectories = sorted(await asyncio.gather(*scoring), key=lambda t: (t.group, t.sample))
-        seconds = time.monotonic() - started
-        metrics = batch_metrics(trajectories) | self._scorer.take_counts()
-        metrics |= {"time/rollout": sampled - started, "time/reward": started + seconds - sampled}
-        return RolloutBatch(trajectories, metrics, seconds)
+        groups = [await asyncio.gather(*scoring[place]) for place in range(len(prompts))]
+        return groups, time.monotonic() - sampled
 
     async def _evaluate(self) -> list[EvalResult]:
         evaluation = self._settings.evaluation

@@ -8,15 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import zstandard
 
 from rpg_megatron.config import UserError
-from rpg_megatron.data.trajectory import Trajectory
-
-_ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor")
-_SCORED = ("reward", "parts", "correct", "extracted", "reason", "advantage")
-_PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", *_SCORED)
+from rpg_megatron.data.trajectory import Trajectory, from_row, to_row
 
 
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -30,9 +25,7 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
     try:
         with part.open("wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as out:
             for t in trajectories:
-                row = {name: getattr(t, name) for name in _PLAIN}
-                row |= {name: getattr(t, name).tolist() for name in _ARRAYS}
-                out.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                out.write(json.dumps(to_row(t), ensure_ascii=False).encode() + b"\n")
         os.replace(part, file)
     except OSError:
         with suppress(OSError):
@@ -44,15 +37,10 @@ def read_rollouts(file: Path) -> list[Trajectory]:
     """The trajectories of one step, as ``write_rollouts`` got them. Raises UserError if they are damaged."""
     stream = zstandard.ZstdDecompressor().decompressobj()
     try:
-        lines = stream.decompress(file.read_bytes()).decode().splitlines()
-    except (zstandard.ZstdError, UnicodeDecodeError) as e:
+        content = stream.decompress(file.read_bytes())
+    except zstandard.ZstdError as e:
         raise UserError(f"{file}: damaged ({e}); take another step, or bring the file back") from None
     if not stream.eof:
         raise UserError(f"{file}: cut off; take another step, or bring the file back")
-    types = {"prompt": np.int32, "response": np.int32, "versions": np.int32}
-    found = []
-    for line in lines:
-        row = json.loads(line)
-        arrays = {name: np.array(row.pop(name), types.get(name, np.float32)) for name in _ARRAYS}
-        found.append(Trajectory(**row, **arrays))
-    return found
+    # Not splitlines: a text may hold line separators of Unicode.
+    return [from_row(json.loads(line)) for line in content.split(b"\n") if line]

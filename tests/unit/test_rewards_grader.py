@@ -167,6 +167,7 @@ def test_hostile_repetition_is_quick(piece: str) -> None:
         ("\\boxed{5} and then \\boxed{6", "boxed", "5"),
         ("\\boxed{6", "boxed", None),
         ("\\boxedx{6}", "boxed", None),
+        ("\\boxed{ }", "boxed", None),
         ("Answer: 5", "boxed", None),
         ("Answer: 5", "gsm8k", None),
         ("#### 4\n#### 5 ", "gsm8k", "5"),
@@ -233,6 +234,7 @@ def test_what_is_not_the_same_value(given: str, answer: str) -> None:
 def test_a_verdict_says_why() -> None:
     assert grade("Answer: 18.0", "18") == (True, "18.0", "same number or text")
     assert grade("Answer: 19", "18") == Verdict(False, "19", "another number or word")
+    assert grade("Answer: three", "3") == (False, "three", "another number or word")
     assert grade("I do not\nknow", "18") == Verdict(False, None, "no answer found")
     assert grade("\\boxed{2\\sqrt 3}", "\\sqrt{12}").reason == "equal by math-verify"
     assert "longer than" in grade("Answer: " + "7" * 2000, "1").reason

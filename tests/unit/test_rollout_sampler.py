@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.rollout import DynamicSamplingSettings, RewardSettings
 from rpg_megatron.rollout.client import EngineError, Sample
 from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.rollout.fleet import Fleet
@@ -197,6 +198,124 @@ def test_metrics_and_events(settings: Settings, tmp_path: Path) -> None:
     cut = [t.finish == "length" for t in batch.trajectories]
     assert batch.metrics["response/truncated_frac"] == pytest.approx(np.mean(cut)) != 0
     assert batch.seconds >= batch.metrics["time/reward"] >= 0
+
+
+# -- dynamic sampling ----------------------------------------------------------------------------------------
+
+
+def dynamic(settings: Settings, reward: str, **how: object) -> Settings:
+    """With a reward function that sees the last digit of the response; 4 prompts a step, 5 responses each."""
+    rollout = {"prompts_per_step": 4, "dynamic": DynamicSamplingSettings(**how)}
+    return settings.model_copy(
+        update={
+            "rollout": settings.rollout.model_copy(update=rollout),
+            "reward": RewardSettings(type=f"digit_reward:{reward}"),
+        }
+    )
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digit_reward.py").write_text(
+        "def right(response, answer): return True\n"
+        "def wrong(response, answer): return False\n"
+        "def mixed(response, answer): return int(response[-1]) < 2 and answer not in ('0', '2')\n"
+        "def even(response, answer): return int(response[-1]) % 2 == 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+def run_steps(settings: Settings, count: int, **state: object) -> list[RolloutBatch]:
+    async def steps() -> list[RolloutBatch]:
+        sampler = sampler_with(settings, engines(1))
+        try:
+            return [await sampler.rollout(step, step) for step in range(1, count + 1)]
+        finally:
+            sampler.close()
+
+    return asyncio.run(steps())
+
+
+@pytest.mark.usefixtures("rewards")
+@pytest.mark.parametrize(
+    ("reward", "says"), [("right", "all right, 0 all wrong"), ("wrong", "0 all right, ")]
+)
+def test_a_step_that_cannot_be_filled_ends_with_its_counts(
+    settings: Settings, reward: str, says: str
+) -> None:
+    starving = dynamic(settings, reward, rounds=3, oversample=1.5)
+    with pytest.raises(UserError) as error:
+        run_steps(starving, 1)
+    assert "step 1: after 3 rounds of dynamic sampling 0 of 4 groups" in str(error.value)
+    assert "(sampled 18: " in str(error.value)  # 3 rounds of 1.5 x 4
+    assert says in str(error.value)
+    assert f"too {'easy' if reward == 'right' else 'hard'}" in str(error.value)
+
+
+@pytest.mark.usefixtures("rewards")
+def test_dynamic_sampling_counts_and_carries_over(settings: Settings) -> None:
+    mixture = dynamic(settings, "mixed", oversample=2.0)
+    batches = run_steps(mixture, 12)
+    carried = 0.0
+    for batch in batches:
+        m = {k.removeprefix("sampling/"): v for k, v in batch.metrics.items() if k.startswith("sampling/")}
+        assert len(batch.trajectories) == 4 * 5
+        for group in range(4):
+            correct = [t.correct for t in batch.trajectories if t.group == group]
+            assert 0 < sum(correct) < len(correct) == 5
+        assert m["carried_in"] == carried
+        assert m["kept"] == m["generated"] - m["all_right"] - m["all_wrong"]
+        assert m["carried_in"] + m["kept"] == 4 + m["carried_over"]
+        carried = m["carried_over"]
+    assert any(b.metrics["sampling/rounds"] > 1 for b in batches)
+    assert any(b.metrics["sampling/carried_over"] > 0 for b in batches)
+    # Each prompt that can be mixed is trained on: the slow and the late ones are not passed over.
+    assert {t.prompt_id for b in batches for t in b.trajectories} == {2, 3, 4, 5, 6, 7}
+    # What was carried over keeps the version that sampled it, and comes first.
+    for version, (before, batch) in enumerate(itertools.pairwise(batches), 2):
+        old = 5 * min(int(before.metrics["sampling/carried_over"]), 4)
+        versions = [set(t.versions.tolist()) for t in batch.trajectories]
+        assert all(max(v) < version for v in versions[:old])
+        assert all(v == {version} for v in versions[old:])
+
+
+@pytest.mark.usefixtures("rewards")
+def test_an_easy_mixture_takes_one_round_and_every_seed_is_its_own(settings: Settings) -> None:
+    fakes = engines(1)
+    sampler = sampler_with(dynamic(settings, "even", oversample=2.0), fakes)
+
+    async def steps() -> list[RolloutBatch]:
+        return [await sampler.rollout(step, 0) for step in (1, 2, 3, 4)]
+
+    try:
+        batches = asyncio.run(steps())
+    finally:
+        sampler.close()
+    seeds = [r["seed"] for f in fakes for r in f.requests]
+    assert len(seeds) == len(set(seeds)) == sum(b.metrics["sampling/generated"] for b in batches)
+    # 8 groups in the first step, most of them mixed: the second needs few or none.
+    assert batches[1].metrics["sampling/generated"] <= 4
+
+
+@pytest.mark.usefixtures("rewards")
+def test_a_resumed_sampler_has_what_was_carried_over(settings: Settings) -> None:
+    mixture = dynamic(settings, "mixed", oversample=3.0)
+
+    async def run() -> tuple[list[tuple], list[tuple]]:
+        sampler = sampler_with(mixture, engines(1))
+        resumed = sampler_with(mixture, engines(5))
+        try:
+            first = await sampler.rollout(1, 1)
+            assert first.metrics["sampling/carried_over"] > 0
+            state = json.loads(json.dumps(await sampler.state()))
+            await resumed.restore(state)
+            return flat(await sampler.rollout(2, 2)), flat(await resumed.rollout(2, 2))
+        finally:
+            sampler.close()
+            resumed.close()
+
+    went_on, resumed = asyncio.run(run())
+    assert went_on == resumed
 
 
 def test_evaluation_covers_the_whole_set_in_order_and_repeats_its_seeds(settings: Settings) -> None:

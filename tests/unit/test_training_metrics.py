@@ -29,13 +29,16 @@ def trajectory(gap: list[float], versions: list[int]) -> Trajectory:
         behaviour=old + np.array(gap, np.float32),
         versions=np.array(versions, np.int32),
         finish="stop",
-        text="1 + 1 = 2\nAnswer: 2 \u2713",
+        text="1 + 1 = 2\nAnswer: 2 \u2713\u2028\x85",  # a text may hold any separator of lines
         reward=1.0,
         correct=True,
         old=old,
         anchor=old.copy(),
         group=3,
         advantage=0.1,
+        parts={"correctness": 1.0, "overlong": -0.25},
+        extracted="2",
+        reason="same number or text",
     )
 
 
