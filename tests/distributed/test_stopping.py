@@ -37,7 +37,7 @@ from rpg_megatron.rollout.channel import SOCKET, RolloutBatch, SyncResult
 from rpg_megatron.training.checkpoints import list_steps, read_state
 from tests.distributed.spawn import free_port
 
-WORLD, STEPS = 1, 5
+WORLD, STEPS = 2, 5
 TOKEN = "token"
 
 

@@ -107,7 +107,7 @@ def load(run: Run, folder: Path) -> None:
     load_hf_weights(
         folder,
         run.policy.named_parameters(),
-        run._layout,
+        run._trainer.layout,
         tensor=run.mesh.tensor,
         tensor_rank=run.mesh.tensor_rank,
         vocab_multiple=run.settings.model.vocab_multiple,
