@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rpg_megatron.config.base import Section, _RelativeToFile
+from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.objective import (
     AdvantageSettings,
@@ -87,6 +88,8 @@ class Settings(Section):
     """The final Hugging Face checkpoint."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints that a run is continued from."""
+    cluster: ClusterSettings = ClusterSettings()
+    """Several nodes."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:
