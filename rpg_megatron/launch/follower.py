@@ -205,6 +205,8 @@ class Follower:
             ):
                 child = self._supervisor.start(name, command, environment)
                 self._ranks[int(environment["RANK"])] = child
+        elif kind == "warn":
+            self._ranks[message["rank"]].warn()
         elif kind == "end":
             raise _RunOver(message["reason"])
 
