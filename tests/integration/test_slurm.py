@@ -3,8 +3,8 @@
 Why: what only a cluster shows costs a night in a queue each. Slurm's own daemons run here, two "nodes" of
 them on one machine, and the scripts in slurm/ are submitted as users do: from a folder that is not the
 repository, with blanks in every path. Real trainer ranks, real engines. Secrets are looked for in everything
-that others could read. Not covered: what the scripts do around the launcher (test_slurm_scripts.py), several machines (so no network between nodes, and one /dev/shm), GPUs, containers,
-Slurm's cgroup and affinity plugins, and preemption by another job (a signal stands for it).
+that others could read. Not covered: what the scripts do around the launcher (test_slurm_scripts.py),
+several machines (so no network between nodes, and one /dev/shm), GPUs, containers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_one_node(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
-    """One trainer rank and one engine on each, weights by process group; what listens, listens on loopback."""
+    """One trainer rank and one engine on each, weights by process group, all of it on loopback."""
     job = Job(slurm, tmp_path, "train_multi_node", quickstart(tmp_path), *SMALL, *TWO)
     job.wait_for("engine 1 is up")
     nodes = {p.info["environ"]["RANK"]: p.info["environ"]["SLURMD_NODENAME"] for p in ranks(slurm)}
@@ -88,6 +88,38 @@ def test_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     assert all(row["mismatch/logp_max"] < 1e-3 for row in rows[1:])  # both engines have the trainers' weights
     job.assert_no_secret_shows()
     assert list(job.folder.glob("runs/.meeting*")) == []
+
+
+@pytest.mark.long
+def test_a_warned_run_is_requeued_and_goes_on_to_its_end(slurm: Slurm, tmp_path: Path) -> None:
+    """On two nodes: USR1 to every process of the job, as Slurm sends it before the time is over."""
+    words = [word for word in SMALL if not word.startswith("training.steps")]
+    words += ["training.steps=6", *TWO]
+    job = Job(slurm, tmp_path, "train_multi_node", quickstart(tmp_path), *words)
+    job.wait_for("step 2/6")
+    slurm.run("scancel", "--signal=USR1", job.number)
+    job.wait_for("saved; requeued")
+    job.hurry()
+    facts = job.wait_for_end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.told()
+    assert [row["step"] for row in job.rows()] == list(range(7))  # each once: nothing lost, nothing twice
+    assert "continuing" in job.said
+    job.assert_no_secret_shows(starts=2)
+
+
+@pytest.mark.long
+def test_a_node_that_fails_in_a_step_ends_the_run(slurm: Slurm, tmp_path: Path) -> None:
+    words = [word for word in SMALL if not word.startswith("training.steps")]
+    job = Job(slurm, tmp_path, "train_multi_node", quickstart(tmp_path), *words, "training.steps=50", *TWO)
+    job.wait_for("step 1/50")
+    slurm.fail_node("n2")
+    try:
+        facts = job.wait_for_end()
+        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.told()
+        assert "error: node 1 (n2) is lost: " in job.said, job.told()
+    finally:
+        slurm.start_node("n2")
+        slurm.wait(lambda: slurm.states() == {"idle"}, 120)
 
 
 def quickstart(folder: Path) -> str:

@@ -1,10 +1,10 @@
-"""What the scripts in slurm/ do around the launcher, under a real Slurm: requeue, chain, cancel, spread, lose a node.
+"""What the scripts in slurm/ do around the launcher, under a real Slurm: requeue, chain, cancel, lose a node.
 
-Why: these paths are taken once a night, and by nobody who looks. Slurm's own daemons run here, two "nodes" of them
-on one machine; jobs are submitted from a folder that is not the repository, with blanks in every path. In place
-of the launcher stands a small program that says what it was given, or the real launcher with stand-ins for
-engines, sampler and ranks, so that each test takes seconds. Not covered: real engines and ranks
-(test_slurm.py), containers but for the options that srun is given, Slurm's cgroup and affinity plugins.
+Why: these paths are taken once a night, and by nobody who looks. Slurm's own daemons run here, two "nodes" of
+them on one machine; jobs are submitted from a folder that is not the repository, with blanks in every path.
+In place of the launcher stands a small program that says what it was given, or the real launcher with
+stand-ins for engines, sampler and ranks, so that each test takes seconds. Not covered: real engines and
+ranks (test_slurm.py), containers but for the options that srun is given, cgroup and affinity plugins.
 """
 
 from __future__ import annotations
@@ -63,10 +63,13 @@ def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Pat
     job = Job(slurm, tmp_path, "train_single_node", *words, launcher=wanting_to_save(echo))
     job.wait_for("waiting")
     slurm.run("scancel", "--signal=USR1", job.number)
-    facts = job.wait_for_end(240)
+    job.wait_for("saved; requeued")
+    job.hurry()
+    facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
     given = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
-    said = [line for line in job.said.splitlines() if not line.startswith(("srun:", "slurmstepd:"))]
+    told = ("srun:", "slurmstepd:", "User defined signal")
+    said = [line for line in job.said.splitlines() if not line.startswith(told)]
     assert said == [*given, "waiting", "saved", "saved; requeued", *given, "done"]
 
 
@@ -82,10 +85,10 @@ def test_in_an_array_the_next_task_goes_on_and_the_rest_is_dropped(
         launcher=wanting_to_save(echo),
         options=("--array=1-4%1",),
     )
-    job.wait_for("waiting")
+    slurm.wait(lambda: any("waiting" in log.read_text() for log in job.folder.glob("*.log")), 60)
     slurm.run("scancel", "--signal=USR1", f"{job.number}_1")
     slurm.wait(lambda: not slurm.run("squeue", "-h").strip(), 120)
-    logs = sorted(job.folder.glob("*.log"))
+    logs = sorted(job.folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
     assert len(logs) == 2, [log.read_text() for log in logs]
     assert logs[0].read_text().endswith("saved\n")
     assert "requeued" not in logs[0].read_text()
@@ -189,7 +192,7 @@ def test_a_node_that_fails_ends_the_job_with_the_reason(
 
 
 def test_containers_by_one_variable(tmp_path: Path) -> None:
-    """The options that pyxis knows; the script runs without Slurm, with a ``srun`` that says what it was given."""
+    """The options that pyxis knows; without Slurm, with a ``srun`` that says what it was given."""
     (tmp_path / "srun").write_text('#!/bin/bash\nfor word in "$@"; do echo "<$word>"; done\n')
     (tmp_path / "srun").chmod(0o755)
     environment = os.environ | {

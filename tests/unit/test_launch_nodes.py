@@ -1,8 +1,8 @@
 """Two launchers are one run: what ends one ends the other, the cause is named, nothing stays behind.
 
-Why: a job that has lost a node and does not know it holds all the others until its walltime is over. Both whole
-launchers run here, on one machine and without Slurm, with stand-ins for engines, sampler and ranks; the second
-launcher's engine is asked over TCP. Not covered: real engines, sampler and ranks, Slurm
+Why: a job that has lost a node and does not know it holds all the others until its walltime is over. Both
+whole launchers run here, on one machine and without Slurm, with stand-ins for engines, sampler and ranks; the
+second launcher's engine is asked over TCP. Not covered: real engines, sampler and ranks, Slurm
 (tests/integration/test_slurm.py), a network between the two.
 """
 
@@ -44,7 +44,8 @@ import http.server, os, socket, socketserver, sys, threading
 import stand_in
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.headers["Authorization"] == "Bearer " + os.environ["RPG_ENGINE_TOKEN"] else 401)
+        right = self.headers["Authorization"] == "Bearer " + os.environ["RPG_ENGINE_TOKEN"]
+        self.send_response(200 if right else 401)
         self.end_headers()
     def address_string(self):
         return "somebody"

@@ -1,7 +1,7 @@
 """Who takes part in a run, and who does what: from Slurm's environment, from options, from the settings.
 
-Why: a launcher that takes an interactive shell for a cluster waits for nodes that never come, and one that takes
-a cluster for a single node starts as many runs as there are nodes. Not covered: Slurm itself
+Why: a launcher that takes an interactive shell for a cluster waits for nodes that never come, and one that
+takes a cluster for a single node starts as many runs as there are nodes. Not covered: Slurm itself
 (tests/integration/test_slurm.py), launchers that talk to each other (test_launch_nodes.py).
 """
 
