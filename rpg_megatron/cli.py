@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rpg_megatron.bridge.convert import Report, Source
+    from rpg_megatron.launch.nodes import Nodes
     from rpg_megatron.launch.supervision import StopSignals
 
 app = typer.Typer(
@@ -59,29 +60,51 @@ def train(
         Path | None,
         typer.Option("--from", metavar="DIR", help="Start a new run from this checkpoint, or run's newest."),
     ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the run; under srun they are known without this.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, help="Which of the nodes this is; 0 leads the run.")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(help="With --nodes: any name that tells this start from others.")
+    ] = None,
 ) -> None:
-    """Train a policy. The newest run of the name goes on if it is unfinished and has a checkpoint."""
+    """Train a policy. The newest run of the name goes on if it is unfinished and has a checkpoint.
+
+    On several nodes start it once on each: by srun, or with --nodes and --node-rank.
+    """
     if fresh and source:
         raise UserError("--fresh and --from exclude each other: either no checkpoint, or that one")
+    from rpg_megatron.launch.nodes import find_nodes
     from rpg_megatron.launch.supervision import Interrupted, StopSignals
 
     with StopSignals(resumable=True) as signals:
         try:
-            _train(config, overrides, signals, fresh, source)
+            _train(config, overrides, signals, fresh, source, find_nodes(node_rank, nodes, job))
         except Interrupted as e:
             print(f"stopped: {e}", file=sys.stderr)
             raise typer.Exit(e.exit_code) from None
 
 
 def _train(
-    file: Path, overrides: list[str] | None, signals: StopSignals, fresh: bool, source: Path | None
+    file: Path,
+    overrides: list[str] | None,
+    signals: StopSignals,
+    fresh: bool,
+    source: Path | None,
+    nodes: Nodes,
 ) -> None:
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launch import launcher
+    from rpg_megatron.launch import follower, launcher
 
     try:
-        launcher.train(load_settings(file, overrides), signals, fresh=fresh, source=source)
-    except launcher.RunFailed as e:
+        settings = load_settings(file, overrides)
+        if nodes.rank == 0:
+            launcher.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
+        else:
+            follower.follow(settings, nodes, signals)
+    except (launcher.RunFailed, follower.Ended) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
 

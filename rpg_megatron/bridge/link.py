@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE
 from rpg_megatron.config.errors import UserError
 
 SENDER, RECEIVER = 0, 1
@@ -186,10 +187,12 @@ def _blocking_waits() -> Iterator[None]:
 
 
 def _gloo_device(address: str) -> Any:
-    """Where gloo listens: at the store's address if this machine has it, else as its host name says.
+    """Where gloo listens: at this node's address in the cluster, or at the store's if this machine has it,
+    else as its host name says.
 
-    Trainer and engine may sit on different machines, so the address is only one end's.
+    Trainer and engine may sit on different machines, so the store's address is only one end's.
     """
+    address = os.environ.get(ADDRESS_VARIABLE, address)
     try:
         with socket.create_server((address, 0)):
             pass

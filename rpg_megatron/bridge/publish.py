@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from rpg_megatron.bridge.layouts import Layout
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.plan import Placement
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE
 from rpg_megatron.config.rollout import BridgeSettings
 
 
@@ -60,7 +62,7 @@ def open_publisher(
         from rpg_megatron.bridge.group_publisher import GroupPublisher
 
         return GroupPublisher(
-            settings.address,
+            settings.address or os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
             placement,
             params,
             layout,

@@ -161,8 +161,9 @@ class BridgeSettings(Section):
     GPUs, copies of their weights). cuda_ipc: they read the trainers' GPU memory. process_group: trainers
     send, over gloo on a CPU and NCCL on GPUs, to engines wherever they are.
     """
-    address: str = "127.0.0.1"
-    """process_group: host name or IP of this node under which engines reach the trainers."""
+    address: str | None = None
+    """process_group: host name or IP of the first node under which engines reach the trainers; null: its
+    address in the cluster, on one node the loopback's."""
     timeout: float = Field(120.0, gt=0)
     """process_group: seconds that one message may take before the other end counts as dead."""
     bucket_mib: int = Field(256, ge=1)

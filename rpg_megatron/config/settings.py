@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from rpg_megatron.config.base import Section, _RelativeToFile
+from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.objective import (
@@ -96,6 +97,8 @@ class Settings(Section):
     """The final Hugging Face checkpoint."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints that a run is continued from."""
+    cluster: ClusterSettings = ClusterSettings()
+    """Several nodes."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:

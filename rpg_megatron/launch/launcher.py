@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import time
+from collections.abc import Container
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
@@ -18,8 +18,10 @@ from rich.console import Console
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launch.environment import record_environment
 from rpg_megatron.launch.guardian import Guardian
+from rpg_megatron.launch.nodes import Nodes, free_port, share_of
 from rpg_megatron.launch.preflight import check
 from rpg_megatron.launch.progress import Progress
+from rpg_megatron.launch.ranks import RANK, Start, base_environment, rank_starts
 from rpg_megatron.launch.report import write_report
 from rpg_megatron.launch.resuming import ORIGIN, open_run
 from rpg_megatron.launch.run_directory import LOGS, METRICS
@@ -27,49 +29,53 @@ from rpg_megatron.launch.summary import shown, summarise
 from rpg_megatron.launch.supervision import (
     Child,
     Interrupted,
+    RunFailed,
     StopSignals,
     Supervisor,
     explain,
     tail,
     user_error,
 )
+from rpg_megatron.launch.team import RemoteEngine, RemoteRank, Team
 from rpg_megatron.launch.workspace import create_workspace
 from rpg_megatron.rollout import processes
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+from rpg_megatron.rollout.engine import EngineProcess, engine_socket, write_addresses
 from rpg_megatron.rollout.lives import begin_life, has_answered, take_request
 from rpg_megatron.training.checkpoints import list_steps
 from rpg_megatron.training.stopping import REQUEUE, WARNINGS
 
 SAMPLER = "rpg_megatron.rollout.sampler"
-RANK = "rpg_megatron.training.rank"
 GRACE = 15.0
 """Seconds that children have to leave after SIGTERM."""
 _PROBE_SECONDS = 0.5
 
 
-class RunFailed(Exception):
-    """A child ended before its time and not because of the user's input; the message explains it."""
-
-
 def train(
-    settings: Settings, signals: StopSignals, *, fresh: bool = False, source: Path | None = None
+    settings: Settings,
+    signals: StopSignals,
+    *,
+    fresh: bool = False,
+    source: Path | None = None,
+    nodes: Nodes | None = None,
 ) -> Path:
     """Check the settings, open the run, run it to its end and print a summary. Returns the run's folder.
 
     fresh: do not go on with an unfinished run of this name. source: a checkpoint to start a new run from.
+    nodes: those of the run, of which this one is the first; None: it is the only one.
     Raises UserError for what the user can mend, RunFailed if a process died, Interrupted after a signal. In
     every case no process and no folder but the run's own is left, and that one only if it tells something.
     """
-    check(settings)
-    signals.raising = False  # from here on there is something to clean up
-    with Run(settings, signals, fresh=fresh, source=source) as run:
-        try:
-            record_environment(run.folder)
-            run.start()
-            run.watch()
-        except Interrupted as e:
-            run.explain(e)
-            raise
+    with _gather(settings, signals, nodes) as team:
+        check(settings, team.share if team else None)
+        signals.raising = False  # from here on there is something to clean up
+        with Run(settings, signals, fresh=fresh, source=source, team=team) as run:
+            try:
+                record_environment(run.folder)
+                run.start()
+                run.watch()
+            except Interrupted as e:
+                run.explain(e)
+                raise
     _report(run.folder)
     print(summarise(run.folder), flush=True)
     return run.folder
@@ -83,11 +89,21 @@ def _report(folder: Path) -> None:
         print(f"warning: no report was written: {e!r}", flush=True)
 
 
+def _gather(
+    settings: Settings, signals: StopSignals, nodes: Nodes | None
+) -> AbstractContextManager[Team | None]:
+    if nodes is None or nodes.count == 1:
+        return contextlib.nullcontext()
+    signals.raising = False
+    return Team(settings, nodes, signals)
+
+
 class Run:
     """Everything that a run holds while it is under way; leaving the context gives it all back.
 
     job: what the ranks do, see ``training/rank.py``. engine_settings: the engines' settings, where they are
-    not the run's. fresh, source: see ``train``. console: where progress is shown, if not on stdout.
+    not the run's. fresh, source: see ``train``. console: where progress is shown, if not on stdout. team: the
+    other nodes, if there are some.
     """
 
     def __init__(
@@ -100,15 +116,17 @@ class Run:
         fresh: bool = False,
         source: Path | None = None,
         console: Console | None = None,
+        team: Team | None = None,
     ):
         self._settings = settings
+        self._team = team
         self._engine_settings = engine_settings or settings
         self._job = job
         self._signals = signals
         self._opened = open_run(settings, fresh=fresh, source=source)
         self.folder = self._opened.folder
-        self._ranks: list[Child] = []
-        self._engines: list[EngineProcess] = []
+        self._ranks: list[Child | RemoteRank] = []
+        self._engines: list[EngineProcess | RemoteEngine] = []
         self._healthy: set[int] = set()
         # Only training goes on with an engine that comes back; elsewhere its weights would be random.
         self._most_restarts = settings.engine.restarts if job == "train" else 0
@@ -148,6 +166,8 @@ class Run:
     ) -> None:
         with contextlib.suppress(Exception):  # whatever the terminal does, the processes must end
             self._progress.close()
+        if self._team:  # they leave while this node's processes do
+            self._team.dismiss(error)
         seen = self._signals.count
         self._supervisor.stop(GRACE, hurry=lambda: self._signals.count > seen)
         self._workspace.remove()
@@ -159,7 +179,10 @@ class Run:
     def start(self) -> None:
         """Start all processes at once: each spends its first seconds importing."""
         settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
-        token = secrets.token_urlsafe(32)
+        team, share = self._team, self._team.share if self._team else share_of(settings, 0, 1)
+        token = team.token if team else secrets.token_urlsafe(32)
+        elsewhere = team.prepare(self.folder) if team else {}
+        write_addresses(work, elsewhere)
         for note in self._opened.notes or [f"run {shown(self.folder)}"]:
             self._progress.status(note)
         if self._job != "replay":
@@ -167,52 +190,63 @@ class Run:
                 f"starting (takes about a minute): engines {settings.engine.replicas}, "
                 f"trainer ranks {settings.parallel.world}"
             )
-            self._start_rollouts(token)
-        places = [str(self.folder), str(work), str(bridge)]
-        world, port = settings.parallel.world, settings.rendezvous_port or _free_port()
-        for rank in range(world):
+            self._start_rollouts(token, elsewhere)
+        address = team.address if team else "127.0.0.1"
+        start = Start(
+            folder=str(self.folder),
+            job=self._job,
+            checkpoint=str(self._opened.checkpoint) if self._opened.checkpoint else None,
+            address=address,
+            port=settings.rendezvous_port or free_port(address),
+        )
+        for name, command, environment in rank_starts(
+            settings, share, start, work, bridge, token, address if team else None, RANK
+        ):
             self._check_signals()
-            environment = self._environment(token if rank == 0 else "") | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this node; gloo would pick by host name
-            }
-            command = [sys.executable, "-m", RANK, *places, self._job]
-            if self._opened.checkpoint is not None:
-                command.append(str(self._opened.checkpoint))
-            self._ranks.append(self._supervisor.start(f"rank_{rank}", command, environment))
+            self._ranks.append(self._supervisor.start(name, command, environment))
+        if team:
+            team.start_ranks(start)
+            self._ranks += team.ranks.values()
+            self._supervisor.elsewhere += team.ranks.values()
         self._all_started = True
 
-    def _start_rollouts(self, token: str) -> None:
-        """Engines and the sampler."""
-        settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
+    def _start_rollouts(self, token: str, elsewhere: Container[int]) -> None:
+        """Engines and the sampler; elsewhere: engines that are on other nodes."""
+        settings, team = self._settings, self._team
         for index in range(settings.engine.replicas):
             self._check_signals()
-            engine = EngineProcess(
-                self._engine_settings,
-                index,
-                socket=engine_socket(work, index),
-                log=self.folder / LOGS / f"engine_{index}.log",
-                bridge_dir=bridge,
-                token=token,
-            )
+            engine = team.engines[index] if team and index in elsewhere else self._make_engine(index, token)
             engine.start()
-            self._supervisor.adopt(engine)
+            self._adopt(engine)
             self._engines.append(engine)
             self._started[index], self._restarts[index] = time.monotonic(), 0
         self._check_signals()
-        sampler = [sys.executable, "-m", SAMPLER, str(self.folder), str(work), str(bridge)]
-        self._supervisor.start("sampler", sampler, self._environment(token))
+        places = [str(self.folder), str(self._workspace.work), str(self._workspace.bridge)]
+        sampler = [sys.executable, "-m", SAMPLER, *places]
+        self._supervisor.start("sampler", sampler, base_environment(settings, token))
+
+    def _make_engine(self, index: int, token: str) -> EngineProcess:
+        return EngineProcess(
+            self._engine_settings,
+            index,
+            socket=engine_socket(self._workspace.work, index),
+            log=self.folder / LOGS / f"engine_{index}.log",
+            bridge_dir=self._workspace.bridge,
+            token=token,
+            **(self._team.engine_options(index) if self._team else {}),
+        )
+
+    def _adopt(self, engine: EngineProcess | RemoteEngine) -> None:
+        if isinstance(engine, RemoteEngine):
+            return  # its own node's launcher ends it
+        self._supervisor.adopt(engine)
 
     def watch(self) -> None:
         """Return when all ranks have ended well. Raises UserError, RunFailed or Interrupted."""
         while self._running():
             self._progress.pump(0.2)
             self._check_signals()
+            self._check_nodes()
             self._check_children()
             if self._warned is None:
                 self._check_engines()
@@ -258,7 +292,7 @@ class Run:
             self._progress.status(f"warning: {name}: saving, then leaving; a second one ends the run at once")
             for rank in self._ranks:
                 if rank.exit_code() is None:
-                    os.kill(rank.pid, signal.SIGTERM)
+                    rank.warn()
         elif time.monotonic() - self._warned > settings.grace:
             self._progress.status(
                 f"warning: {name}: nothing was saved within {settings.grace:.0f} s (checkpoint.grace)"
@@ -274,7 +308,17 @@ class Run:
             end = time.monotonic() + GRACE
             while REQUEUE in codes and self._running() and time.monotonic() < end:
                 self._progress.pump(0.1)
+                self._check_nodes()
             raise Interrupted(self._signals.number or signal.SIGTERM, requeue=True)
+
+    def _check_nodes(self) -> None:
+        """Take in what other nodes tell. Raises UserError or RunFailed if one of them fails or is lost."""
+        if self._team is None:
+            return
+        try:
+            self._team.pump()
+        except RunFailed as e:
+            raise RunFailed(self._keep(str(e))) from None
 
     def _check_children(self) -> None:
         if not self._supervisor.failed():
@@ -287,6 +331,7 @@ class Run:
             return
         time.sleep(1.0)  # those that the first one takes along: one of them may know more
         self._progress.pump(0.0)  # a step that ended just before is one that the folder tells of
+        self._check_nodes()
         self._check_stopped()
         dead = self._supervisor.failed()[0]
         message = user_error(dead)
@@ -317,7 +362,7 @@ class Run:
         if len(self._healthy) < len(self._engines) and time.monotonic() - self._probed > _PROBE_SECONDS:
             self._probe()
 
-    def _restart(self, engine: EngineProcess, reason: str) -> None:
+    def _restart(self, engine: EngineProcess | RemoteEngine, reason: str) -> None:
         """Start an engine anew, in the same log. Raises RunFailed if that was done too often already."""
         index, done, most = engine.index, self._restarts[engine.index], self._most_restarts
         if done >= most:
@@ -332,7 +377,7 @@ class Run:
         self._restarts[index] = done + 1
         begin_life(self._workspace.work, index, done + 1)
         engine.start()
-        self._supervisor.adopt(engine)
+        self._adopt(engine)
         self._started[index] = time.monotonic()
 
     def _probe(self) -> None:
@@ -363,17 +408,3 @@ class Run:
 
     def _keep(self, message: str) -> str:
         return f"{message}\nthe run's folder stays: {shown(self.folder)}"
-
-    def _environment(self, token: str) -> dict[str, str]:
-        environment = os.environ | {TOKEN_VARIABLE: token}  # not on a command line, which all users can read
-        if self._settings.device == "cpu":
-            # Ranks share the cores; more threads than cores wait for each other in every matrix product.
-            cores = len(os.sched_getaffinity(0))
-            environment["OMP_NUM_THREADS"] = str(max(1, cores // self._settings.parallel.world))
-        return environment
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,6 +19,7 @@ from rpg_megatron.bridge.hf_files import verify_hf_checkpoint
 from rpg_megatron.bridge.layouts import check_layout, layout_for
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.data.problems import read_counted
+from rpg_megatron.launch.nodes import Share, share_of
 from rpg_megatron.rollout import processes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -26,14 +27,18 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _SPARE = 256 * 1024**2  # what vLLM and gloo put into shared memory besides the weights
 
 
-def check(settings: Settings) -> ModelShape:
-    """Run every check; returns the model's sizes. Raises UserError at the first thing that is wrong."""
+def check(settings: Settings, share: Share | None = None) -> ModelShape:
+    """Run every check; returns the model's sizes. Raises UserError at the first thing that is wrong.
+
+    share: what this node does of a run on several; None: it is the only one.
+    """
+    share = share or share_of(settings, 0, 1)
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
     check_batch(settings, shape)
     if settings.device == "cuda":
-        check_gpus(settings)
+        check_gpus(settings, share)
     else:
         check_shared_memory(settings, shape)
     check_port(settings.rendezvous_port)
@@ -131,8 +136,8 @@ def check_shared_memory(
         )
 
 
-def check_gpus(settings: Settings) -> None:
-    """There are GPUs, and as many as trainer ranks and engine workers together."""
+def check_gpus(settings: Settings, share: Share) -> None:
+    """There are GPUs, and as many as this node's trainer ranks and engine workers together."""
     hint = "set device=cpu to run on the CPU"
     if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
         raise UserError(f"device is cuda, but this machine has no NVIDIA GPU; {hint}")
@@ -147,12 +152,11 @@ def check_gpus(settings: Settings) -> None:
         raise UserError(
             f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
         )
-    engines = settings.engine.replicas * settings.engine.tensor
-    if settings.parallel.world + engines > count:
+    ranks, engines = len(share.ranks), len(share.engines) * settings.engine.tensor
+    if ranks + engines > count:
         raise UserError(
-            f"{settings.parallel.world} GPUs are needed for the policy (parallel: tensor x pipeline x "
-            f"context x data) and {engines} for the engines (engine: replicas x tensor), {count} are "
-            "visible; lower either"
+            f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "
+            f"and {engines} for the engines (engine: replicas x tensor), {count} are visible; lower either"
         )
 
 

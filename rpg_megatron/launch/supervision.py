@@ -25,6 +25,10 @@ USER_ERROR = 2
 _ECHO_SECONDS = 1.0
 
 
+class RunFailed(Exception):
+    """A process ended before its time and not because of the user's input; the message explains it."""
+
+
 class Interrupted(BaseException):
     """A signal asked the launcher to stop. Like KeyboardInterrupt no Exception: only the top catches it."""
 
@@ -69,6 +73,10 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def receive(self, number: int) -> None:
+        """A signal that came to the launcher of another node."""
+        self._receive(number, None)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -125,6 +133,10 @@ class Child:
         """Process id, and that of its session and group."""
         return self.process.pid
 
+    def warn(self) -> None:
+        """Tell a trainer rank to save and leave."""
+        os.kill(self.pid, signal.SIGTERM)
+
     def exit_code(self) -> int | None:
         """None while it runs. The process is not reaped, so that its number still names its group."""
         if self.process.returncode is not None:
@@ -135,6 +147,17 @@ class Child:
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
 
+class Ending(Protocol):
+    """What is said of a process that may have ended, wherever it runs."""
+
+    name: str
+    log: Path
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        ...
+
+
 class Supervisor:
     """Starts children and ends them all. Everything it started is also known to the guardian."""
 
@@ -142,6 +165,8 @@ class Supervisor:
         self._guardian = guardian
         self._logs = logs
         self.children: list[Child] = []
+        self.elsewhere: list[Ending] = []
+        """Processes of other nodes, which are not this one's to end."""
         self.engines: list[Engine] = []
         self._groups: dict[int, int] = {}
 
@@ -173,9 +198,10 @@ class Supervisor:
         self._groups[engine.index] = engine.pid
         self._guardian.guard_group(engine.pid)
 
-    def failed(self) -> list[Child]:
-        """Children that have ended with a code other than 0, the most telling first."""
-        dead = [child for child in self.children if child.exit_code() not in (None, 0)]
+    def failed(self) -> list[Ending]:
+        """Processes that have ended with a code other than 0, the most telling first."""
+        known: list[Ending] = [*self.children, *self.elsewhere]
+        dead = [child for child in known if child.exit_code() not in (None, 0)]
         # One failure makes others fail: first who explains it, then who was killed, then who fell silent.
         return sorted(dead, key=lambda c: (user_error(c) is None, _code(c) >= 0, _modified(c.log)))
 
@@ -203,7 +229,7 @@ class Supervisor:
             future.result()
 
 
-def user_error(child: Child) -> str | None:
+def user_error(child: Ending) -> str | None:
     """The message of a child that ended because of a UserError, else None."""
     if child.exit_code() != USER_ERROR:
         return None
@@ -212,7 +238,7 @@ def user_error(child: Child) -> str | None:
     return "\n".join(lines[starts[-1] :]).removeprefix("error: ") if starts else None
 
 
-def explain(child: Child) -> str:
+def explain(child: Ending) -> str:
     """Why a child died: its name, its end, the last lines of its log."""
     return f"{child.name} {_ending(_code(child))}; the end of {child.log}:\n{tail(child.log)}"
 
@@ -228,7 +254,7 @@ def tail(log: Path, lines: int = 20) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(empty)"
 
 
-def _code(child: Child) -> int:
+def _code(child: Ending) -> int:
     return child.exit_code() or 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -84,11 +85,28 @@ def start_process_group(device: torch.device) -> None:
 
     Ranks wait in a collective while rank 0 waits for rollouts, so the timeout is long; a dead rank is noticed
     by the launcher, not by a timeout.
+    Raises UserError on rank 0 if it cannot listen at that address and port.
     """
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, timeout=timedelta(hours=12))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Torch's own rendezvous would listen on every interface of the machine.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        try:
+            listener = socket.create_server((address, port), backlog=4096)
+        except OSError as e:
+            raise UserError(
+                f"rendezvous_port: trainer rank 0 cannot listen at {address}:{port} ({e.strerror or e})"
+            ) from None
+        store = dist.TCPStore(
+            address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
     else:
-        dist.init_process_group("gloo", timeout=timedelta(hours=12))
+        store = dist.TCPStore(address, port, None, False, timeout=timedelta(minutes=10))
+    nccl: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend = "nccl" if nccl else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(hours=12), **nccl
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

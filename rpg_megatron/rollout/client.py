@@ -1,4 +1,4 @@
-"""Talks to one engine over its unix socket: tokens in, tokens and log-probs out."""
+"""Talks to one engine over its unix socket, or to its URL: tokens in, tokens and log-probs out."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ class EngineClient:
     likes.
     """
 
-    def __init__(self, index: int, socket: Path, token: str, *, timeout: float):
+    def __init__(self, index: int, address: Path | str, token: str, *, timeout: float):
+        """address: a socket's path, or ``http://host:port``."""
         self.index = index
-        self.socket = socket
         self._timeout = timeout
+        socket = str(address) if isinstance(address, Path) else None
         # An idle connection is dropped here well before the server drops it (engine.py sets when): otherwise
         # a request could be sent into a connection that the server is just closing.
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_SECONDS / 10
         )
         self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=limits),
-            base_url="http://engine",
+            transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits),
+            base_url="http://engine" if isinstance(address, Path) else address,
             headers={"Authorization": f"Bearer {token}"},
         )
 

@@ -8,6 +8,7 @@ flags.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +38,7 @@ BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
 KEEP_ALIVE_SECONDS = 600
 """How long an engine keeps an idle connection. Its clients drop one much sooner: they never race with it."""
 
+_ADDRESSES = "engines.json"
 _PLUGIN = "rpg_megatron.bridge.vllm_plugin"
 _TRANSFER = '{"backend": "rpg_pull"}'
 _SOCKET_LIMIT = 107  # bytes of a unix socket's path, the closing zero not counted
@@ -49,6 +52,38 @@ _ERROR_LINE = re.compile(
 def engine_socket(work: Path, index: int) -> Path:
     """Where engine ``index`` listens, in the run's private work folder."""
     return work / f"engine-{index}.sock"
+
+
+def write_addresses(work: Path, addresses: Mapping[int, str]) -> None:
+    """Say where engines on other nodes are: index -> ``http://host:port``. For ``engine_address``."""
+    (work / _ADDRESSES).write_text(json.dumps(addresses), encoding="utf-8")
+
+
+def engine_address(work: Path, index: int) -> Path | str:
+    """Where engine ``index`` of a run is reached from the first node: its socket, or its URL."""
+    try:
+        addresses = json.loads((work / _ADDRESSES).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        addresses = {}
+    return str(addresses[str(index)]) if str(index) in addresses else engine_socket(work, index)
+
+
+def health(address: Path | str, token: str, timeout: float) -> int | None:
+    """HTTP status with which the engine at a socket or URL answers now; None if it does not.
+
+    Raises RuntimeError if it refuses the token.
+    """
+    transport = httpx.HTTPTransport(uds=str(address) if isinstance(address, Path) else None)
+    headers = {"Authorization": f"Bearer {token}"}
+    base = "http://engine" if isinstance(address, Path) else address
+    try:
+        with httpx.Client(transport=transport, headers=headers, timeout=timeout) as client:
+            status = client.get(f"{base}/health").status_code
+    except httpx.HTTPError:
+        return None
+    if status == 401:
+        raise RuntimeError(f"the engine at {address} refuses our token")
+    return status
 
 
 def context_length(settings: Settings) -> int:
@@ -71,9 +106,14 @@ def context_length(settings: Settings) -> int:
 
 
 def engine_command(
-    settings: Settings, index: int, socket: Path, *, weights: Literal["dummy", "checkpoint"] = "dummy"
+    settings: Settings,
+    index: int,
+    socket: Path,
+    *,
+    weights: Literal["dummy", "checkpoint"] = "dummy",
+    listen: tuple[str, int] | None = None,
 ) -> list[str]:
-    """Command line of engine ``index``, listening on the unix socket ``socket``.
+    """Command line of engine ``index``, listening on the unix socket ``socket``, or at an address and port.
 
     weights: "dummy" starts with random weights, which the first sync replaces, so that the checkpoint is read
     once, by the trainers; "checkpoint" lets vLLM read it, for an evaluation without trainers.
@@ -81,7 +121,7 @@ def engine_command(
     engine = settings.engine
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(settings.model.path), "--served-model-name", SERVED_NAME]
-    command += ["--uds", str(socket)]
+    command += ["--host", listen[0], "--port", str(listen[1])] if listen else ["--uds", str(socket)]
     command += ["--dtype", settings.precision.dtype]
     command += ["--load-format", "dummy" if weights == "dummy" else "auto"]
     command += ["--tensor-parallel-size", str(engine.tensor)]
@@ -115,9 +155,13 @@ _KEPT_BYTES = 4 << 30
 """Freed memory that an engine on a CPU keeps for its next sync, at most."""
 
 
-def engine_environment(settings: Settings, index: int, bridge_dir: Path, token: str) -> dict[str, str]:
+def engine_environment(
+    settings: Settings, index: int, bridge_dir: Path, token: str, first_gpu: int | None = None
+) -> dict[str, str]:
     """Whole environment of an engine: this process's, with what vLLM needs set and what would disturb it
     removed.
+
+    first_gpu: the first of the node's GPUs that are the engine's; None: all engines and ranks are on it.
     """
     environment = dict(os.environ)
     # VLLM_API_KEY would ask for a second token; VLLM_CPU_KVCACHE_SPACE (whole GiB) would override the flag.
@@ -134,7 +178,7 @@ def engine_environment(settings: Settings, index: int, bridge_dir: Path, token: 
     }
     if settings.device == "cuda":
         # The trainer ranks have the first GPUs, the engines those behind them.
-        first = settings.parallel.world + index * settings.engine.tensor
+        first = settings.parallel.world + index * settings.engine.tensor if first_gpu is None else first_gpu
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         gpus = list(range(first, first + settings.engine.tensor))
         if settings.bridge.transport == "cuda_ipc":
@@ -208,14 +252,23 @@ class EngineProcess:
         bridge_dir: Path,
         token: str,
         weights: Literal["dummy", "checkpoint"] = "dummy",
+        listen: tuple[str, int] | None = None,
+        first_gpu: int | None = None,
+        extra: Mapping[str, str] | None = None,
     ):
+        """listen: address and port for an engine that is used from other nodes, instead of the socket, whose
+        folder it needs all the same. first_gpu: see ``engine_environment``; extra is added to that.
+        """
         self.index = index
         self.socket = socket
+        self.address: Path | str = f"http://{listen[0]}:{listen[1]}" if listen else socket
         self.log = log
         self._timeout = settings.engine.start_timeout
         self._token = token
-        self._command = engine_command(settings, index, socket, weights=weights)
-        self._environment = engine_environment(settings, index, bridge_dir, token)
+        self._command = engine_command(settings, index, socket, weights=weights, listen=listen)
+        self._environment = engine_environment(settings, index, bridge_dir, token, first_gpu) | dict(
+            extra or {}
+        )
         if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's inner sockets: a folder and a UUID
             self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
         self._process: subprocess.Popen[bytes] | None = None
@@ -258,19 +311,11 @@ class EngineProcess:
 
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether the engine answers now."""
-        transport = httpx.HTTPTransport(uds=str(self.socket))
-        headers = {"Authorization": f"Bearer {self._token}"}
-        try:
-            with httpx.Client(transport=transport, headers=headers, timeout=timeout) as client:
-                answer = client.get("http://engine/health")
-        except httpx.HTTPError:
-            return False
-        if answer.status_code == 401:
-            raise RuntimeError(f"engine {self.index} refuses our token at {self.socket}")
-        self._answered |= answer.status_code == 200
-        if answer.status_code == 200 and not self._segments:
+        well = health(self.address, self._token, timeout) == 200
+        self._answered |= well
+        if well and not self._segments:
             self._segments = processes.leftover_segments([self._process.pid]) if self._process else set()
-        return answer.status_code == 200
+        return well
 
     def wait_healthy(self, timeout: float | None = None) -> float:
         """Wait until the engine answers; returns the seconds since its start.

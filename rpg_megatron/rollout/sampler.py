@@ -42,7 +42,7 @@ from rpg_megatron.rollout.channel import (
 )
 from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
 from rpg_megatron.rollout.draws import Draw, sample_draws
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, context_length, engine_socket
+from rpg_megatron.rollout.engine import TOKEN_VARIABLE, context_length, engine_address
 from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.rollout.fleet import Fleet
 from rpg_megatron.rollout.selection import Selection, groups_from_rows, groups_to_rows
@@ -390,7 +390,7 @@ async def _run(settings: Settings, work: Path, token: str) -> None:
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"model.path: no usable tokenizer in {settings.model.path} ({e})") from None
     engines = [
-        EngineClient(i, engine_socket(work, i), token, timeout=settings.engine.request_timeout)
+        EngineClient(i, engine_address(work, i), token, timeout=settings.engine.request_timeout)
         for i in range(settings.engine.replicas)
     ]
     events = EventSender(work / EVENTS)
