@@ -94,7 +94,7 @@ class Line:
     def _beat(self) -> None:
         while not self.lost:
             self.tell("beat")
-            time.sleep(_BEAT_SECONDS)
+            time.sleep(min(_BEAT_SECONDS, self._limit / 4))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from rpg_megatron.launch.control import Line, Place, join
 from rpg_megatron.launch.guardian import Guardian
 from rpg_megatron.launch.nodes import Nodes, Share, address_towards, free_port, own_address, share_of
 from rpg_megatron.launch.preflight import check
-from rpg_megatron.launch.ranks import Start, cluster_environment, rank_starts
+from rpg_megatron.launch.ranks import RANK, Start, cluster_environment, rank_starts
 from rpg_megatron.launch.run_directory import LOGS, resolved_yaml
 from rpg_megatron.launch.supervision import Child, StopSignals, Supervisor
 from rpg_megatron.launch.workspace import create_workspace
@@ -199,12 +199,14 @@ class Follower:
             self._engines[message["index"]].stop(message["grace"])
         elif kind == "start_ranks":
             work, bridge = self._workspace.work, self._workspace.bridge
-            places = (work, bridge, self._token, self._seat.address)
+            places = (work, bridge, self._token, self._seat.address, RANK)
             for name, command, environment in rank_starts(
                 self._settings, self._share, Start(**message), *places
             ):
                 child = self._supervisor.start(name, command, environment)
                 self._ranks[int(environment["RANK"])] = child
+        elif kind == "warn":
+            self._ranks[message["rank"]].warn()
         elif kind == "end":
             raise _RunOver(message["reason"])
 

@@ -188,7 +188,7 @@ class Run:
             port=settings.rendezvous_port or free_port(address),
         )
         for name, command, environment in rank_starts(
-            settings, share, start, work, bridge, token, address if team else None, module=RANK
+            settings, share, start, work, bridge, token, address if team else None, RANK
         ):
             self._check_signals()
             self._ranks.append(self._supervisor.start(name, command, environment))

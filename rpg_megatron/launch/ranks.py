@@ -14,6 +14,7 @@ from rpg_megatron.launch.nodes import Share, interface_of
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE
 
 RANK = "rpg_megatron.training.rank"
+"""What a trainer rank runs."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ def rank_starts(
     bridge: Path,
     token: str,
     address: str | None,
-    module: str = RANK,
+    module: str,
 ) -> Iterator[tuple[str, list[str], dict[str, str]]]:
     """Name, command line and environment of each of this node's trainer ranks.
 
-    work, bridge: this node's private folders. address: as for ``cluster_environment``.
+    work, bridge: this node's private folders. address: as for ``cluster_environment``. module: what they run.
     """
     command = [sys.executable, "-m", module, start.folder, str(work), str(bridge), start.job]
     if start.checkpoint is not None:

@@ -7,6 +7,7 @@ to their node (see ``follower.py``), what happens to them comes back the same wa
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -111,7 +112,10 @@ class Team:
                 self.engines[index] = RemoteEngine(self, node, index, log, url)
             for rank in share.ranks:
                 name = f"rank_{rank} on {self.name(node)}"
-                self.ranks[rank] = RemoteRank(name, logs / f"rank_{rank}.log")
+                log = logs / f"rank_{rank}.log"
+                self.ranks[rank] = RemoteRank(
+                    name, log, lambda line=line, rank=rank: line.tell("warn", rank=rank)
+                )
         return {index: engine.url for index, engine in self.engines.items()}
 
     def start_ranks(self, start: Start) -> None:
@@ -229,6 +233,8 @@ class RemoteRank:
     name: str
     log: Path
     """In the run's folder, which all nodes share."""
+    warn: Callable[[], None]
+    """Tells it to save and leave."""
     code: int | None = None
 
     def exit_code(self) -> int | None:

@@ -1,0 +1,226 @@
+"""What the scripts in slurm/ do around the launcher, under a real Slurm: requeue, chain, cancel, lose a node.
+
+Why: these paths are taken once a night, and by nobody who looks. Slurm's own daemons run here, two "nodes" of
+them on one machine; jobs are submitted from a folder that is not the repository, with blanks in every path.
+In place of the launcher stands a small program that says what it was given, or the real launcher with
+stand-ins for engines, sampler and ranks, so that each test takes seconds. Not covered: real engines and
+ranks (test_slurm.py), containers but for the options that srun is given, cgroup and affinity plugins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.slurm_cluster import Job, Slurm, missing, start_slurm
+from tests.unit.test_launch_nodes import DRIVER, ENGINE, STAND_IN
+
+ROOT = Path(__file__).parents[2]
+needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started here: {missing()}")
+
+ECHO = """#!/bin/bash
+# Says what it was given; the first time it waits for a warning and saves.
+for word in "$@"; do echo "<$word>"; done
+echo "in $PWD"
+if [ -e "$0.saves" ] && [ ! -e "$0.saved" ]; then
+    trap 'touch "$0.saved"; echo saved; exit 75' USR1
+    echo waiting
+    for _ in $(seq 1200); do sleep 0.1; done
+fi
+echo done
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    yield from start_slurm()
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> Path:
+    """The small program. Its name has no blank: Slurm's linuxproc plugin signals no process that has one."""
+    file = tmp_path / "a folder" / "launcher"
+    file.parent.mkdir()
+    file.write_text(ECHO)
+    file.chmod(0o755)
+    return file
+
+
+def wanting_to_save(echo: Path) -> Path:
+    echo.with_name(f"{echo.name}.saves").touch()
+    return echo
+
+
+@needs_slurm
+def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Path, echo: Path) -> None:
+    words = ("a config.yaml", "data.template=x y {prompt}", "seed=3")
+    job = Job(slurm, tmp_path, "train_single_node", *words, launcher=wanting_to_save(echo))
+    job.wait_for("waiting")
+    slurm.run("scancel", "--signal=USR1", job.number)
+    job.wait_for("saved; requeued")
+    job.hurry()
+    facts = job.wait_for_end(120)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
+    given = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
+    told = ("srun:", "slurmstepd:", "User defined signal")
+    said = [line for line in job.said.splitlines() if not line.startswith(told)]
+    assert said == [*given, "waiting", "saved", "saved; requeued", *given, "done"]
+
+
+@needs_slurm
+def test_in_an_array_the_next_task_goes_on_and_the_rest_is_dropped(
+    slurm: Slurm, tmp_path: Path, echo: Path
+) -> None:
+    job = Job(
+        slurm,
+        tmp_path,
+        "train_single_node",
+        "c.yaml",
+        launcher=wanting_to_save(echo),
+        options=("--array=1-4%1",),
+    )
+    slurm.wait(lambda: any("waiting" in log.read_text() for log in job.folder.glob("*.log")), 60)
+    # It reaches the task that runs, and exits with 1 because of those that wait.
+    subprocess.run(["scancel", "--signal=USR1", job.number], env=slurm.environment, check=False)
+    slurm.wait(lambda: not slurm.run("squeue", "-h").strip(), 120)
+    logs = sorted(job.folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
+    assert len(logs) == 2, [log.read_text() for log in logs]
+    assert logs[0].read_text().endswith("saved\n")
+    assert "requeued" not in logs[0].read_text()
+    assert logs[1].read_text().endswith("done\n")
+
+
+@needs_slurm
+def test_a_cancelled_job_is_not_requeued(slurm: Slurm, tmp_path: Path, echo: Path) -> None:
+    echo.write_text(ECHO.replace("USR1", "TERM"))
+    job = Job(slurm, tmp_path, "train_single_node", "c.yaml", launcher=wanting_to_save(echo))
+    job.wait_for("waiting")
+    slurm.run("scancel", job.number)
+    facts = job.wait_for_end(120)
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), job.told()
+
+
+@needs_slurm
+def test_a_failure_is_the_jobs(slurm: Slurm, tmp_path: Path, echo: Path) -> None:
+    echo.write_text("#!/bin/bash\necho 'error: no such thing' >&2\nexit 2\n")
+    job = Job(slurm, tmp_path, "train_single_node", "c.yaml", launcher=echo)
+    facts = job.wait_for_end(120)
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "error: no such thing" in job.said
+
+
+@needs_slurm
+def test_conversions_get_their_words(slurm: Slurm, tmp_path: Path, echo: Path) -> None:
+    words = ("hf-to-megatron", "--hf", "a model", "--out", "b c")
+    job = Job(slurm, tmp_path, "convert", *words, launcher=echo)
+    assert job.wait_for_end(120)["JobState"] == "COMPLETED"
+    assert [w for w in job.said.splitlines() if w[0] == "<"] == [
+        "<convert>",
+        *(f"<{word}>" for word in words),
+    ]
+
+
+# -- two launchers -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> Path:
+    """The real launcher, whose children are stand-ins that say where they run."""
+    note = "with open(here / 'nodes', 'a') as f: f.write(name + ' ' + os.environ['SLURMD_NODENAME'] + '\\n')"
+    text = STAND_IN.replace("    plan = json", f"    {note}\n    plan = json")
+    (tmp_path / "stand_in.py").write_text(text)
+    (tmp_path / "stand_in_engine.py").write_text(ENGINE)
+    (tmp_path / "stand_in_sampler.py").write_text("import stand_in; stand_in.act('sampler')")
+    (tmp_path / "stand_in_rank.py").write_text(
+        "import os, stand_in; stand_in.act('rank_' + os.environ['RANK'])"
+    )
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "plan.json").write_text(json.dumps({"rank_0": "os._exit(0)", "rank_1": "os._exit(0)"}))
+    file = tmp_path / "launcher"
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    file.write_text(f'#!/bin/bash\nPYTHONPATH="{path}" exec "{sys.executable}" "{tmp_path}/driver.py" "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+def places(folder: Path) -> dict[str, str]:
+    file = folder / "nodes"
+    return dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+
+
+@needs_slurm
+def test_trainer_nodes_and_engine_nodes(
+    slurm: Slurm, tmp_path: Path, config_file: Path, stand_ins: Path
+) -> None:
+    words = (str(config_file), "parallel.data=2", "engine.replicas=2", "runs=runs")
+    job = Job(slurm, tmp_path, "train_disaggregated", *words, launcher=stand_ins)
+    slurm.wait(lambda: len(places(tmp_path)) == 5, 120)
+    assert places(tmp_path) == {
+        "rank_0": "n1",
+        "rank_1": "n1",
+        "sampler": "n1",
+        "engine_0": "n2",
+        "engine_1": "n2",
+    }
+    job.wait_for("engine 1 is up")
+    assert slurm.sockets_open_to_others() == []
+    (tmp_path / "go").touch()
+    facts = job.wait_for_end(120)
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.told()
+    job.assert_no_secret_shows()
+
+
+@pytest.mark.long
+@needs_slurm
+def test_a_node_that_fails_ends_the_job_with_the_reason(
+    slurm: Slurm, tmp_path: Path, config_file: Path, stand_ins: Path
+) -> None:
+    words = (str(config_file), "parallel.data=2", "engine.replicas=2")
+    # By default Slurm requeues a job whose node has failed.
+    job = Job(slurm, tmp_path, "train_multi_node", *words, launcher=stand_ins, options=("--no-requeue",))
+    slurm.wait(lambda: len(places(tmp_path)) == 5, 120)
+    slurm.fail_node("n2")
+    try:
+        facts = job.wait_for_end(240)
+        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.told()
+        assert "error: node 1 (n2) is lost: " in job.said, job.told()
+        assert "requeued" not in job.said
+    finally:
+        slurm.start_node("n2")
+        slurm.wait(lambda: slurm.states() == {"idle"}, 120)
+
+
+def test_containers_by_one_variable(tmp_path: Path) -> None:
+    """The options that pyxis knows; without Slurm, with a ``srun`` that says what it was given."""
+    (tmp_path / "srun").write_text('#!/bin/bash\nfor word in "$@"; do echo "<$word>"; done\n')
+    (tmp_path / "srun").chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_CPUS_ON_NODE": "4",
+        "CONTAINER_IMAGE": "an image.sqsh",
+        "CONTAINER_MOUNTS": "/a b:/a b",
+    }
+    for script in ("train_single_node", "train_multi_node", "train_disaggregated", "convert"):
+        environment |= {"SLURM_JOB_NUM_NODES": "2"}
+        done = subprocess.run(
+            ["bash", ROOT / "slurm" / f"{script}.sbatch", "x"],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        words = done.stdout.splitlines()
+        assert {
+            "<--container-image=an image.sqsh>",
+            "<--container-mounts=/a b:/a b>",
+            f"<--container-workdir={tmp_path}>",
+            "<--ntasks-per-node=1>",
+        } <= set(words)
+        assert words[words.index("<rpg-megatron>") + 1] in ("<train>", "<convert>")

@@ -1,0 +1,230 @@
+"""Who takes part in a run, and who does what: from Slurm's environment, from options, from the settings.
+
+Why: a launcher that takes an interactive shell for a cluster waits for nodes that never come, and one that
+takes a cluster for a single node starts as many runs as there are nodes. Not covered: Slurm itself
+(tests/integration/test_slurm.py), launchers that talk to each other (test_launch_nodes.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.launch import control
+from rpg_megatron.launch.control import Host, join, meeting_file
+from rpg_megatron.launch.nodes import (
+    Nodes,
+    Share,
+    address_towards,
+    expand_hosts,
+    find_nodes,
+    interface_of,
+    own_address,
+    share_of,
+)
+
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_NODEID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3,07]", ["n1", "n2", "n3", "n07"]),
+        ("a,gpu[08-11]-ib,b[2]", ["a", "gpu08-ib", "gpu09-ib", "gpu10-ib", "gpu11-ib", "b2"]),
+        ("", []),
+    ],
+)
+def test_host_lists(listed: str, names: list[str]) -> None:
+    assert expand_hosts(listed) == names
+
+
+def test_a_step_of_several_nodes() -> None:
+    nodes = find_nodes(None, None, None, STEP)
+    assert nodes == Nodes(1, 2, "slurm-77-0-0", ("gpu07", "gpu08"))
+    assert nodes.name(1) == "node 1 (gpu08)"
+    again = find_nodes(None, None, None, STEP | {"SLURM_RESTART_COUNT": "1"})
+    assert again.job != nodes.job  # what an earlier start left is not this one's
+
+
+def test_an_allocation_alone_is_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    # salloc, or a batch script that starts the command without srun: there is no step.
+    batch = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
+    assert find_nodes(None, None, None, batch) == Nodes()
+    assert find_nodes(None, None, None, {}) == Nodes()
+    assert (
+        find_nodes(None, None, None, STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"})
+        == Nodes()
+    )
+    # srun --pty bash: typed into its shell the command runs alone; started by srun from there it does not.
+    shell = STEP | {"SLURM_PTY_PORT": "4000"}
+    monkeypatch.setattr(os, "isatty", lambda _: True)
+    assert find_nodes(None, None, None, shell) == Nodes()
+    monkeypatch.setattr(os, "isatty", lambda _: False)
+    assert find_nodes(None, None, None, shell).count == 2
+
+
+def test_several_launchers_on_a_node_are_an_error() -> None:
+    with pytest.raises(UserError, match=r"started 8 launchers on 2 nodes.*--ntasks-per-node=1"):
+        find_nodes(None, None, None, STEP | {"SLURM_STEP_NUM_TASKS": "8"})
+
+
+def test_options_win_and_are_checked() -> None:
+    assert find_nodes(1, 3, "a", STEP) == Nodes(1, 3, "job-a")
+    assert find_nodes(0, 1, None, STEP) == Nodes()
+    for rank, count, job, told in (
+        (None, 2, None, "--nodes and --node-rank go together"),
+        (2, 2, None, "--node-rank 2 is none of 0 to 1"),
+        (0, 2, "../x", "--job"),
+    ):
+        with pytest.raises(UserError, match=told):
+            find_nodes(rank, count, job, {})
+
+
+def shares(settings: Settings, count: int) -> list[Share]:
+    return [share_of(settings, rank, count) for rank in range(count)]
+
+
+def test_shares(config_file: Path) -> None:
+    both = ["bridge.transport=process_group", "parallel.data=4", "engine.replicas=4", "engine.tensor=2"]
+    assert shares(load_settings(config_file, both), 2) == [
+        Share(range(0, 2), range(0, 2)),
+        Share(range(2, 4), range(2, 4)),
+    ]
+    apart = load_settings(config_file, [*both, "cluster={trainer_nodes: 1, engine_nodes: 2}"])
+    assert shares(apart, 3) == [
+        Share(range(0, 4), range(0)),
+        Share(range(0), range(0, 2)),
+        Share(range(0), range(2, 4)),
+    ]
+    assert [shares(apart, 3)[2].first_gpu(apart, engine) for engine in (2, 3)] == [0, 2]
+    mixed = load_settings(config_file, [*both, "cluster.engine_nodes=1"])
+    assert shares(mixed, 2)[1].first_gpu(mixed, 3) == 2 + 3 * 2
+    assert shares(load_settings(config_file, both), 1) == [Share(range(4), range(4))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["bridge.transport=shared_memory"], "does not reach from node to node; on 2 nodes set it"),
+        (["engine.replicas=3"], r"3 engines \(engine.replicas\) cannot be spread evenly over 2 nodes"),
+        (["parallel.data=1"], "1 trainer ranks .* cannot be spread evenly over 2 nodes"),
+        (["cluster.trainer_nodes=3"], r"cluster.trainer_nodes \(3\) is more than the nodes of the job"),
+    ],
+)
+def test_what_cannot_be_shared_out(config_file: Path, overrides: list[str], told: str) -> None:
+    fit = ["bridge.transport=process_group", "parallel.data=2", "engine.replicas=2"]
+    with pytest.raises(UserError, match=told):
+        share_of(load_settings(config_file, [*fit, *overrides]), 0, 2)
+
+
+def test_nodes_without_work_are_an_error(config_file: Path) -> None:
+    settings = load_settings(config_file, ["cluster={trainer_nodes: 1, engine_nodes: 1}"])
+    with pytest.raises(UserError, match=r"leave 1 of the job's 3 nodes idle"):
+        share_of(settings, 0, 3)
+
+
+def test_addresses() -> None:
+    assert own_address("lo") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert address_towards("127.0.0.1", 9) == "127.0.0.1"
+    with pytest.raises(UserError, match=r"cluster.interface: .* has no interface 'ib7'.*lo"):
+        own_address("ib7")
+    with pytest.raises(UserError, match=r"192.0.2.1 is no address of"):
+        interface_of("192.0.2.1")
+
+
+# -- the meeting ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings(config_file: Path) -> Settings:
+    return load_settings(config_file, ["cluster={interface: lo, join_timeout: 20}"])
+
+
+def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(settings, Nodes(0, 2, "job-x"))
+    file = meeting_file(settings, Nodes(1, 2, "job-x"))
+    try:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        place = control._read(file)
+        assert place is not None
+        silent = socket.create_connection((place.address, place.port))  # says nothing, and blocks nobody
+        guessing = socket.create_connection((place.address, place.port))
+        assert control._shake_hands(guessing, "a guess", host=False) is None
+
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(join(settings, Nodes(1, 2, "job-x"), lambda: None))
+        )
+        thread.start()
+        thread.join(20)
+        line = found[0][0]
+        line.tell("join", node=1, host="b")
+        host.wait(lambda: None, lambda _: None)
+        assert host.joined[1]["host"] == "b"
+        assert not file.exists()
+        with pytest.raises(OSError, match=r"refused"):  # nobody else can come
+            socket.create_connection((place.address, place.port))
+        host.lines[1].tell("hello", word=host.token[:0])
+        wait_for_message(line)
+        host.close()
+        while not line.lost:
+            line.take()
+        assert line.lost == "its launcher is gone"
+        silent.close()
+    finally:
+        host.close()
+
+
+def wait_for_message(line: control.Line) -> None:
+    while (message := line.take_one()) is None:
+        assert not line.lost
+    assert message == {"kind": "hello", "word": ""}
+
+
+def test_a_meeting_file_that_others_can_read_is_refused(settings: Settings) -> None:
+    host = Host(settings, Nodes(0, 2, "job-x"))
+    try:
+        meeting_file(settings, Nodes(1, 2, "job-x")).chmod(0o640)
+        with pytest.raises(UserError, match=r"holds a token and is not private .*mode 0640"):
+            join(settings, Nodes(1, 2, "job-x"), lambda: None)
+    finally:
+        host.close()
+
+
+def test_a_loopback_address_of_another_machine_is_explained(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(settings, Nodes(0, 2, "job-x"))
+    try:
+        monkeypatch.setattr(control, "_machine", lambda: "another")
+        with pytest.raises(UserError, match=r"gives 127.0.0.1 as its address.*cluster.interface"):
+            join(settings, Nodes(1, 2, "job-x"), lambda: None)
+    finally:
+        host.close()
+
+
+def test_a_file_that_a_dead_start_left_is_waited_out(settings: Settings) -> None:
+    host = Host(settings, Nodes(0, 2, "job-x"))
+    file = meeting_file(settings, Nodes(0, 2, "job-x"))
+    stale = file.read_text()
+    host.close()
+    file.write_text(stale)
+    file.chmod(0o600)
+    short = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"join_timeout": 1.0})})
+    with pytest.raises(UserError, match=r"node 0 was not found within 1 s .*nobody answers at 127.0.0.1"):
+        join(short, Nodes(1, 2, "job-x"), lambda: None)
