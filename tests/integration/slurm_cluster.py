@@ -150,6 +150,16 @@ class Slurm:
             and process.pid not in mine
         ]
 
+    def sockets_open_to_others(self) -> list[tuple[str, str]]:
+        """What a job listens on that is not on loopback: (address, command line), Slurm's own left out."""
+        found = []
+        for process in self.processes():
+            for connection in process.net_connections("inet"):
+                place = connection.laddr
+                if connection.status == psutil.CONN_LISTEN and not place.ip.startswith("127."):
+                    found.append((f"{place.ip}:{place.port}", " ".join(process.info["cmdline"])))
+        return [(address, line) for address, line in found if not line.startswith("srun ")]
+
     def run(self, *command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
         """Output of a Slurm command."""
         done = subprocess.run(
@@ -282,16 +292,13 @@ class Job:
     def hurry(self) -> None:
         """Slurm lets a requeued job wait for two minutes; this one need not."""
 
-        def moved() -> bool:
-            told = subprocess.run(
-                ["scontrol", "update", f"JobId={self.number}", "StartTime=now"],
-                env=self.slurm.environment,
-                capture_output=True,
-                check=False,
-            )
-            return told.returncode == 0 and self.state() != "COMPLETING"
+        def again() -> bool:
+            update = ["scontrol", "update", f"JobId={self.number}", "StartTime=now"]
+            subprocess.run(update, env=self.slurm.environment, capture_output=True, check=False)
+            facts = self.slurm.job(self.number)
+            return facts["Restarts"] == "1" and facts["JobState"] in ("RUNNING", "COMPLETED")
 
-        self.slurm.wait(moved, 60)
+        self.slurm.wait(again, 240)
 
     def wait_for_end(self, seconds: float = 900) -> dict[str, str]:
         """Until no process of it is left; what Slurm says of it."""

@@ -78,7 +78,7 @@ def test_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     job.wait_for("engine 1 is up")
     nodes = {p.info["environ"]["RANK"]: p.info["environ"]["SLURMD_NODENAME"] for p in ranks(slurm)}
     assert nodes == {"0": "n1", "1": "n2"}
-    assert sockets_open_to_others(slurm) == []
+    assert slurm.sockets_open_to_others() == []
     (url,) = engine_urls(slurm)
     assert_every_route_is_guarded(url, next(iter(job.tokens - {""})))
     facts = job.wait_for_end()
@@ -110,7 +110,9 @@ def test_a_warned_run_is_requeued_and_goes_on_to_its_end(slurm: Slurm, tmp_path:
 @pytest.mark.long
 def test_a_node_that_fails_in_a_step_ends_the_run(slurm: Slurm, tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith("training.steps")]
-    job = Job(slurm, tmp_path, "train_multi_node", quickstart(tmp_path), *words, "training.steps=50", *TWO)
+    words += ["training.steps=50", *TWO]
+    # By default Slurm requeues a job whose node has failed.
+    job = Job(slurm, tmp_path, "train_multi_node", quickstart(tmp_path), *words, options=("--no-requeue",))
     job.wait_for("step 1/50")
     slurm.fail_node("n2")
     try:
@@ -146,18 +148,6 @@ def engine_urls(slurm: Slurm) -> list[str]:
     ]
     found = [line for line in lines if "--port" in line]
     return sorted({f"http://{x[x.index('--host') + 1]}:{x[x.index('--port') + 1]}" for x in found})
-
-
-def sockets_open_to_others(slurm: Slurm) -> list[tuple[str, str]]:
-    """What listens on more than loopback: (address, command line)."""
-    found = []
-    for process in slurm.processes():
-        for connection in process.net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN and not connection.laddr.ip.startswith("127."):
-                found.append(
-                    (f"{connection.laddr.ip}:{connection.laddr.port}", " ".join(process.info["cmdline"]))
-                )
-    return found
 
 
 def assert_every_route_is_guarded(url: str, token: str) -> None:

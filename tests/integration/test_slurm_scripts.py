@@ -86,7 +86,8 @@ def test_in_an_array_the_next_task_goes_on_and_the_rest_is_dropped(
         options=("--array=1-4%1",),
     )
     slurm.wait(lambda: any("waiting" in log.read_text() for log in job.folder.glob("*.log")), 60)
-    slurm.run("scancel", "--signal=USR1", f"{job.number}_1")
+    # It reaches the task that runs, and exits with 1 because of those that wait.
+    subprocess.run(["scancel", "--signal=USR1", job.number], env=slurm.environment, check=False)
     slurm.wait(lambda: not slurm.run("squeue", "-h").strip(), 120)
     logs = sorted(job.folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
     assert len(logs) == 2, [log.read_text() for log in logs]
@@ -157,7 +158,7 @@ def places(folder: Path) -> dict[str, str]:
 def test_trainer_nodes_and_engine_nodes(
     slurm: Slurm, tmp_path: Path, config_file: Path, stand_ins: Path
 ) -> None:
-    words = (str(config_file), "parallel.data=2", "engine.replicas=2")
+    words = (str(config_file), "parallel.data=2", "engine.replicas=2", "runs=runs")
     job = Job(slurm, tmp_path, "train_disaggregated", *words, launcher=stand_ins)
     slurm.wait(lambda: len(places(tmp_path)) == 5, 120)
     assert places(tmp_path) == {
@@ -168,17 +169,21 @@ def test_trainer_nodes_and_engine_nodes(
         "engine_1": "n2",
     }
     job.wait_for("engine 1 is up")
+    assert slurm.sockets_open_to_others() == []
     (tmp_path / "go").touch()
     facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.told()
+    job.assert_no_secret_shows()
 
 
+@pytest.mark.long
 @needs_slurm
 def test_a_node_that_fails_ends_the_job_with_the_reason(
     slurm: Slurm, tmp_path: Path, config_file: Path, stand_ins: Path
 ) -> None:
     words = (str(config_file), "parallel.data=2", "engine.replicas=2")
-    job = Job(slurm, tmp_path, "train_multi_node", *words, launcher=stand_ins)
+    # By default Slurm requeues a job whose node has failed.
+    job = Job(slurm, tmp_path, "train_multi_node", *words, launcher=stand_ins, options=("--no-requeue",))
     slurm.wait(lambda: len(places(tmp_path)) == 5, 120)
     slurm.fail_node("n2")
     try:

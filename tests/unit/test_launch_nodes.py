@@ -250,6 +250,21 @@ def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
     assert one.err(1).startswith("error: ended by node 0: Ctrl-C")
 
 
+@pytest.mark.parametrize("warned", [(0, 1), (1,)])
+def test_a_warning_to_any_node_has_all_ranks_save(pair, warned: tuple[int, ...]) -> None:
+    """The exit code that has the job requeued is the first launcher's; the other leaves in peace."""
+    saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); (here / name).touch()"
+    one = pair(rank_0=saves, rank_1=saves)
+    one.begin()
+    one.go()
+    wait_for(lambda: all((one.folder / f"rank_{rank}").exists() for rank in (0, 1)), 30, one.told)
+    for rank in warned:
+        one.launchers[rank].send_signal(signal.SIGUSR1)
+    assert one.finish() == [75, 0], one.told()
+    assert one.err(0).startswith("stopped: SIGUSR1")
+    assert one.err(1) == ""
+
+
 def test_an_engine_on_the_other_node_is_restarted_there(pair) -> None:
     one = pair(engine_1="(here / 'go').unlink(); os._exit(0)")
     one.begin()
