@@ -78,6 +78,7 @@ class WorkerPool:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
+        self._owner = os.getpid()
         self._living: dict[int, _Worker] = {}
         self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         if not lazy:
@@ -103,6 +104,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill the workers and wait until they are gone. Inputs under way count as crashed."""
+        if os.getpid() != self._owner:  # a fork at its exit: the workers are its parent's
+            return
         with self._lock:
             if self._closed:
                 return

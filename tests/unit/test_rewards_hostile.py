@@ -113,11 +113,11 @@ def descendants() -> set[int]:
 
 @pytest.mark.parametrize(
     ("answer", "rounds", "deadline"),
-    [("\\frac{\\sqrt{3}}{2}", 1, 2.0), pytest.param("7", 5, 5.0, marks=pytest.mark.long)],
+    [("\\frac{\\sqrt{3}}{2}", 1, 4.0), pytest.param("7", 5, 5.0, marks=pytest.mark.long)],
 )
 def test_sixty_hostile_answers_each_get_a_verdict_in_time(answer: str, rounds: int, deadline: float) -> None:
     assert len(HOSTILE) == len(set(HOSTILE)) == 60
-    workers = 4
+    workers = 8  # more than cores: a hang needs none, and the clock of a busy machine is no fair judge
     before = descendants()
     with Grader(workers=workers, deadline=deadline) as grader:
         assert grader.submit("\\boxed{\\sqrt{8}}", "2\\sqrt{2}").result().correct  # the pool is warm

@@ -148,6 +148,18 @@ def test_nothing_is_left_when_it_is_closed(start: Callable[..., WorkerPool]) -> 
     wait_until(lambda: children(os.getsid(0)) == before)
 
 
+def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., WorkerPool]) -> None:
+    pool = start(workers=1)
+    assert pool.submit("a", "a").result(timeout=300).value is True
+    child = os.fork()
+    if child == 0:
+        pool.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pool.submit("a", "a").result(timeout=300).value is True
+    assert pool.take_counts()["crash"] == 0
+
+
 def test_nothing_outlives_a_killed_parent(odd: str) -> None:
     """Kill -9, with one worker that hangs and one that is idle. What a worker started itself is its own."""
     code = (
