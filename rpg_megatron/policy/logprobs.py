@@ -24,71 +24,86 @@ class _ChunkedLogProbs(torch.autograd.Function):
         targets: Tensor,
         first: int,
         valid: int,
-        scale: float,
+        temperature: float,
         chunk: int,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
-        tokens = hidden.size(0)
-        logp, entropy, normaliser = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3))
+        tokens, rows = hidden.size(0), weight[:valid]
+        logp, entropy, top, log_total = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(4))
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
-            logits = _logits(hidden[part], weight, valid, scale)
-            top = logits.amax(-1)
-            _reduce(top, group, dist.ReduceOp.MAX)
-            index, mine = _local(targets[part], first, valid)
-            picked = logits.gather(1, index[:, None])[:, 0].sub(top).masked_fill(~mine, 0.0)
-            logits.sub_(top[:, None])
-            mass = logits.exp()
-            total = mass.sum(-1)
-            # Rows of a padded vocabulary are -inf with mass 0, and 0 * -inf must count as 0.
-            weighted = mass.mul_(logits.masked_fill_(logits == -torch.inf, 0.0)).sum(-1)
-            sums = torch.stack([total, weighted, picked])
-            _reduce(sums, group, dist.ReduceOp.SUM)
-            log_total = sums[0].log()
-            logp[part] = sums[2] - log_total
-            entropy[part] = log_total - sums[1] / sums[0]
-            normaliser[part] = top + log_total
-        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.first, ctx.valid, ctx.scale, ctx.chunk = first, valid, scale, chunk
+            top[part], sums = _local_sums(hidden[part], rows, targets[part] - first, temperature, group)
+            log_total[part] = sums[0].log()
+            logp[part] = sums[2] - log_total[part]
+            entropy[part] = log_total[part] - sums[1] / sums[0]
+        # Two normalisers: their sum would be rounded at the size of the logits.
+        ctx.save_for_backward(hidden, weight, targets, top, log_total, entropy)
+        ctx.first, ctx.valid, ctx.temperature, ctx.chunk = first, valid, temperature, chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, d_logp: Tensor, d_entropy: Tensor) -> Any:
-        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        hidden, weight, targets, top, log_total, entropy = ctx.saved_tensors
+        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        rows = weight[: ctx.valid]
         with_entropy = bool((d_entropy != 0).any())
-        for start in range(0, hidden.size(0), ctx.chunk):
+        for start in range(0, hidden.size(0) if ctx.valid else 0, ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.size(0)))
-            log_p = _logits(hidden[part], weight, ctx.valid, ctx.scale).sub_(normaliser[part, None])
-            p = log_p.exp()
+            d_logits = _logits(hidden[part], rows, ctx.temperature)
+            d_logits.sub_(top[part, None]).sub_(log_total[part, None])
             if with_entropy:
                 # d entropy / d logit_j = -p_j (log p_j + entropy)
-                bent = log_p.masked_fill_(log_p == -torch.inf, 0.0).add_(entropy[part, None])
-                d_logits = bent.mul_(d_entropy[part, None]).add_(d_logp[part, None]).mul_(p).neg_()
+                p = d_logits.exp()
+                d_logits.add_(entropy[part, None]).mul_(d_entropy[part, None]).add_(d_logp[part, None])
+                d_logits.mul_(p).neg_()
+                del p  # its memory is needed below
             else:
-                d_logits = p.mul_(-d_logp[part, None])
-            index, mine = _local(targets[part], ctx.first, ctx.valid)
+                d_logits.exp_().mul_(-d_logp[part, None])
+            index, mine = _own(targets[part] - ctx.first, rows)
             d_logits.scatter_add_(1, index[:, None], d_logp[part].masked_fill(~mine, 0.0)[:, None])
-            d_logits.mul_(ctx.scale)
+            d_logits.div_(ctx.temperature)
             if d_hidden is not None:
-                torch.matmul(d_logits.to(weight.dtype), weight, out=d_hidden[part])
+                torch.matmul(d_logits.to(weight.dtype), rows, out=d_hidden[part])
             if d_weight is not None:
-                d_weight.addmm_(d_logits.t(), hidden[part].float())
+                d_weight[: ctx.valid].addmm_(d_logits.t(), hidden[part].float())
+            del d_logits  # before the next chunk's are made
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 6
 
 
-def _logits(hidden: Tensor, weight: Tensor, valid: int, scale: float) -> Tensor:
-    logits = torch.matmul(hidden, weight.t()).float().mul_(scale)
-    logits[:, valid:] = -torch.inf
-    return logits
+def _local_sums(
+    hidden: Tensor, weight: Tensor, index: Tensor, temperature: float, group: Any
+) -> tuple[Tensor, Tensor]:
+    """Largest logit of each token, and, of the logits less that: sums of exp(z) and z exp(z), target's z.
+
+    Shapes: hidden [n, hidden], weight [rows, hidden] without padding, index [n] counted from its first row ->
+    [n], [3, n]. All over the whole vocabulary; two chunks of logits are alive at most.
+    """
+    if not len(weight):  # all of this rank's rows are padding
+        top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+        _reduce(top, group, dist.ReduceOp.MAX)
+        sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
+    else:
+        logits = _logits(hidden, weight, temperature)
+        top = logits.amax(-1)
+        _reduce(top, group, dist.ReduceOp.MAX)
+        logits.sub_(top[:, None])
+        place, mine = _own(index, weight)
+        picked = logits.gather(1, place[:, None])[:, 0].masked_fill(~mine, 0.0)
+        mass = logits.exp()
+        sums = torch.stack([mass.sum(-1), mass.mul_(logits).sum(-1), picked])
+    _reduce(sums, group, dist.ReduceOp.SUM)
+    return top, sums
 
 
-def _local(targets: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
-    """Index of each target in this rank's rows, and whether it lies in them."""
-    index = targets - first
-    mine = (index >= 0) & (index < valid)
-    return index.clamp(0, max(valid - 1, 0)), mine
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    return torch.matmul(hidden, weight.t()).float().div_(temperature)
+
+
+def _own(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A row to read for each target, and whether it is the target's: it may lie in another rank's rows."""
+    mine = (index >= 0) & (index < len(weight))
+    return index.clamp(0, len(weight) - 1), mine
 
 
 def _reduce(x: Tensor, group: Any, op: Any) -> None:
@@ -111,8 +126,8 @@ def token_logprobs(
     Shapes: hidden [tokens, hidden], weight [padded vocab / tp, hidden], targets [tokens] int64 -> two of
     [tokens], float32, nats. ``vocab`` is the true vocabulary size; padding rows behind it have probability 0.
     The vocabulary is cut over ``group`` (None: whole); every rank returns the full result, and a gradient of
-    ``hidden`` that is its share of the sum over the group. Peak extra memory is about 4 x chunk x vocab/tp x
-    4 bytes, forward and backward.
+    ``hidden`` that is its share of the sum over the group. Two chunks of logits are held at most, forward and
+    backward: 2 x chunk x vocab/tp x 4 bytes.
     Raises ValueError if a target lies outside the vocabulary.
     Source: arXiv 2505.17508, section 2 (token-level policy); temperature as in rollout sampling.
     """
@@ -120,7 +135,7 @@ def token_logprobs(
         raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
     first = 0 if group is None else group.rank() * weight.size(0)
     valid = min(max(vocab - first, 0), weight.size(0))
-    return _ChunkedLogProbs.apply(hidden, weight, targets, first, valid, 1.0 / temperature, chunk, group)
+    return _ChunkedLogProbs.apply(hidden, weight, targets, first, valid, temperature, chunk, group)
 
 
 def logprob_head(

@@ -1,7 +1,10 @@
-"""The chunked log-prob head equals log_softmax and its entropy, forward and backward, padding rows excluded.
+"""The chunked log-prob head equals log_softmax and its entropy, forward and backward, and keeps no logits.
 
-Against float64 on one process: chunk sizes that do and do not divide the tokens, temperatures, a padded
-vocabulary. Not covered: the vocabulary cut over ranks (tests/distributed/test_layouts.py), memory.
+Numbers are held against float64 within twice the error of plain float32 torch: chunk sizes that do and do not
+divide the tokens, temperatures, a padded vocabulary. Allocations of tensors are watched: two chunks of logits
+at most, and never anything of the size of all tokens' logits.
+Not covered: the vocabulary cut over ranks (tests/distributed/test_logprobs_cut.py), real sizes (long:
+tests/distributed/test_long_context.py), what a kernel takes and gives back inside one operation.
 """
 
 from __future__ import annotations
@@ -9,33 +12,43 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy.logprobs import token_logprobs
+from tests.unit.logprob_reference import measure_errors
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.6, 0.85, 1.0])
 @pytest.mark.parametrize("chunk", [1, 8, 37, 64])
 @pytest.mark.parametrize("padding", [0, 6])
 def test_equals_float64(temperature: float, chunk: int, padding: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    vocab, tokens, width = 250, 37, 48
-    hidden = torch.randn(tokens, width, generator=generator)
-    weight = torch.randn(vocab + padding, width, generator=generator)
-    targets = torch.randint(0, vocab, (tokens,), generator=generator)
-    mix = torch.randn(2, tokens, generator=generator)
+    sizes = {"vocab": 250, "tokens": 37, "width": 48, "chunk": chunk}
+    assert not measure_errors(**sizes, temperature=temperature, padding=padding)
+    assert not measure_errors(**sizes, temperature=temperature, padding=padding, scale=0.2)
 
-    exact_h, exact_w = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    log_p = torch.log_softmax(exact_h @ exact_w[:vocab].t() / temperature, -1)
-    exact = torch.stack([log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
-    (exact * mix.double()).sum().backward()
 
-    h, w = hidden.requires_grad_(), weight.requires_grad_()
-    got = torch.stack(token_logprobs(h, w, targets, temperature=temperature, chunk=chunk, vocab=vocab))
-    (got * mix).sum().backward()
-    torch.testing.assert_close(got.double(), exact, rtol=2e-6, atol=2e-5)
-    torch.testing.assert_close(h.grad.double(), exact_h.grad, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(w.grad.double(), exact_w.grad, rtol=1e-5, atol=1e-4)
-    if padding:
-        assert w.grad[vocab:].abs().max() == 0
+def test_equals_float64_on_a_large_vocabulary_and_on_one_token() -> None:
+    assert not measure_errors(vocab=20011, tokens=150, width=64, chunk=64, temperature=0.6, scale=0.5)
+    assert not measure_errors(vocab=250, tokens=1, width=64, chunk=64, temperature=0.7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True], ids=["log-prob alone", "with entropy"])
+def test_holds_two_chunks_of_logits_at_most(dtype: torch.dtype, entropy: bool) -> None:
+    tokens, vocab, width, chunk = 1024, 3000, 16, 100
+    hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, width).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,))
+    logits = 4 * chunk * vocab
+    with AllocationWatch() as watch:
+        logp, h = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=chunk, vocab=vocab)
+        forward, kept = watch.peak, watch.live
+        (logp + h if entropy else logp).sum().backward()
+    small = 4 * (2 * tokens * width + 16 * tokens)
+    gradients = 4 * vocab * width * (1 if dtype is torch.float32 else 2)
+    assert forward <= 2 * logits + small
+    assert kept <= small
+    assert watch.peak <= 2 * logits + small + gradients
+    assert torch.Size(watch.largest).numel() == chunk * vocab  # never [tokens, vocab]
 
 
 def test_target_outside_the_vocabulary_is_refused() -> None:
