@@ -59,6 +59,16 @@ class ModelShape:
         step = tensor * multiple
         return -(-self.vocab_size // step) * step
 
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sequence at which its causal attention costs as much arithmetic as everything else.
+
+        The work on a sequence of n tokens then goes as n + n^2 / attention_length.
+        """
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * heads + 2 * kv + 3 * self.ffn_hidden_size)
+        return (layer + self.hidden_size * self.vocab_size / self.num_layers) / heads
+
     def stage_layers(self, stages: int) -> list[int]:
         """Number of layers on each of ``stages`` stages, in the order of the layers, at least one each.
 

@@ -183,7 +183,8 @@ class TrainingSettings(Section):
     minibatches: int = Field(16, ge=1)
     """Optimizer updates in a step; the step's prompts are cut evenly over them."""
     tokens_per_microbatch: int = Field(8192, ge=1)
-    """Token budget of one packed forward and backward pass on a data-parallel rank."""
+    """Token budget of one packed forward and backward pass of a data-parallel replica; its context ranks
+    share it. A longer sequence gets a pass of its own."""
     logprob_chunk: int = Field(1024, ge=1)
     """Tokens whose full-vocabulary logits are held at a time."""
 

@@ -19,7 +19,7 @@ class ModelSettings(Section):
 
 
 class ParallelSettings(Section):
-    """How the policy is spread over processes: tensor x pipeline x data of them."""
+    """How the policy is spread over processes: tensor x pipeline x context x data of them."""
 
     tensor: int = Field(1, ge=1)
     """Tensor-parallel ranks (TP): each layer's heads and MLP columns are cut over them."""
@@ -29,6 +29,10 @@ class ParallelSettings(Section):
     """Virtual stages of each pipeline rank (VPP), for interleaved 1F1B: the layers are cut over pipeline x
     virtual stages, dealt out in turn. Less idling for more messages. Megatron's
     virtual_pipeline_model_parallel_size; 1: off."""
+    context: int = Field(1, ge=1)
+    """Context-parallel ranks (CP): every sequence is cut over them, in 2 x context chunks; each computes its
+    chunks' share of a layer, and attention brings all keys and values together. For sequences that are too
+    long for one rank's memory."""
     data: int = Field(1, ge=1)
     """Data-parallel replicas (DP): each takes a share of every mini-batch."""
     sequence: bool = False
@@ -37,7 +41,7 @@ class ParallelSettings(Section):
     @property
     def world(self) -> int:
         """Number of trainer ranks."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
     @model_validator(mode="after")
     def _virtual_stages_have_stages(self) -> ParallelSettings:
@@ -54,6 +58,21 @@ class PrecisionSettings(Section):
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and activations in the trainer and in the engine. Gradients and the optimizer stay float32."""
+
+
+class MemorySettings(Section):
+    """What is computed again rather than kept."""
+
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Activations that backward computes again: none; selective: norms and MLPs; full: whole layers, of which
+    only the input is kept. null: by the tokens that a rank computes at once, which is
+    training.tokens_per_microbatch / parallel.context: none below 4096, selective below 16384, else full."""
+
+    def recompute_for(self, tokens: int) -> Literal["none", "selective", "full"]:
+        """What is recomputed in micro-batches of so many tokens on a rank."""
+        if self.recompute is not None:
+            return self.recompute
+        return "none" if tokens < 4096 else "selective" if tokens < 16384 else "full"
 
 
 class OptimizerSettings(Section):

@@ -23,7 +23,13 @@ from rpg_megatron.config.objective import (
     RPGSettings,
     TrainingSettings,
 )
-from rpg_megatron.config.policy import ModelSettings, OptimizerSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.config.policy import (
+    MemorySettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    PrecisionSettings,
+)
 from rpg_megatron.config.rollout import (
     BridgeSettings,
     CheckpointSettings,
@@ -55,6 +61,8 @@ class Settings(Section):
     """Layout of the policy."""
     precision: PrecisionSettings = PrecisionSettings()
     """Number formats."""
+    memory: MemorySettings = MemorySettings()
+    """Recomputation of activations."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW or Schedule-Free AdamW."""
     objective: ObjectiveSettings = RPGSettings()

@@ -150,8 +150,9 @@ def check_gpus(settings: Settings) -> None:
     engines = settings.engine.replicas * settings.engine.tensor
     if settings.parallel.world + engines > count:
         raise UserError(
-            f"{settings.parallel.world} GPUs are needed for the policy (parallel: tensor x pipeline x data) "
-            f"and {engines} for the engines (engine: replicas x tensor), {count} are visible; lower either"
+            f"{settings.parallel.world} GPUs are needed for the policy (parallel: tensor x pipeline x "
+            f"context x data) and {engines} for the engines (engine: replicas x tensor), {count} are "
+            "visible; lower either"
         )
 
 

@@ -37,7 +37,7 @@ _LARGE = 10**9
 """Bytes of a checkpoint from which on it is said that it is being read."""
 _STEP = re.compile(r"step_(\d{6,})")
 _FREE = (
-    *("name", "runs", "device", "rendezvous_port", "parallel", "engine", "bridge"),
+    *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge"),
     *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple"),
     *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
 )

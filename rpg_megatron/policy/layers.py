@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from rpg_megatron.policy.context import gather_places
 
 
 class RMSNorm(torch.nn.Module):
@@ -35,6 +38,7 @@ class PackedAttention(torch.nn.Module):
 
     Megatron's local attention cannot pack. A loop over sequences touches only the diagonal blocks: no mask
     over all tokens, no work on padding. Dropout is not supported; RL does not use it.
+    With context parallelism a rank has two chunks of each sequence's queries, and gets all keys and values.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class PackedAttention(torch.nn.Module):
         if config.attention_dropout:
             raise ValueError("attention dropout is not supported with packed sequences; set it to 0")
         self.scale = softmax_scale
+        self.context = config.context_parallel_size
 
     def forward(
         self,
@@ -60,16 +65,37 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Any,
         **_: Any,
     ) -> Tensor:
-        """Shapes: query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d].
+        """Shapes: query [c, heads, d], key and value [c, kv_heads, d] -> [c, heads * d].
 
-        ``packed_seq_params.lengths`` (list of int) are the lengths of the sequences, summing to t.
+        ``packed_seq_params.lengths`` (list of int) are the lengths of the sequences, summing to t = c x
+        context ranks.
         """
         lengths: list[int] = packed_seq_params.lengths
+        if self.context > 1:
+            return self._attend_in_chunks(query, key, value, lengths, packed_seq_params.places)
         # split, not slices: its backward is one concatenation, a slice's is a zero tensor of full size each.
         parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         return torch.cat([self._attend(q, k, v) for q, k, v in parts]).flatten(1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_in_chunks(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], places: Tensor
+    ) -> Tensor:
+        """Chunk i of n queries sees the keys of the chunks up to it, its own by a causal mask."""
+        chunks = [length // (2 * self.context) for length in lengths]
+        keys, values = (gather_places(x, places, summed=True).split(lengths) for x in (key, value))
+        queries = iter(query.split([n for n in chunks for _ in range(2)]))
+        rank = mpu.get_context_parallel_rank()
+        out = []
+        for n, k, v in zip(chunks, keys, values, strict=True):
+            for chunk in (rank, 2 * self.context - 1 - rank):
+                seen = (chunk + 1) * n
+                mask = torch.ones(n, seen, dtype=torch.bool, device=query.device).tril(chunk * n)
+                out.append(self._attend(next(queries), k[:seen], v[:seen], mask))
+        return torch.cat(out).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=self.scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=self.scale
+        )
         return out.squeeze(0).transpose(0, 1)

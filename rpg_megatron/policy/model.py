@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,16 @@ from rpg_megatron.config.policy import ModelSettings, ParallelSettings, Precisio
 from rpg_megatron.policy.layers import PackedAttention, RMSNorm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    # What is large and cheap. Attention keeps no matrix of scores, so there is little to gain from it.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
 _LOCAL_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 
 
@@ -39,6 +50,8 @@ class Mesh:
     pipeline_rank: int
     data: int
     data_rank: int
+    context: int
+    context_rank: int
 
     @property
     def first_stage(self) -> bool:
@@ -53,15 +66,16 @@ class Mesh:
     @property
     def reports(self) -> bool:
         """One rank of each data-parallel replica: of the ranks that hold its results, the first."""
-        return self.last_stage and self.tensor_rank == 0
+        return self.last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
 
 def start_mesh(parallel: ParallelSettings) -> Mesh:
-    """Cut the process group into tensor-, pipeline- and data-parallel groups. Collective over all ranks."""
+    """Cut the process group into the layout's groups. Collective over all ranks."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=_virtual(parallel),
+        context_parallel_size=parallel.context,
     )
     # Dropout is never used, so the tracker without per-device CUDA state serves on every device.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
@@ -74,6 +88,8 @@ def start_mesh(parallel: ParallelSettings) -> Mesh:
         pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
         data=mpu.get_data_parallel_world_size(),
         data_rank=mpu.get_data_parallel_rank(),
+        context=mpu.get_context_parallel_world_size(),
+        context_rank=mpu.get_context_parallel_rank(),
     )
 
 
@@ -83,9 +99,9 @@ def _virtual(parallel: ParallelSettings) -> int | None:
 
 
 def transformer_config(
-    shape: ModelShape, parallel: ParallelSettings, precision: PrecisionSettings
+    shape: ModelShape, parallel: ParallelSettings, precision: PrecisionSettings, recompute: str = "none"
 ) -> TransformerConfig:
-    """Megatron's configuration for a shape, a layout and a precision."""
+    """Megatron's configuration for a shape, a layout, a precision and what is recomputed in backward."""
     dtype = DTYPES[precision.dtype]
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -108,6 +124,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=_virtual(parallel),
         pipeline_model_parallel_layout=_uneven_stages(shape, parallel.pipeline * parallel.virtual),
         sequence_parallel=parallel.sequence,
+        context_parallel_size=parallel.context,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
@@ -129,6 +146,7 @@ def transformer_config(
         batch_p2p_comm=parallel.virtual == 1,
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
+        **_RECOMPUTE[recompute],
         # Micro-batches are packed to a token budget, so their lengths differ from one to the next.
         variable_seq_lengths=parallel.pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths insists on it, dense models included

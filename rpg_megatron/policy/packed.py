@@ -10,14 +10,19 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rpg_megatron.data.packing import fill_length, sequence_multiple
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.policy.context import zigzag_places
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a packed row, with the lengths as plain integers as well."""
+    """Megatron's description of a packed row, whole even where the row is cut over context ranks."""
 
     lengths: list[int] = field(default_factory=list)
+    """Places of each sequence, filling included, as plain integers."""
+    places: Tensor | None = None
+    """int64 [context, t / context]: the places of the row that each context rank holds."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +47,17 @@ class Pack:
 
     A sequence of n tokens takes n - 1 places: at place i its token i is read and its token i + 1 predicted,
     so arrays over predictions (labels, mask, old, ...) stand at the place before the token they speak of.
+    What the model reads is cut over the context ranks: c = t / context places on each. What the loss reads is
+    whole on all of them, so that it sees whole sequences.
     """
 
     trajectories: list[Trajectory]
     tokens: Tensor
-    """int64 [1, t]."""
+    """int64 [1, c]."""
     labels: Tensor
-    """int64 [1, t]: the next token; 0 on alignment."""
+    """int64 [1, c]: the next token; 0 on alignment."""
     positions: Tensor
-    """int64 [1, t]: place within the sequence."""
+    """int64 [1, c]: place within the sequence."""
     mask: Tensor
     """bool [t]: the label is a response token."""
     old: Tensor
@@ -67,8 +74,14 @@ class Pack:
 
     @property
     def size(self) -> int:
-        """Tokens in the row."""
-        return self.tokens.size(1)
+        """Places in the row, on all context ranks together."""
+        return sum(self.packed.lengths)
+
+    def used(self) -> Tensor:
+        """Places of the row that hold a trajectory's tokens and no filling: int64, ascending, on the CPU."""
+        starts = np.cumsum([0, *self.packed.lengths])
+        parts = [s + np.arange(t.length - 1) for s, t in zip(starts, self.trajectories, strict=False)]
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
 
     def response_tokens(self) -> ResponseTokens:
         """The loss's inputs at the places of the mask, in order."""
@@ -84,28 +97,38 @@ class Pack:
     def split(self, values: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
         """Per trajectory, the part of ``values`` [t] that speaks of its response: [R] each."""
         start = 0
-        for trajectory in self.trajectories:
+        for trajectory, length in zip(self.trajectories, self.packed.lengths, strict=False):
             end = start + trajectory.length - 1
             yield trajectory, values[end - len(trajectory.response) : end]
-            start = end
+            start += length
 
 
-def make_pack(trajectories: Sequence[Trajectory], device: torch.device, *, align: int = 1) -> Pack:
+def make_pack(
+    trajectories: Sequence[Trajectory],
+    device: torch.device,
+    *,
+    align: int = 1,
+    context: int = 1,
+    context_rank: int = 0,
+) -> Pack:
     """Pack whole trajectories (none: a row without a response token, for a rank that has no work).
 
-    ``align``: the row is filled up to a multiple of it, by tokens after the last sequence that nothing
-    attends to and nothing is learnt from. Sequence parallelism needs the tensor-parallel size.
+    ``align``: the part of the row on each context rank is filled up to a multiple of it; sequence parallelism
+    needs the tensor-parallel size. With ``context`` ranks each sequence is filled up as well, to a multiple
+    of twice their number. The filling stands after a sequence: nothing attends to it and nothing is learnt
+    from it.
     """
-    lengths = [t.length - 1 for t in trajectories] or [1]
-    used = sum(lengths)
-    size = -(-used // align) * align
-    # The filling belongs to the last sequence: it comes after it, so causal attention never reads it.
-    lengths[-1] += size - used
+    lengths = [fill_length(t.length - 1, context) for t in trajectories] or [fill_length(1, context)]
+    step = sequence_multiple(context)
+    while sum(lengths) % (align * context):
+        lengths[-1] += step
+    size = sum(lengths)
     ints = {name: np.zeros(size, np.int64) for name in ("tokens", "labels", "sequence")}
     floats = {name: np.zeros(size, np.float32) for name in ("old", "anchor", "behaviour", "advantage")}
     mask = np.zeros(size, bool)
-    start = 0
+    starts = np.cumsum([0, *lengths])
     for number, t in enumerate(trajectories):
+        start = starts[number]
         whole = np.concatenate([t.prompt, t.response])
         end = start + len(whole) - 1
         answer = slice(end - len(t.response), end)
@@ -119,9 +142,10 @@ def make_pack(trajectories: Sequence[Trajectory], device: torch.device, *, align
             floats["old"][answer] = t.old
         if len(t.anchor):
             floats["anchor"][answer] = t.anchor
-        start = end
-    bounds = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32, device=device)
+    bounds = torch.tensor(starts, dtype=torch.int32, device=device)
     longest = max(lengths)
+    places = zigzag_places(lengths, context)
+    mine = places[context_rank]
     packed = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -129,13 +153,14 @@ def make_pack(trajectories: Sequence[Trajectory], device: torch.device, *, align
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=lengths,
+        places=torch.from_numpy(places).to(device),
     )
     positions = np.concatenate([np.arange(n) for n in lengths])
     return Pack(
         trajectories=list(trajectories),
-        **{name: torch.from_numpy(ints[name]).to(device)[None] for name in ("tokens", "labels")},
+        **{name: torch.from_numpy(ints[name][mine]).to(device)[None] for name in ("tokens", "labels")},
         sequence=torch.from_numpy(ints["sequence"]).to(device),
-        positions=torch.from_numpy(positions).to(device)[None],
+        positions=torch.from_numpy(positions[mine]).to(device)[None],
         mask=torch.from_numpy(mask).to(device),
         **{name: torch.from_numpy(x).to(device) for name, x in floats.items()},
         packed=packed,

@@ -19,6 +19,7 @@ from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.objectives import LossOutput, unnormalised_kl
 from rpg_megatron.policy.checkpoint import load_weights, save_weights
+from rpg_megatron.policy.context import gather_places
 from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
@@ -84,7 +85,10 @@ class Policy:
         The order matters: the optimizer copies the weights into its float32 master copies when it is made.
         """
         self.mesh, self.device, self.settings = mesh, device, settings
-        config = transformer_config(shape, settings.parallel, settings.precision)
+        recompute = settings.memory.recompute_for(
+            settings.training.tokens_per_microbatch // settings.parallel.context
+        )
+        config = transformer_config(shape, settings.parallel, settings.precision, recompute)
         self.chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
         """This rank's GPTModels: one for each virtual stage."""
         load(self)
@@ -109,7 +113,13 @@ class Policy:
 
     def pack(self, trajectories: Sequence[Trajectory]) -> Pack:
         """A micro-batch on this rank's device."""
-        return make_pack(trajectories, self.device, align=self._align)
+        return make_pack(
+            trajectories,
+            self.device,
+            align=self._align,
+            context=self.mesh.context,
+            context_rank=self.mesh.context_rank,
+        )
 
     def logprobs(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Log-probs and entropies at every place of every pack: [2, t] each, float32, nats.
@@ -141,7 +151,7 @@ class Policy:
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
             pack = next(iterator)  # type: ignore[call-overload]
-            return self._forward(pack, model), lambda output: _sum_loss(output, pack, loss, aggregator)
+            return self._forward(pack, model), lambda output: self._sum_loss(output, pack, loss, aggregator)
 
         reports = self._run(step, packs, forward_only=False)
         for group in self._optimizer.param_groups:
@@ -206,7 +216,27 @@ class Policy:
 
     def _scored(self, iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
         pack = next(iterator)  # type: ignore[call-overload]
-        return self._forward(pack, model), lambda output, non_loss_data: output.detach().clone()
+
+        def whole(output: Tensor, non_loss_data: bool) -> Tensor:
+            return gather_places(output.detach().t(), pack.packed.places, summed=False).t().clone()
+
+        return self._forward(pack, model), whole
+
+    def _sum_loss(
+        self, output: Tensor, pack: Pack, loss: TokenLoss, aggregator: Aggregator
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Megatron's contract where it divides by a global count: (sum, count, report).
+
+        Context ranks all compute the loss of whole sequences and each passes on the gradient of its places;
+        Megatron adds gradients and counts up over them, so only the first one counts.
+        """
+        tokens = pack.response_tokens()
+        logp = gather_places(output[0], pack.packed.places, summed=False)
+        out = loss(logp[pack.mask], tokens)
+        total, count = aggregator(out.per_token, tokens.sequences)
+        report = _report(out, total, count)
+        # int: Megatron adds the counts up in an integer tensor.
+        return total, count.int() * (self.mesh.context_rank == 0), report
 
     def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float, *, skipped: bool) -> Update:
         """Sum the micro-batches' reports over all ranks; one rank of each replica contributes."""
@@ -223,21 +253,15 @@ class Policy:
         return Update(int(tokens), loss / max(count, 1), means, float(largest), grad_norm, skipped)
 
 
-def _sum_loss(
-    output: Tensor, pack: Pack, loss: TokenLoss, aggregator: Aggregator
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's contract where it divides by a global count: (sum, count, report)."""
-    tokens = pack.response_tokens()
-    out = loss(output[0][pack.mask], tokens)
-    total, count = aggregator(out.per_token, tokens.sequences)
+def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Tensor]:
+    """Sums over a micro-batch's response tokens, and the largest ratio."""
     w = out.metrics["ratio"]
     # Whatever the anchor is, how far the update has moved from the policy that the step began with.
     kl_old = unnormalised_kl(w, w.log(), torch.ones_like(w))
     columns = {"abs_loss": out.per_token.detach().abs(), "kl_old": kl_old, **out.metrics}
     absent = total.new_zeros((), dtype=torch.float64)
     means = [columns[name].double().sum() if name in columns else absent for name in _MEANS]
-    sums = torch.stack([total.detach().double(), count.double(), pack.mask.sum().double(), *means])
+    tokens = absent + out.per_token.numel()
+    sums = torch.stack([total.detach().double(), count.double(), tokens, *means])
     ratio = columns["ratio"].double()
-    largest = ratio.max().view(1) if ratio.numel() else ratio.new_zeros(1)
-    # int: Megatron adds the counts up in an integer tensor.
-    return total, count.int(), {"sums": sums, "largest": largest}
+    return {"sums": sums, "largest": ratio.max().view(1) if ratio.numel() else ratio.new_zeros(1)}

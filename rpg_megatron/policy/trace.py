@@ -36,22 +36,28 @@ def trace_policy(policy: Policy, shape: ModelShape, packs: Sequence[Pack]) -> li
         scored = policy.logprobs(packs)
     mesh = policy.mesh
     # Every data-parallel replica computed the same; the first one's ranks tell.
-    mine = (mesh.pipeline_rank, mesh.tensor_rank, dict(kept)) if mesh.data_rank == 0 else None
+    place = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
+    mine = (place, dict(kept)) if mesh.data_rank == 0 else None
     everyone: list[Any] = [None] * mesh.world
     dist.gather_object(mine, everyone if mesh.rank == 0 else None, dst=0)
     if mesh.rank:
         return []
-    # Stage by stage, the tensor ranks in order: each site lives on one stage.
-    ranks = sorted((e for e in everyone if e is not None), key=lambda e: e[:2])
-    shards: dict[str, list[list[Tensor]]] = defaultdict(list)
-    for _, _, values in ranks:
+    # Each site lives on one stage. There, every context rank has its places, cut over the tensor ranks.
+    ranks = sorted((e for e in everyone if e is not None), key=lambda e: e[0])
+    shards: dict[str, list[list[list[Tensor]]]] = defaultdict(lambda: [[] for _ in range(mesh.context)])
+    for (_, context_rank, _), values in ranks:
         for site, calls in values.items():
-            shards[site].append(calls)
+            shards[site][context_rank].append(calls)
     found = []
     for i, (pack, values) in enumerate(zip(packs, scored, strict=True)):
         trace: Trace = {}
-        for site, by_rank in shards.items():
-            trace |= _join(site, [calls[i] for calls in by_rank], shape, pack.size)
+        places = pack.packed.places.cpu()
+        for site, by_context in shards.items():
+            for held, by_rank in zip(places, by_context, strict=True):
+                joined = _join(site, [calls[i] for calls in by_rank], shape, len(held))
+                for name, part in joined.items():
+                    whole = trace.setdefault(name, part.new_empty(pack.size, part.size(1)))
+                    whole[held] = part
         found.append((trace, values.cpu()))
     return found
 

@@ -238,9 +238,9 @@ def trainer_side(
     """What the trainer made of one or several packs, which together hold the trajectories in order, by the
     result of ``trace_policy``. What fills a pack up is cut off.
     """
-    used = [sum(t.length - 1 for t in p.trajectories) for p in packs]
+    used = [p.used() for p in packs]
     sites = found[0][0]
-    trace = {s: torch.cat([f[0][s][:n] for f, n in zip(found, used, strict=True)]) for s in sites}
+    trace = {s: torch.cat([f[0][s][u] for f, u in zip(found, used, strict=True)]) for s in sites}
     logp = torch.cat([f[1][0][p.mask.cpu()] for f, p in zip(found, packs, strict=True)])
     return _side("trainer", trajectories, trace, logp)
 

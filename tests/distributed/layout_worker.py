@@ -57,7 +57,14 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
     else:
         budget = settings.training.tokens_per_microbatch
         lengths = [t.length for t in trajectories]
-        (plan,) = plan_batches(lengths, minibatches=1, data=mesh.data, budget=budget)[mesh.data_rank]
+        (plan,) = plan_batches(
+            lengths,
+            minibatches=1,
+            data=mesh.data,
+            budget=budget,
+            context=mesh.context,
+            attention_length=shape.attention_length,
+        )[mesh.data_rank]
         mini = [[trajectories[i] for i in micro] for micro in plan]
     packs = [policy.pack(micro) for micro in mini]
     scored: dict[int, list] = {}
@@ -97,7 +104,7 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         tensor_rank=mesh.tensor_rank,
         pipeline_rank=mesh.pipeline_rank,
         data_rank=mesh.data_rank,
-        context_rank=0,
+        context_rank=mesh.context_rank,
         vocab_multiple=settings.model.vocab_multiple,
     )
     for what, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):

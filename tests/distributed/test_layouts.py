@@ -45,6 +45,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP2xPP2xVPP2+SP": (4, {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True}, 5),
     "PP2xVPP2xDP2, packed to a budget": (4, {"pipeline": 2, "virtual": 2, "data": 2}, 0),
     "TP2xDP2+SP": (4, {"tensor": 2, "data": 2, "sequence": True}, 3),
+    "CP2": (2, {"context": 2}, 3),
+    "CP2xTP2": (4, {"context": 2, "tensor": 2}, 3),
+    "CP2xTP2+SP, packed to a budget": (4, {"context": 2, "tensor": 2, "sequence": True}, 0),
+    "CP2xPP2": (4, {"context": 2, "pipeline": 2}, 3),
+    "CP2xDP2, packed to a budget": (4, {"context": 2, "data": 2}, 0),
 }
 """Name -> (ranks, parallel settings, micro-batches; 0: packed to a token budget)."""
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -229,9 +234,9 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str) -> 
     wanted = reference_update(model, batch, kind)
     (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
     # Everything once with untied embeddings; what ties or whole sequences could break, again.
-    again = ("TP2+SP", "DP2, 7 micro-batches")
+    again = ("TP2+SP", "DP2, 7 micro-batches", "CP2")
     if tied:
-        again = ("TP1", "PP2", "DP2, 7 micro-batches", "PP2xVPP2", "TP2xPP2", "TP2xPP2xVPP2+SP")
+        again = ("TP1", "PP2", "DP2, 7 micro-batches", "PP2xVPP2", "TP2xPP2", "TP2xPP2xVPP2+SP", "CP2xPP2")
     full = kind == "rpg" and not tied
     layouts = LAYOUTS if full else {name: LAYOUTS[name] for name in again}
     results = run_layouts(tmp_path, layouts, OBJECTIVES[kind])

@@ -16,6 +16,7 @@ from tests.distributed.spawn import run_ranks
 LAYOUTS = {
     "TP4+SP, fewer groups than ranks": ("qwen3", {"tensor": 4, "sequence": True}),
     "TP2xPP2+SP, uneven stages": ("qwen3", {"tensor": 2, "pipeline": 2, "sequence": True}),
+    "CP2xTP2+SP": ("qwen3", {"context": 2, "tensor": 2, "sequence": True}),
     "TP2xDP2, biases, no norms of heads": ("qwen2", {"tensor": 2, "data": 2}),
 }
 

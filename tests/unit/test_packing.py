@@ -1,16 +1,42 @@
 """Every trajectory is trained on once, in its own mini-batch, within the budget, and on balanced ranks.
 
-Not covered: how the packs become tensors (test_packed) and whether the numbers come out right
-(tests/distributed).
+Why: a rank with more work, or a micro-batch half full, costs every rank that time, and uneven lengths are the
+rule. The rows that come of it: filling behind sequences only, cut over context ranks without loss.
+Not covered: whether the numbers come out right (tests/distributed).
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.data.packing import Plan, plan_batches
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.policy.packed import make_pack
+
+CPU = torch.device("cpu")
+
+
+def trajectory(length: int, response: int = 1) -> Trajectory:
+    """Tokens 1, 2, 3, ..., the last ``response`` of them sampled."""
+    tokens = np.arange(1, length + 1, dtype=np.int32)
+    ones = np.ones(response, np.float32)
+    return Trajectory(
+        0,
+        0,
+        tokens[:-response],
+        tokens[-response:],
+        ones,
+        np.zeros(response, np.int32),
+        "stop",
+        "",
+        advantage=2.0,
+    )
 
 
 @given(
@@ -18,11 +44,20 @@ from rpg_megatron.data.packing import plan_batches
     minibatches=st.sampled_from([1, 2, 3, 4]),
     data=st.integers(1, 5),
     budget=st.integers(50, 400),
+    context=st.sampled_from([1, 2, 4]),
+    attention_length=st.sampled_from([50.0, 1000.0, math.inf]),
 )
 def test_every_trajectory_once_and_ranks_in_step(
-    lengths: list[int], minibatches: int, data: int, budget: int
+    lengths: list[int], minibatches: int, data: int, budget: int, context: int, attention_length: float
 ) -> None:
-    plan = plan_batches(lengths, minibatches=minibatches, data=data, budget=budget)
+    plan = plan_batches(
+        lengths,
+        minibatches=minibatches,
+        data=data,
+        budget=budget,
+        context=context,
+        attention_length=attention_length,
+    )
     size = len(lengths) // minibatches
     for m in range(minibatches):
         assert len({len(rank[m]) for rank in plan}) == 1
@@ -30,12 +65,90 @@ def test_every_trajectory_once_and_ranks_in_step(
         assert members == list(range(m * size, (m + 1) * size))
         for rank in plan:
             for micro in rank[m]:
-                assert len(micro) == 1 or sum(lengths[i] for i in micro) <= budget
+                assert micro == sorted(micro)
+                pack = make_pack([trajectory(lengths[i]) for i in micro], CPU, context=context)
+                assert len(micro) <= 1 or pack.size <= budget
 
 
 def test_balance_and_packing() -> None:
     plan = plan_batches([90, 10, 50, 50], minibatches=1, data=2, budget=100)
     assert plan == [[[[0, 1]]], [[[2, 3]]]]
+
+
+def test_a_sequence_as_long_as_the_budget_and_a_longer_one() -> None:
+    (((first, *_), *_), *_) = plan = plan_batches([100, 3, 130], minibatches=1, data=1, budget=100)
+    assert first == [2]
+    assert plan == [[[[2], [0], [1]]]]
+
+
+def test_a_rank_gets_half_of_a_pack_rather_than_nothing() -> None:
+    plan = plan_batches([10, 20, 30, 40], minibatches=1, data=2, budget=100)
+    assert plan == [[[[1, 2]]], [[[0, 3]]]]
+    assert plan_batches([7], minibatches=1, data=2, budget=100) == [[[[0]]], [[[]]]]
+
+
+def test_attention_counts_in_the_balance() -> None:
+    """Four rows of as many tokens; the long sequence goes with the row of the shortest ones."""
+    lengths = [500, 500, 500, 500, 1000, 250, 250, 250, 250]
+    plan = plan_batches(lengths, minibatches=1, data=2, budget=1000, attention_length=1000)
+    assert plan == [[[[4], [5, 6, 7, 8]]], [[[0, 1], [2, 3]]]]
+
+
+def imbalance(plan: Plan, lengths: list[int], attention_length: float) -> float:
+    """Costliest rank over the mean, less 1; the worst mini-batch."""
+    worst = 0.0
+    for mini in zip(*plan, strict=True):
+        costs = [sum(lengths[i] + lengths[i] ** 2 / attention_length for m in r for i in m) for r in mini]
+        worst = max(worst, max(costs) * len(costs) / sum(costs) - 1)
+    return worst
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("data", "attention_length"), [(2, 30000), (8, 30000), (8, 12000)])
+def test_a_log_normal_mix_is_packed_tight_and_dealt_evenly(
+    seed: int, data: int, attention_length: float
+) -> None:
+    """Lengths of a median of 1500 with a tail that is cut at 8192, 256 sequences for each rank and update."""
+    random = np.random.default_rng(seed)
+    budget, minibatches = 8192, 2
+    count = 256 * data * minibatches
+    lengths = np.clip(random.lognormal(np.log(1500), 0.8, count).astype(int), 2, budget).tolist()
+    plan = plan_batches(
+        lengths, minibatches=minibatches, data=data, budget=budget, attention_length=attention_length
+    )
+    rows = sum(len(mini) for rank in plan for mini in rank)
+    assert sum(lengths) / (rows * budget) >= 0.97
+    assert imbalance(plan, lengths, attention_length) <= 0.03
+
+
+@pytest.mark.parametrize(("align", "context"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 4)])
+def test_rows_have_filling_behind_sequences_only(align: int, context: int) -> None:
+    parts = [(9, 3), (2, 1), (30, 29), (5, 2)]
+    trajectories = [trajectory(*sizes) for sizes in parts]
+    packs = [
+        make_pack(trajectories, CPU, align=align, context=context, context_rank=r) for r in range(context)
+    ]
+    places = packs[0].packed.places
+    assert sorted(places.flatten().tolist()) == list(range(packs[0].size))
+    assert all(p.tokens.size(1) == packs[0].size // context for p in packs)
+    assert packs[0].tokens.size(1) % align == 0
+    whole = {}
+    for name in ("tokens", "labels", "positions"):
+        whole[name] = torch.empty(packs[0].size, dtype=torch.int64)
+        for pack, held in zip(packs, places, strict=True):
+            whole[name][held] = getattr(pack, name)[0]
+    used = packs[0].used()
+    assert whole["tokens"][used].tolist() == [n for size, _ in parts for n in range(1, size)]
+    assert whole["labels"][used].tolist() == [n for size, _ in parts for n in range(2, size + 1)]
+    assert whole["positions"][used].tolist() == [n for size, _ in parts for n in range(size - 1)]
+    filling = torch.ones(packs[0].size, dtype=torch.bool).index_fill(0, used, False)
+    assert not whole["tokens"][filling].any()
+    assert not packs[0].mask[filling].any()
+    told = [part.tolist() for _, part in packs[0].split(whole["labels"])]
+    assert told == [list(range(size - response + 1, size + 1)) for size, response in parts]
+    assert packs[0].packed.cu_seqlens_q[-1] == packs[0].size
+    if context == 1:
+        assert packs[0].size - len(used) < align  # no padding between sequences
 
 
 def test_uneven_minibatches_are_refused() -> None:
