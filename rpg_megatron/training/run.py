@@ -68,7 +68,7 @@ class Run:
             tensor_rank=mesh.tensor_rank,
             pipeline_rank=mesh.pipeline_rank,
             data_rank=mesh.data_rank,
-            context_rank=0,
+            context_rank=mesh.context_rank,
             vocab_multiple=settings.model.vocab_multiple,
         )
         publisher = open_publisher(

@@ -97,6 +97,8 @@ class Trainer:
                 minibatches=training.minibatches,
                 data=self.mesh.data,
                 budget=training.tokens_per_microbatch,
+                context=self.mesh.context,
+                attention_length=self.shape.attention_length,
             )
             shares = [
                 [[[everything[i] for i in micro] for micro in mini] for mini in plan[data_rank]]
@@ -213,5 +215,5 @@ class Trainer:
 
 
 def _data_ranks(mesh: Mesh) -> list[int]:
-    """Data-parallel rank of every rank. Megatron numbers ranks tensor first, then data, then pipeline."""
-    return [rank // mesh.tensor % mesh.data for rank in range(mesh.world)]
+    """Data-parallel rank of every rank. Megatron numbers them tensor, context, data, pipeline."""
+    return [rank // (mesh.tensor * mesh.context) % mesh.data for rank in range(mesh.world)]
