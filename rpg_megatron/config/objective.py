@@ -185,6 +185,9 @@ class TrainingSettings(Section):
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Token budget of one packed forward and backward pass of a data-parallel replica; its context ranks
     share it. A longer sequence gets a pass of its own."""
+    mask_truncated: bool = False
+    """Learn nothing from responses that were cut at rollout.max_response_tokens. Their rewards still count in
+    their groups' advantages, their tokens in no mean."""
     logprob_chunk: int = Field(1024, ge=1)
     """Tokens whose full-vocabulary logits are held at a time."""
 

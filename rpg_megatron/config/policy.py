@@ -64,15 +64,15 @@ class MemorySettings(Section):
     """What is computed again rather than kept."""
 
     recompute: Literal["none", "selective", "full"] | None = None
-    """Activations that backward computes again: none; selective: norms and MLPs; full: whole layers, of which
-    only the input is kept. null: by the tokens that a rank computes at once, which is
-    training.tokens_per_microbatch / parallel.context: none below 4096, selective below 16384, else full."""
+    """Activations that backward computes again: none; selective: MLPs; full: whole layers, of which only the
+    input is kept. null: by the tokens that a rank computes at once, which is
+    training.tokens_per_microbatch / parallel.context: none up to 4096, selective up to 8192, else full."""
 
     def recompute_for(self, tokens: int) -> Literal["none", "selective", "full"]:
         """What is recomputed in micro-batches of so many tokens on a rank."""
         if self.recompute is not None:
             return self.recompute
-        return "none" if tokens < 4096 else "selective" if tokens < 16384 else "full"
+        return "none" if tokens <= 4096 else "selective" if tokens <= 8192 else "full"
 
 
 class OptimizerSettings(Section):

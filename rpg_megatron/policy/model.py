@@ -27,8 +27,9 @@ from rpg_megatron.policy.layers import PackedAttention, RMSNorm
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # What is large and cheap. Attention keeps no matrix of scores, so there is little to gain from it.
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+    # What is largest. Attention keeps no matrix of scores, so there is little to gain from it; norms Megatron
+    # recomputes where there is Transformer Engine alone.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

@@ -59,7 +59,7 @@ class Pack:
     positions: Tensor
     """int64 [1, c]: place within the sequence."""
     mask: Tensor
-    """bool [t]: the label is a response token."""
+    """bool [t]: the label is a response token to learn from."""
     old: Tensor
     """float32 [t]: trainer's log-prob before the update; 0 where unknown or not in the response."""
     anchor: Tensor
@@ -84,7 +84,7 @@ class Pack:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
 
     def response_tokens(self) -> ResponseTokens:
-        """The loss's inputs at the places of the mask, in order."""
+        """The loss's inputs at the places of the mask, in order, and so those of its metrics."""
         m = self.mask
         return ResponseTokens(
             old=self.old[m],
@@ -110,13 +110,14 @@ def make_pack(
     align: int = 1,
     context: int = 1,
     context_rank: int = 0,
+    mask_truncated: bool = False,
 ) -> Pack:
     """Pack whole trajectories (none: a row without a response token, for a rank that has no work).
 
     ``align``: the part of the row on each context rank is filled up to a multiple of it; sequence parallelism
     needs the tensor-parallel size. With ``context`` ranks each sequence is filled up as well, to a multiple
     of twice their number. The filling stands after a sequence: nothing attends to it and nothing is learnt
-    from it.
+    from it. ``mask_truncated``: nor from responses that were cut at the limit, which are scored all the same.
     """
     lengths = [fill_length(t.length - 1, context) for t in trajectories] or [fill_length(1, context)]
     step = sequence_multiple(context)
@@ -134,7 +135,7 @@ def make_pack(
         answer = slice(end - len(t.response), end)
         ints["tokens"][start:end] = whole[:-1]
         ints["labels"][start:end] = whole[1:]
-        mask[answer] = True
+        mask[answer] = not (mask_truncated and t.finish == "length")
         ints["sequence"][answer] = number
         floats["advantage"][answer] = t.advantage
         floats["behaviour"][answer] = t.behaviour

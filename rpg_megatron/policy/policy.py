@@ -119,6 +119,7 @@ class Policy:
             align=self._align,
             context=self.mesh.context,
             context_rank=self.mesh.context_rank,
+            mask_truncated=self.settings.training.mask_truncated,
         )
 
     def logprobs(self, packs: Sequence[Pack]) -> list[Tensor]:

@@ -250,6 +250,9 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "reward/accuracy": float(np.mean([t.correct for t in trajectories])),
         "reward/std": float(rewards.std()),
         "response/length_mean": float(lengths.mean()),
+        "response/length_p50": float(np.quantile(lengths, 0.5)),
+        "response/length_p95": float(np.quantile(lengths, 0.95)),
+        "response/length_max": float(lengths.max()),
         "response/truncated_frac": float(np.mean([t.finish == "length" for t in trajectories])),
     }
 

@@ -241,7 +241,7 @@ def trainer_side(
     used = [p.used() for p in packs]
     sites = found[0][0]
     trace = {s: torch.cat([f[0][s][u] for f, u in zip(found, used, strict=True)]) for s in sites}
-    logp = torch.cat([f[1][0][p.mask.cpu()] for f, p in zip(found, packs, strict=True)])
+    logp = torch.cat([part for f, p in zip(found, packs, strict=True) for _, part in p.split(f[1][0])])
     return _side("trainer", trajectories, trace, logp)
 
 

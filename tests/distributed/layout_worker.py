@@ -27,8 +27,14 @@ from rpg_megatron.training.objective import build_aggregator, build_loss
 
 
 def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
-    """This data rank's share of ``count`` uneven micro-batches; empty ones keep the ranks in step."""
-    bounds = [round(len(trajectories) * (i / count) ** 1.7) for i in range(count + 1)]
+    """This data rank's share of ``count`` uneven micro-batches; empty ones keep the ranks in step.
+
+    As many as there are trajectories: one each.
+    """
+    if count == len(trajectories):
+        bounds = list(range(count + 1))
+    else:
+        bounds = [round(len(trajectories) * (i / count) ** 1.7) for i in range(count + 1)]
     micro = [trajectories[a:b] for a, b in pairwise(bounds)]
     mine = micro[mesh.data_rank :: mesh.data]
     return mine + [[]] * (-(-count // mesh.data) - len(mine))
@@ -92,10 +98,10 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
         scored = zip(packs, policy.logprobs(packs), strict=True)
         return [part.tolist() for pack, values in scored for _, part in pack.split(values[0])]
 
-    after = logprobs()
+    after = logprobs() if case["after"] else []
     weights = [p.detach().clone() for _, p in policy.named_parameters()]
     with anchor.swapped_in():
-        anchored = logprobs()
+        anchored = logprobs() if case["after"] else []
     for (parameter, p), before in zip(policy.named_parameters(), weights, strict=True):
         assert torch.equal(p, before), f"{parameter} is not what it was before the anchor took its turn"
     placement = Placement(

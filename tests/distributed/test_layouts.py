@@ -180,10 +180,12 @@ def make_case(
     *,
     updates: int = 1,
     lr: float = 1e-3,
+    after: bool = True,
 ) -> dict[str, Any]:
-    """One layout for ``layout_worker``; ``settings`` replaces whole sections."""
+    """One layout for ``layout_worker``; ``settings`` replaces whole sections. ``after``: score again then."""
     return {
         "microbatches": microbatches,
+        "after": after,
         "updates": updates,
         "lr": lr,
         "settings": {

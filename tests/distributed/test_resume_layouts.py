@@ -49,6 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xDP2+SP": {"tensor": 2, "data": 2, "sequence": True},
     "PP2xDP2": {"pipeline": 2, "data": 2},
     "PP2xVPP2xDP2": {"pipeline": 2, "virtual": 2, "data": 2},
+    "CP2xTP2+SP": {"context": 2, "tensor": 2, "sequence": True},
 }
 FEWER: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),

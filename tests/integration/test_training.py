@@ -51,6 +51,7 @@ LAYOUTS = {
     "PP2": ["parallel.pipeline=2"],
     "PP2xVPP2": ["parallel.pipeline=2", "parallel.virtual=2"],
     "DP2": ["parallel.data=2"],
+    "CP2": ["parallel.context=2"],
     "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
 }
 

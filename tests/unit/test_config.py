@@ -48,6 +48,23 @@ def test_unknown_key_names_the_nearest_valid_one(config_file: Path, override: st
     assert f"did you mean {nearest!r}?" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["training.tokens_per_microbatch=4096"], "none"),
+        (["training.tokens_per_microbatch=8192"], "selective"),
+        (["training.tokens_per_microbatch=16384"], "full"),
+        (["training.tokens_per_microbatch=16384", "parallel.context=2"], "selective"),
+        (["training.tokens_per_microbatch=16384", "memory.recompute=none"], "none"),
+    ],
+)
+def test_what_is_recomputed_goes_by_length(config_file: Path, overrides: list[str], wanted: str):
+    settings = load_settings(config_file, overrides)
+    tokens = settings.training.tokens_per_microbatch // settings.parallel.context
+    assert settings.memory.recompute_for(tokens) == wanted
+    assert settings.parallel.world == settings.parallel.context
+
+
 def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
     overrides = [
         "optimizer.lr=3e-5",

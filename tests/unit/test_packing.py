@@ -151,6 +151,16 @@ def test_rows_have_filling_behind_sequences_only(align: int, context: int) -> No
         assert packs[0].size - len(used) < align  # no padding between sequences
 
 
+def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
+    trajectories = [trajectory(9, 3), trajectory(7, 4), trajectory(5, 2)]
+    trajectories[1].finish = "length"
+    pack = make_pack(trajectories, CPU, mask_truncated=True)
+    tokens = pack.response_tokens()
+    assert tokens.sequences.tolist() == [0, 0, 0, 2, 2]
+    assert [len(part) for _, part in pack.split(pack.labels[0])] == [3, 4, 2]  # all of them are scored
+    assert make_pack(trajectories, CPU).mask.sum() == 9
+
+
 def test_uneven_minibatches_are_refused() -> None:
     with pytest.raises(ValueError, match="5 trajectories do not divide into 2"):
         plan_batches([1] * 5, minibatches=2, data=1, budget=10)

@@ -192,7 +192,8 @@ def test_metrics_and_events(settings: Settings, tmp_path: Path) -> None:
     assert batch.metrics["reward/mean"] == pytest.approx(rewards.mean())
     assert batch.metrics["reward/accuracy"] == pytest.approx((rewards > 0).mean())
     assert batch.metrics["reward/std"] == pytest.approx(rewards.std())
-    assert batch.metrics["response/length_mean"] == 10
+    lengths = [batch.metrics[f"response/length_{name}"] for name in ("mean", "p50", "p95", "max")]
+    assert lengths == [10] * 4
     cut = [t.finish == "length" for t in batch.trajectories]
     assert batch.metrics["response/truncated_frac"] == pytest.approx(np.mean(cut)) != 0
     assert batch.seconds >= batch.metrics["time/reward"] >= 0
