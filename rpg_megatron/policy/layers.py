@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rpg_megatron.policy.context import gather_places
 
@@ -89,9 +90,24 @@ class PackedAttention(torch.nn.Module):
         for n, k, v in zip(chunks, keys, values, strict=True):
             for chunk in (rank, 2 * self.context - 1 - rank):
                 seen = (chunk + 1) * n
-                mask = torch.ones(n, seen, dtype=torch.bool, device=query.device).tril(chunk * n)
-                out.append(self._attend(next(queries), k[:seen], v[:seen], mask))
+                # Computed again in backward: kept, the masks of all layers would be more than all else.
+                out.append(
+                    checkpoint(
+                        self._attend_from,
+                        chunk * n,
+                        next(queries),
+                        k[:seen],
+                        v[:seen],
+                        use_reentrant=False,
+                        preserve_rng_state=False,
+                    )
+                )
         return torch.cat(out).flatten(1)
+
+    def _attend_from(self, first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries from place ``first`` of their sequence on."""
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(first)
+        return self._attend(q, k, v, mask)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
