@@ -95,7 +95,7 @@ class Run:
         self._reached = 0
         self._row: dict[str, Any] | None = {}
         self._sampler_state: dict[str, Any] = {}
-        self._saved = False
+        self._saved = 0
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -114,7 +114,8 @@ class Run:
             return 0
         self._phase("checkpoint")
         state = self._trainer.load(self._checkpoint)
-        self._reached, self._row, self._saved = state["step"], state.get("row"), True
+        self._reached, self._row = state["step"], state.get("row")
+        self._saved = self._reached
         self._sampler_state, self._summary = state["sampler"], state["summary"]
         self._started -= state["seconds"]
         self._serving.restore(self._sampler_state)
@@ -134,11 +135,19 @@ class Run:
             self._save()
 
     def save_at_once(self) -> None:
-        """After Stopped: write a checkpoint of the last step whose updates are done, unless there is one."""
+        """After Stopped: write a checkpoint of the last step whose updates are done, unless there is one.
+
+        Raises UserError if it cannot be written.
+        """
         self.finish_saving()
-        if not self._saved:
+        if self._saved != self._reached:
             self._save()
             self.finish_saving()
+        if self._saved != self._reached:
+            raise UserError(
+                f"stopped, but step {self._reached} could not be saved; the warning above says why. The same "
+                "command goes on from the newest checkpoint"
+            )
 
     def finish_saving(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint under way is whole, or for so many seconds. Not collective."""
@@ -159,18 +168,18 @@ class Run:
         self._phase("checkpoint")
         with self.time("checkpoint"):
             self._saver.start(self._reached, rest)
-        self._saved = True
 
     def _tell_of_saves(self) -> dict[str, float]:
         """Metrics of the saves that have ended since; those that failed are warned of. Not collective."""
         outcomes = self._saver.outcomes()
         for saved in outcomes:
             if saved.problem:
-                self._saved &= saved.step != self._reached
                 self.warn(
                     f"step {saved.step}: no checkpoint, {saved.folder} cannot be written ({saved.problem}); "
                     f"{_free(self._run_dir)}training goes on"
                 )
+            else:
+                self._saved = saved.step
         row = {"checkpoint/failed": float(sum(bool(saved.problem) for saved in outcomes))}
         whole = [saved for saved in outcomes if not saved.problem]
         return row | ({"checkpoint/seconds": whole[-1].seconds} if whole else {})
@@ -245,7 +254,7 @@ class Run:
 
         self._trainer.update(step, batch, tell)
         tokens = float(sum(t.length for t in batch.all))
-        self._reached, self._row, self._saved = step, batch.metrics | {"step/tokens": tokens}, False
+        self._reached, self._row = step, batch.metrics | {"step/tokens": tokens}
         self._sampler_state = batch.sampler
 
     def evaluates(self, step: int) -> bool:

@@ -31,8 +31,8 @@ def saved_bytes(case: dict, device: torch.device) -> int:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         place = tensor.untyped_storage().data_ptr()
-        # What the loss saves is no more than a few numbers a token.
-        if place not in weights:
+        # What the loss saves is no more than a few numbers a token. Backward saves what it recomputes.
+        if place not in weights and torch._C._current_graph_task_id() == -1:
             seen.setdefault(place, tensor)  # held, so that no other tensor comes to lie there
         return tensor
 

@@ -135,7 +135,7 @@ def main() -> None:
     publisher.close()
     mine = {
         "stage": mesh.pipeline_rank,
-        "publishes": mesh.data_rank == mesh.context_rank == 0,
+        "replica": mesh.data_rank * mesh.context + mesh.context_rank,
         "parameters": sum(p.numel() for _, p in policy.named_parameters()),
         "baseline": baseline,
         "peaks": peaks,

@@ -7,12 +7,15 @@ order of the forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rpg_megatron.config import ModelShape
 from rpg_megatron.config.policy import ParallelSettings
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+Recompute = Literal["none", "selective", "full"]
 _WIDE = 4
 """Bytes of a float32 number, in which norms and softmax are computed."""
 
@@ -29,6 +32,7 @@ class Widths:
     head_dim: int
     ffn: float
     item: int
+    context: int
 
     @property
     def query(self) -> float:
@@ -52,56 +56,57 @@ def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> Widths:
         head_dim=shape.head_dim,
         ffn=shape.ffn_hidden_size / cut,
         item=ITEM_BYTES[dtype],
+        context=parallel.context,
     )
 
 
-def layer_bytes(w: Widths, *, qk_norm: bool, context: int = 1) -> float:
-    """Bytes per token of a rank that one transformer layer saves for its backward pass, nothing recomputed.
+def layer_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool, recompute: Recompute) -> float:
+    """Bytes that one transformer layer saves for its backward pass.
 
-    With context parallelism attention keeps keys and values of the whole row, ``context`` times as many.
+    lengths: of the micro-batch's sequences, before they are cut over context ranks.
     """
-    wide_input = w.item != _WIDE  # in float32 the norm's wide input is the tensor that came in
+    tokens = sum(lengths) / w.context
+    if recompute == "full":  # its input
+        return tokens * w.item * w.hidden
     # Input in float32, 1/rms, normalised, and the result, which the linear layer behind it reads.
     norm = _WIDE * w.hidden + _WIDE * w.hidden / w.whole + 2 * w.item * w.hidden
-    attention = w.item * (w.query + 2 * w.key)  # of QKV; the values are a view of it
+    # gate|up, silu(gate), up + offset, their product, which the second linear layer reads.
+    mlp = w.item * 5 * w.ffn if recompute == "none" else 0
+    return tokens * (2 * norm + mlp) + _attention_bytes(w, lengths, qk_norm=qk_norm)
+
+
+def _attention_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool) -> float:
+    tokens = sum(lengths) / w.context
+    wide_input = w.item != _WIDE  # in float32 the norm's wide input is the tensor that came in
+    each = 0.0
     if qk_norm:
-        attention += _WIDE * w.query + _WIDE * w.heads + w.item * w.query
-        attention += (_WIDE * w.key if wide_input else 0) + _WIDE * w.kv_heads + w.item * w.key
-    attention += w.item * 4 * w.head_dim  # cosines and sines for queries and for keys, on every TP rank
-    attention += w.item * (w.query + w.key)  # rotated
-    attention += w.item * w.query + _WIDE * w.heads  # output and log-sum-exp
-    attention += w.item * w.query  # the sequences' outputs put together again, read by the projection
-    if context > 1:
-        attention += w.item * 2 * w.key * context
-    return 2 * norm + attention + mlp_bytes(w)
-
-
-def mlp_bytes(w: Widths) -> float:
-    """Of these, the MLP's: gate|up, silu(gate), up + offset, their product, which its second layer reads."""
-    return w.item * 5 * w.ffn
-
-
-def kept_bytes(w: Widths, *, qk_norm: bool, context: int, recompute: str) -> float:
-    """Bytes per token that a layer keeps until its backward pass begins (``memory.recompute``)."""
-    if recompute == "full":
-        return w.item * w.hidden  # the layer's input
-    whole = layer_bytes(w, qk_norm=qk_norm, context=context)
-    return whole - (mlp_bytes(w) if recompute == "selective" else 0)
+        each += _WIDE * w.query + _WIDE * w.heads + w.item * w.query
+        each += (_WIDE * w.key if wide_input else 0) + _WIDE * w.kv_heads + w.item * w.key
+    each += w.item * 4 * w.head_dim  # cosines and sines for queries and for keys, on every TP rank
+    each += w.item * w.query  # rotated
+    each += w.item * w.query  # the sequences' outputs put together again, read by the projection
+    qkv, keys = w.item * (w.query + 2 * w.key), w.item * w.key
+    if w.context == 1:
+        # Output and log-sum-exp; values are a view of QKV.
+        return tokens * (each + w.item * w.query + _WIDE * w.heads + qkv + keys)
+    if qk_norm and not wide_input:
+        each += qkv  # the keys' norm reads it
+    return tokens * each + sum(lengths) * 2 * keys  # of all ranks; attention itself is computed again
 
 
 def head_bytes(w: Widths) -> float:
     """Bytes per token that the last stage saves behind the layers: final norm and log-prob head."""
     norm = _WIDE * w.hidden + _WIDE * w.hidden / w.whole + w.item * w.hidden
-    return norm + w.item * w.whole + 16  # hidden states of all tokens; targets, normaliser, entropy
+    return norm + w.item * w.whole + 20  # hidden states of all tokens; targets, two normalisers, entropy
 
 
-def working_bytes(w: Widths, tokens: int, again: float = 0) -> float:
-    """Bytes that a layer needs besides what is kept, at the worst moment of its backward pass.
+def working_bytes(w: Widths, tokens: int) -> float:
+    """Bytes that a layer needs besides what is saved, at the worst moment of its backward pass.
 
-    The gradients of the MLP's inner tensors and of the residual stream, and one weight's gradient; again:
-    bytes per token that are computed again.
+    The gradients of the MLP's inner tensors and of the residual stream, and one weight's gradient. What is
+    recomputed comes on top.
     """
-    return tokens * (again + w.item * (5 * w.ffn + 3 * w.whole)) + w.item * 2 * w.ffn * w.whole
+    return tokens * w.item * (5 * w.ffn + 3 * w.whole) + w.item * 2 * w.ffn * w.whole
 
 
 def in_flight(stage: int, parallel: ParallelSettings, microbatches: int) -> int:

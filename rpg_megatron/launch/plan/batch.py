@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rpg_megatron.config import Settings
-from rpg_megatron.data.packing import fill_length
+from rpg_megatron.data.packing import fill_length, sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Batch:
     context: int
     """The same, evaluation included: what an engine has to hold."""
     tokens_per_microbatch: int
-    """Tokens of the largest micro-batch: the budget, or one longest sequence that is larger."""
-    tokens_per_rank: int
-    """Of these, what a context rank holds."""
+    """Tokens of a replica's largest micro-batch: the budget, or one longest sequence that is larger."""
+    lengths: tuple[int, ...]
+    """Of its sequences, if they are as long as they may be."""
     microbatches: int
     """Of one update on one replica, if all sequences are as long as they may be."""
     pipeline_idle: float
@@ -46,9 +46,9 @@ def plan_batch(settings: Settings, max_positions: int) -> Batch:
     filled = fill_length(longest, parallel.context)
     in_one = max(1, training.tokens_per_microbatch // filled)
     tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
-    align = parallel.context * (parallel.tensor if parallel.sequence else 1)
-    tokens = -(-tokens // align) * align
-    microbatches = -(-per_rank // in_one)
+    align = (parallel.tensor if parallel.sequence else 1) * sequence_multiple(parallel.context)
+    packs = -(-update // in_one)
+    microbatches = -(-packs // parallel.data)
     # Interleaved, every rank's work comes in as many pieces, and the wait at the ends is as much shorter.
     waits = (parallel.pipeline - 1) / parallel.virtual
     return Batch(
@@ -59,8 +59,14 @@ def plan_batch(settings: Settings, max_positions: int) -> Batch:
         sequences_per_rank=per_rank,
         longest=longest,
         context=min(prompt + rollout.max_response_tokens, max_positions),
-        tokens_per_microbatch=tokens,
-        tokens_per_rank=tokens // parallel.context,
+        tokens_per_microbatch=-(-tokens // align) * align,
+        lengths=_fill(-(-tokens // align) * align, filled),
         microbatches=microbatches,
         pipeline_idle=waits / (microbatches + waits),
     )
+
+
+def _fill(tokens: int, longest: int) -> tuple[int, ...]:
+    """So many tokens as sequences of the greatest length, and what is left as one more."""
+    whole, rest = divmod(tokens, longest)
+    return (longest,) * whole + ((rest,) if rest else ())

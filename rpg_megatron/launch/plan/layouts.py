@@ -27,7 +27,8 @@ class Candidate:
         pipeline that waits least; of those, most memory left. A rule of thumb: nothing was timed.
         """
         p = self.plan
-        cuts = p.settings.parallel.tensor * p.settings.parallel.pipeline
+        parallel = p.settings.parallel
+        cuts = parallel.tensor * parallel.pipeline * parallel.context
         return (not p.fits, cuts, round(p.batch.pipeline_idle, 2), p.rank_total)
 
     @property
@@ -43,15 +44,15 @@ class Candidate:
 def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Candidate]:
     """All layouts of ``world`` trainer ranks that the model and the batch can be cut into, the best first.
 
-    Virtual stages stay off, sequence parallelism is on wherever there is tensor parallelism, and sequences
-    are cut over as many context ranks as the settings say.
+    Virtual stages stay off, sequence parallelism is on wherever there is tensor parallelism.
     """
     found = []
-    for tensor, pipeline, data in _cuts(world // settings.parallel.context):
+    for tensor, pipeline, context, data in _cuts(world):
         parallel = settings.parallel.model_copy(
             update={
                 "tensor": tensor,
                 "pipeline": pipeline,
+                "context": context,
                 "data": data,
                 "virtual": 1,
                 "sequence": tensor > 1,
@@ -71,7 +72,7 @@ def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate
 
     Whether the engines fit is another question: they have their own cards.
     """
-    world = settings.parallel.context
+    world = 1
     while world <= MOST_RANKS:
         for candidate in sweep(settings, shape, target, world):
             p = candidate.plan
@@ -95,8 +96,9 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
     return None
 
 
-def _cuts(world: int) -> Iterator[tuple[int, int, int]]:
+def _cuts(world: int) -> Iterator[tuple[int, int, int, int]]:
     for tensor in range(1, min(world, NODE) + 1):
         for pipeline in range(1, world // tensor + 1):
-            if world % (tensor * pipeline) == 0:
-                yield tensor, pipeline, world // (tensor * pipeline)
+            for context in range(1, min(world // (tensor * pipeline), NODE) + 1):
+                if world % (tensor * pipeline * context) == 0:
+                    yield tensor, pipeline, context, world // (tensor * pipeline * context)

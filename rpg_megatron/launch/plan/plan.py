@@ -7,11 +7,11 @@ from typing import Literal
 
 from rpg_megatron.bridge.layouts import check_layout
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.config.policy import MemorySettings
+from rpg_megatron.launch.plan.activations import Recompute
 from rpg_megatron.launch.plan.batch import Batch, plan_batch
 from rpg_megatron.launch.plan.cards import DEFAULT, card_bytes, machine_bytes
 from rpg_megatron.launch.plan.engine import SERVER, EngineMemory, engine_memory
-from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE, RankMemory, rank_memory
+from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE, RankMemory, activation_bytes, rank_memory
 
 Device = Literal["cpu", "cuda"]
 
@@ -37,8 +37,10 @@ class Plan:
     target: Target
     batch: Batch
     ranks: tuple[RankMemory, ...]
-    """One of each pipeline stage: the one that publishes, and another if there are several replicas."""
+    """One of each pipeline stage: data-parallel replica 0, and another if there are several."""
     engine: EngineMemory
+    activations: dict[Recompute, int]
+    """Of the largest rank, with each value of memory.recompute."""
     problems: tuple[str, ...]
     """Why it cannot run or does not fit, each with what to do; empty: it fits."""
     warnings: tuple[str, ...]
@@ -64,8 +66,8 @@ class Plan:
         engine, parallel = self.settings.engine, self.settings.parallel
         ranks = 0
         for rank in self.ranks:
-            of_a_kind = 1 if rank.publishes else parallel.data * parallel.context - 1
-            ranks += of_a_kind * parallel.tensor * (rank.peak + IMPORTS)
+            others = parallel.data * parallel.context - 1 if any(not r.publishes for r in self.ranks) else 0
+            ranks += (1 if rank.publishes else others) * parallel.tensor * (rank.peak + IMPORTS)
         return ranks + engine.replicas * (SERVER + engine.tensor * self.engine.total)
 
 
@@ -105,7 +107,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
             shape,
             stage=stage,
             publishes=publishes,
-            tokens=batch.tokens_per_rank,
+            lengths=batch.lengths,
             microbatches=batch.microbatches,
             device=target.device,
         )
@@ -113,6 +115,12 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     ]
     engine = engine_memory(settings, shape, longest=batch.context, device=target.device, card=target.nbytes)
+    largest = max(ranks, key=lambda r: r.peak)
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    activations = {
+        kind: activation_bytes(settings, shape, largest.stage, batch.lengths, batch.microbatches, kind)
+        for kind in kinds
+    }
     draft = Plan(
         settings=settings,
         shape=shape,
@@ -121,6 +129,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         batch=batch,
         ranks=tuple(ranks),
         engine=engine,
+        activations=activations,
         problems=(),
         warnings=(),
     )
@@ -130,7 +139,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
 def _parameters(shape: ModelShape) -> int:
     one = Settings.model_validate({"model": {"path": "."}, "data": {"path": "."}})
     return rank_memory(
-        one, shape, stage=0, publishes=True, tokens=1, microbatches=1, device="cuda"
+        one, shape, stage=0, publishes=True, lengths=[1], microbatches=1, device="cuda"
     ).parameters
 
 
@@ -159,12 +168,8 @@ def _problems(plan: Plan) -> list[str]:
             )
     else:
         if plan.rank_total > target.nbytes:
-            again = settings.model_copy(update={"memory": MemorySettings(recompute="full")})
-            least = plan_for(again, plan.shape, target).rank_total if again != settings else plan.rank_total
             found.append(
-                f"a trainer rank needs {gib(plan.rank_total)}"
-                + (f" ({gib(least)} with memory.recompute=full)" if least < plan.rank_total else "")
-                + f", {target.name} has {gib(target.nbytes)}"
+                f"a trainer rank needs {gib(plan.rank_total)}, {target.name} has {gib(target.nbytes)}"
             )
         if engine.kv_cache >= 0 and engine.total > target.nbytes:
             found.append(
@@ -186,7 +191,7 @@ def _problems(plan: Plan) -> list[str]:
 
 
 def _warnings(plan: Plan) -> list[str]:
-    found, engine = [], plan.engine
+    found, engine, parallel = [], plan.engine, plan.settings.parallel
     wanted = min(
         plan.settings.engine.max_sequences, -(-plan.batch.sequences // plan.settings.engine.replicas)
     )
@@ -195,13 +200,13 @@ def _warnings(plan: Plan) -> list[str]:
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, {wanted} may run at "
             "once: vLLM then puts some off and computes them again"
         )
-    if plan.settings.parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
+    if parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
         found.append(
             f"pipeline ranks wait {plan.batch.pipeline_idle:.0%} of an update: {plan.batch.microbatches} "
             "micro-batches; lower training.tokens_per_microbatch or training.minibatches"
         )
-    if plan.settings.optimizer.distributed and plan.settings.parallel.data == 1:
-        found.append("optimizer.distributed cuts nothing with parallel.data 1")
+    if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
+        found.append("optimizer.distributed cuts nothing with one replica")
     return found
 
 

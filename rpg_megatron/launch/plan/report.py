@@ -13,7 +13,7 @@ from rich.table import Table
 from rpg_megatron.launch.plan.engine import SERVER
 from rpg_megatron.launch.plan.layouts import Candidate
 from rpg_megatron.launch.plan.plan import Plan, count, gib
-from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE
+from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE, recomputation
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -34,7 +34,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
     table = Table(
         box=box.SIMPLE_HEAD, title="layouts, the best first", title_justify="left", title_style="bold"
     )
-    for name in ("", "TP", "PP", "DP", "SP"):
+    for name in ("", "TP", "PP", "CP", "DP", "SP"):
         table.add_column(name, justify="right")
     for name in ("a rank", "left", "passes", "idle"):
         table.add_column(name, justify="right")
@@ -45,6 +45,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
             "[green]fits[/]" if p.fits else "[red]no[/]",
             str(parallel.tensor),
             str(parallel.pipeline),
+            str(parallel.context),
             str(parallel.data),
             "on" if parallel.sequence else "",
             gib(p.rank_total),
@@ -129,6 +130,8 @@ def _describe(plan: Plan) -> dict[str, Any]:
         ],
         "rank_bytes": plan.rank_total,
         "machine_bytes": plan.machine_total if plan.target.device == "cpu" else None,
+        "recompute": recomputation(plan.settings),
+        "activations": plan.activations,
         "engine": {
             **vars(engine),
             "total": engine.total,
@@ -151,14 +154,12 @@ def _facts(plan: Plan) -> Table:
         f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         + (", tied" if shape.tied_embeddings else ""),
     )
-    cuts = [f"TP {parallel.tensor}" + (" + SP" if parallel.sequence else "")]
-    cuts += [f"PP {parallel.pipeline}" + (f" x VPP {parallel.virtual}" if parallel.virtual > 1 else "")]
-    cuts += [f"CP {parallel.context}"] if parallel.context > 1 else []
-    cuts += [f"DP {parallel.data}"]
     table.add_row(
         "policy",
-        f"{parallel.world} ranks: {', '.join(cuts)}; {of_layers} layers a stage, "
-        f"{shape.num_heads // parallel.tensor} heads a rank",
+        f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' if parallel.sequence else ''}, PP "
+        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' if parallel.virtual > 1 else ''}, "
+        f"CP {parallel.context}, DP {parallel.data}; {of_layers} layers a "
+        f"stage, {shape.num_heads // parallel.tensor} heads a rank",
     )
     table.add_row("engines", f"{engine.replicas} x TP {engine.tensor}")
     table.add_row(
@@ -181,7 +182,8 @@ def _trainer_table(plan: Plan) -> Table:
     table = _table(f"trainer rank{where}: {count(rank.parameters)} parameters")
     for part in rank.parts:
         when = "host memory" if part.host else part.phase
-        table.add_row(part.name, gib(part.nbytes), part.basis, when)
+        kind = f", recompute {recomputation(plan.settings)}" if part.name == "activations" else ""
+        table.add_row(part.name + kind, gib(part.nbytes), part.basis, when)
     if plan.target.device == "cuda":
         table.add_row("CUDA context, NCCL, reserve", gib(RESERVE), "estimated", "always")
     else:
@@ -189,6 +191,10 @@ def _trainer_table(plan: Plan) -> Table:
     table.add_section()
     worst = max(rank.phases, key=lambda phase: rank.phases[phase])
     table.add_row("[bold]peak[/]", f"[bold]{gib(plan.rank_total)}[/]", _of(plan, plan.rank_total), worst)
+    for kind, nbytes in plan.activations.items():
+        if kind != recomputation(plan.settings):
+            name = f"activations, recompute {kind}"
+            table.add_row(name, gib(nbytes), "estimated", "if set so", style="dim")
     return table
 
 

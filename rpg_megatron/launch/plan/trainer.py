@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,9 +11,9 @@ from rpg_megatron.bridge.layouts import Layout, layout_for
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.launch.plan.activations import (
     ITEM_BYTES,
+    Recompute,
     head_bytes,
     in_flight,
-    kept_bytes,
     layer_bytes,
     widths,
     working_bytes,
@@ -31,13 +32,6 @@ MALLOC = 0.07
 """On a CPU: share of the tensors' bytes that malloc holds on to besides, in holes left by freed
 tensors. Fitted to measurements, where it was between 2% and 16%; 0 if every tensor had pages of its own.
 """
-
-
-_ACTIVATIONS = {
-    "none": "activations",
-    "selective": "activations, MLPs recomputed",
-    "full": "activations, layers recomputed",
-}
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class RankMemory:
 
     stage: int
     publishes: bool
-    """Data-parallel replica 0: the one whose weights go to the engines."""
+    """Data and context rank 0: the one whose weights go to the engines."""
     parameters: int
     """Number of parameters that it holds."""
     parts: tuple[Part, ...]
@@ -104,17 +98,17 @@ def stage_shapes(layout: Layout, settings: Settings, stage: int) -> dict[str, tu
     return found
 
 
-def state_bytes(dtype: str, *, distributed: bool, data: int) -> tuple[float, float, float]:
+def state_bytes(dtype: str, *, distributed: bool, replicas: int) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients and optimizer state.
 
     Gradients are accumulated and reduced in float32, in a buffer of all of them on every rank. AdamW has two
     float32 moments (Schedule-Free AdamW a point and a moment); 16-bit weights have a float32 copy besides.
-    The distributed optimizer cuts copy and moments over ``data`` replicas: 6 + 12/data bytes in bfloat16,
-    18 without it.
+    The distributed optimizer cuts copy and moments over the replicas, data x context of them: 6 +
+    12/replicas bytes in bfloat16, 18 without it.
     """
     item = ITEM_BYTES[dtype]
     state = 8 + (4 if item < 4 else 0)
-    return item, 4, state / (data if distributed else 1)
+    return item, 4, state / (replicas if distributed else 1)
 
 
 def rank_memory(
@@ -123,17 +117,22 @@ def rank_memory(
     *,
     stage: int,
     publishes: bool,
-    tokens: int,
+    lengths: Sequence[int],
     microbatches: int,
     device: Literal["cpu", "cuda"],
 ) -> RankMemory:
-    """Every part of one rank. tokens: its share of the largest micro-batch; microbatches: of one update."""
+    """Every part of one rank.
+
+    lengths: of the sequences of its replica's largest micro-batch; microbatches: of one update.
+    """
     parallel, dtype = settings.parallel, settings.precision.dtype
-    replicas = parallel.data * parallel.context  # that hold the same parameters
     w = widths(shape, parallel, dtype)
+    tokens, replicas = -(-sum(lengths) // parallel.context), parallel.data * parallel.context
     shapes = {n: math.prod(s) for n, s in stage_shapes(layout_for(shape), settings, stage).items()}
     count, largest = sum(shapes.values()), max(shapes.values())
-    weights, gradients, state = state_bytes(dtype, distributed=settings.optimizer.distributed, data=replicas)
+    weights, gradients, state = state_bytes(
+        dtype, distributed=settings.optimizer.distributed, replicas=replicas
+    )
     parts = [
         Part("parameters", round(weights * count), "exact"),
         Part("gradients", round(gradients * count), "exact"),
@@ -144,25 +143,19 @@ def rank_memory(
         parts.append(Part("held anchor", round(weights * count), "exact", host=device == "cuda"))
 
     last = stage == parallel.pipeline - 1
-    layers = sum(shape.stage_layers(parallel.pipeline * parallel.virtual)[stage :: parallel.pipeline])
-    flying = in_flight(stage, parallel, microbatches)
-    recompute = settings.memory.recompute_for(settings.training.tokens_per_microbatch // parallel.context)
-    whole = layer_bytes(w, qk_norm=shape.qk_norm, context=parallel.context)
-    kept = kept_bytes(w, qk_norm=shape.qk_norm, context=parallel.context, recompute=recompute)
-    per_chunk = tokens * layers / parallel.virtual * kept
-    activations = flying * per_chunk + (tokens * head_bytes(w) if last else 0)
+    recompute = recomputation(settings)
+    activations = activation_bytes(settings, shape, stage, lengths, microbatches, recompute)
     logits = _logits_bytes(settings, shape, tokens) if last else 0
     rows = shape.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
     output = rows * shape.hidden_size
-    working = round(working_bytes(w, tokens, again=whole - kept))
+    kept, whole = (layer_bytes(w, lengths, qk_norm=shape.qk_norm, recompute=r) for r in (recompute, "none"))
+    working = round(working_bytes(w, tokens) + whole - kept)
     # The head's backward pass comes first, with everything saved; a layer's working set only after it.
     head = logits + output * (4 + (weights if weights < 4 else 0)) if last else 0
     parts += [
-        Part(_ACTIVATIONS[recompute], round(activations), "estimated", "update"),
+        Part("activations", activations, "estimated", "update"),
         Part("logits chunk, gradients in work", max(working, round(head)), "estimated", "update"),
-        Part(
-            "a layer and a logits chunk", round(working_bytes(w, tokens)) + logits, "estimated", "log-probs"
-        ),
+        Part("a layer and a logits chunk", working + logits, "estimated", "log-probs"),
     ]
     if device == "cpu":
         # Our AdamW has two temporaries as large as the parameter, or its shard, that it is at; on a GPU the
@@ -177,15 +170,36 @@ def rank_memory(
     return RankMemory(stage, publishes, count, tuple(parts))
 
 
-def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
-    """Chunked log-probs: the float32 logits and probabilities of a chunk, and of the one before the logits.
+def recomputation(settings: Settings) -> Recompute:
+    """What the policy recomputes with these settings."""
+    per_rank = settings.training.tokens_per_microbatch // settings.parallel.context
+    return settings.memory.recompute_for(per_rank)
 
-    With a single chunk there is nothing before.
-    """
+
+def activation_bytes(
+    settings: Settings,
+    shape: ModelShape,
+    stage: int,
+    lengths: Sequence[int],
+    microbatches: int,
+    recompute: Recompute,
+) -> int:
+    """Bytes that a rank saves of all micro-batches in flight."""
+    parallel = settings.parallel
+    w = widths(shape, parallel, settings.precision.dtype)
+    layers = sum(shape.stage_layers(parallel.pipeline * parallel.virtual)[stage :: parallel.pipeline])
+    chunks = in_flight(stage, parallel, microbatches) * layers / parallel.virtual
+    saved = chunks * layer_bytes(w, lengths, qk_norm=shape.qk_norm, recompute=recompute)
+    if stage == parallel.pipeline - 1:
+        saved += sum(lengths) / parallel.context * head_bytes(w)
+    return round(saved)
+
+
+def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
+    """Chunked log-probs: the float32 logits and probabilities of a chunk."""
     chunk = settings.training.logprob_chunk
     rows = shape.padded_vocab(settings.parallel.tensor, settings.model.vocab_multiple)
-    copies = 3 if tokens > chunk else 2
-    return copies * 4 * min(chunk, tokens) * rows // settings.parallel.tensor
+    return 2 * 4 * min(chunk, tokens) * rows // settings.parallel.tensor
 
 
 def _bridge_parts(settings: Settings, weights: int, *, publishes: bool, device: str) -> list[Part]:
