@@ -20,6 +20,7 @@ import pytest
 from tests.integration.slurm_cluster import Job, Slurm, missing, start_slurm
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started here: {missing()}"),
     pytest.mark.timeout(1800),
 ]
@@ -90,7 +91,6 @@ def test_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     assert list(job.folder.glob("runs/.meeting*")) == []
 
 
-@pytest.mark.long
 def test_a_warned_run_is_requeued_and_goes_on_to_its_end(slurm: Slurm, tmp_path: Path) -> None:
     """On two nodes: USR1 to every process of the job, as Slurm sends it before the time is over."""
     words = [word for word in SMALL if not word.startswith("training.steps")]
@@ -107,7 +107,6 @@ def test_a_warned_run_is_requeued_and_goes_on_to_its_end(slurm: Slurm, tmp_path:
     job.assert_no_secret_shows(starts=2)
 
 
-@pytest.mark.long
 def test_a_node_that_fails_in_a_step_ends_the_run(slurm: Slurm, tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith("training.steps")]
     words += ["training.steps=50", *TWO]
