@@ -37,6 +37,7 @@ def run_ranks(worker: str, world: int, folder: Path, *args: str, timeout: float 
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")])),
     }
     logs = [folder / f"rank_{r}.log" for r in range(world)]
     ranks = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -19,8 +20,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from rpg_megatron.bridge.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.evaluation.drift import StoredWeights
+from rpg_megatron.policy.layers import PackedAttention
 from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.policy.packed import Pack
+from rpg_megatron.policy.packed import Pack, PackedSequences
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, engine_socket
 from rpg_megatron.training import audit as auditing
@@ -66,9 +68,21 @@ def packs(run: Run, spoil: Callable[[Pack], None]) -> Iterator[None]:
     Policy.pack = plain
 
 
-def leak(pack: Pack) -> None:
+@contextmanager
+def leak(run: Run) -> Iterator[None]:
     """Sequences see those before them."""
-    pack.packed.lengths = [pack.size]
+    plain = PackedAttention.forward
+
+    def forward(
+        self: PackedAttention, *inputs: object, packed_seq_params: PackedSequences, **more: object
+    ) -> torch.Tensor:
+        row = copy.copy(packed_seq_params)
+        row.lengths = [sum(row.lengths)]
+        return plain(self, *inputs, packed_seq_params=row, **more)
+
+    PackedAttention.forward = forward
+    yield
+    PackedAttention.forward = plain
 
 
 def run_on(pack: Pack) -> None:
@@ -96,7 +110,7 @@ TRAINER_FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
     "rope": lambda run: rope_base(run, 50_000.0),
     "temperature": lambda run: head(run, temperature=0.8),
     "vocabulary": lambda run: head(run, vocab=run.policy.settings.model.vocab_multiple),
-    "packing": lambda run: packs(run, leak),
+    "packing": leak,
     "positions": lambda run: packs(run, run_on),
     "engine_temperature": lambda run: engine_temperature(run, 0.7),
 }
