@@ -284,21 +284,23 @@ class Job:
 
     def wait_for(self, text: str, seconds: float = 900) -> None:
         def said() -> bool:
-            assert self.state() in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), self.told()
-            return text in self.said
+            state = self.state()  # before the text, which may be the last that is said in that state
+            there = text in self.said
+            assert there or state in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), (
+                f"{state}\n{self.told()}"
+            )
+            return there
 
         self.slurm.wait(said, seconds)
 
-    def hurry(self) -> None:
-        """Slurm lets a requeued job wait for two minutes; this one need not."""
+    def wait_for_restart(self) -> None:
+        """Slurm lets a requeued job wait for two minutes."""
 
         def again() -> bool:
-            update = ["scontrol", "update", f"JobId={self.number}", "StartTime=now"]
-            subprocess.run(update, env=self.slurm.environment, capture_output=True, check=False)
             facts = self.slurm.job(self.number)
             return facts["Restarts"] == "1" and facts["JobState"] in ("RUNNING", "COMPLETED")
 
-        self.slurm.wait(again, 240)
+        self.slurm.wait(again, 400)
 
     def wait_for_end(self, seconds: float = 900) -> dict[str, str]:
         """Until no process of it is left; what Slurm says of it."""

@@ -99,7 +99,7 @@ def test_a_warned_run_is_requeued_and_goes_on_to_its_end(slurm: Slurm, tmp_path:
     job.wait_for("step 2/6")
     slurm.run("scancel", "--signal=USR1", job.number)
     job.wait_for("saved; requeued")
-    job.hurry()
+    job.wait_for_restart()
     facts = job.wait_for_end()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.told()
     assert [row["step"] for row in job.rows()] == list(range(7))  # each once: nothing lost, nothing twice

@@ -57,6 +57,7 @@ def wanting_to_save(echo: Path) -> Path:
     return echo
 
 
+@pytest.mark.long
 @needs_slurm
 def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Path, echo: Path) -> None:
     words = ("a config.yaml", "data.template=x y {prompt}", "seed=3")
@@ -64,7 +65,7 @@ def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Pat
     job.wait_for("waiting")
     slurm.run("scancel", "--signal=USR1", job.number)
     job.wait_for("saved; requeued")
-    job.hurry()
+    job.wait_for_restart()
     facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
     given = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
@@ -73,6 +74,7 @@ def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Pat
     assert said == [*given, "waiting", "saved", "saved; requeued", *given, "done"]
 
 
+@pytest.mark.long
 @needs_slurm
 def test_in_an_array_the_next_task_goes_on_and_the_rest_is_dropped(
     slurm: Slurm, tmp_path: Path, echo: Path
@@ -88,7 +90,7 @@ def test_in_an_array_the_next_task_goes_on_and_the_rest_is_dropped(
     slurm.wait(lambda: any("waiting" in log.read_text() for log in job.folder.glob("*.log")), 60)
     # It reaches the task that runs, and exits with 1 because of those that wait.
     subprocess.run(["scancel", "--signal=USR1", job.number], env=slurm.environment, check=False)
-    slurm.wait(lambda: not slurm.run("squeue", "-h").strip(), 120)
+    slurm.wait(lambda: job.number not in slurm.run("squeue", "-h", "-o", "%F").split(), 120)
     logs = sorted(job.folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
     assert len(logs) == 2, [log.read_text() for log in logs]
     assert logs[0].read_text().endswith("saved\n")
