@@ -277,6 +277,7 @@ class Sampler:
             reward=score.reward,
             correct=score.correct,
             parts=score.parts,
+            answer=prompt.answer,
             extracted=score.extracted,
             reason=score.reason,
             seed=draw.seed + number,
