@@ -70,7 +70,7 @@ def speed(workers: int, pairs: list[tuple[str, str]]) -> tuple[float, float, flo
     best, cpu, right = 0.0, 1e9, 0
     for _ in range(3):
         with Grader(workers=workers) as grader:
-            warm = [grader.submit(f"\\boxed{{{n}\\sqrt{{8}}}}", f"{2 * n}\\sqrt{{2}}") for n in range(64)]
+            warm = [grader.submit(f"\\boxed{{{n}x\\sqrt{{8}}}}", f"{2 * n}x\\sqrt{{2}}") for n in range(64)]
             assert all(f.result().correct for f in warm)
             started, used = time.perf_counter(), cpu_seconds()
             futures = [grader.submit(*pair) for pair in pairs]
