@@ -77,7 +77,7 @@ class Run:
             settings.bridge,
             bridge,
             self._placement,
-            dict(self.policy.named_parameters()),
+            self.policy.served.tensors,
             self._trainer.layout,
             DTYPES[settings.precision.dtype],
             adopt=not settings.optimizer.distributed,  # the distributed one keeps views of the parameters
@@ -195,6 +195,7 @@ class Run:
         if self.mesh.rank == 0:
             self.events.phase("sync", 0, self.settings.engine.replicas)
         start = time.monotonic()
+        self.policy.served.refresh()
         reports = self._serving.sync(version)
         if self._row is not None:
             self._row |= {
@@ -326,7 +327,7 @@ class Run:
         export_hf(
             out,
             self.settings.model.path,
-            dict(self.policy.named_parameters()),
+            self.policy.served.tensors,
             self._trainer.layout,
             self._placement,
             dtype=DTYPES[dtype or self.settings.precision.dtype],
