@@ -114,7 +114,7 @@ def test_a_row_is_what_the_paper_says(file: Path) -> None:
     assert settings.evaluation is not None
     assert (settings.evaluation.samples, settings.evaluation.temperature) == (32, 1.0)
     assert settings.evaluation.every == 10
-    assert [part.preset for part in settings.evaluation.data.mixture] == ["aime24", "aime25", "amc23"]
+    assert [part.name for part in settings.evaluation.heldout] == ["aime24", "aime25", "amc23"]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -188,6 +188,9 @@ def test_an_example_has_the_lengths_of_its_name(file: Path) -> None:
     assert settings.reward.overlong.buffer == response // 4
     assert settings.training.tokens_per_microbatch >= settings.data.max_prompt_tokens + response
     assert settings.name == file.stem.replace("_", "-")
+    assert settings.evaluation is not None
+    assert {part.data.thinking for part in settings.evaluation.heldout} == {settings.data.thinking}
+    assert {part.data.template for part in settings.evaluation.heldout} == {settings.data.template}
 
 
 def test_names_of_runs_differ() -> None:
