@@ -67,6 +67,16 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _leave_to_first_node(command: str) -> None:
+    """End here if ``srun`` has started one copy of the command for each of several nodes."""
+    from rpg_megatron.launch.nodes import find_nodes
+
+    nodes = find_nodes(None, None, None)
+    if nodes.rank > 0:
+        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} alone", file=sys.stderr)
+        raise typer.Exit(0)
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -123,15 +133,16 @@ def _train(
     nodes: Nodes,
 ) -> None:
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launch import follower, launcher
+    from rpg_megatron.launch import follower, training
+    from rpg_megatron.launch.supervision import RunFailed
 
     try:
         settings = load_settings(file, overrides)
         if nodes.rank == 0:
-            launcher.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
+            training.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
         else:
             follower.follow(settings, nodes, signals)
-    except (launcher.RunFailed, follower.Ended) as e:
+    except (RunFailed, follower.Ended) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
 
@@ -154,6 +165,7 @@ def audit(
     """
     from rpg_megatron.launch.supervision import Interrupted, StopSignals
 
+    _leave_to_first_node("audit")
     with StopSignals() as signals:
         try:
             _audit(target, overrides, engine_model, json, signals)
@@ -169,12 +181,12 @@ def _audit(
     json: Path | None,
     signals: StopSignals,
 ) -> None:
-    from rpg_megatron.launch import launcher
     from rpg_megatron.launch.audit import audit
+    from rpg_megatron.launch.supervision import RunFailed
 
     try:
         clean = audit(target, overrides, signals, engine_model, json)
-    except launcher.RunFailed as e:
+    except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(3) from None
     if not clean:
@@ -195,14 +207,14 @@ def replay(
     """
     import json
 
-    from rpg_megatron.launch import launcher
     from rpg_megatron.launch import replay as replaying
-    from rpg_megatron.launch.supervision import Interrupted, StopSignals
+    from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
 
+    _leave_to_first_node("replay")
     with StopSignals() as signals:
         try:
             report = replaying.replay(run, step, overrides, signals)
-        except launcher.RunFailed as e:
+        except RunFailed as e:
             print(f"error: {e}", file=sys.stderr)
             raise typer.Exit(3) from None
         except Interrupted as e:
@@ -288,6 +300,7 @@ def grade(
     from rpg_megatron.rewards.extraction import STYLES
     from rpg_megatron.rewards.files import grade_file
 
+    _leave_to_first_node("grade")
     known = next((s for s in STYLES if s == style), None)
     if known is None:
         raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
@@ -310,6 +323,7 @@ def report(
     """Write runs as one HTML page: curves, verdicts, responses, settings."""
     from rpg_megatron.launch.report import write_report
 
+    _leave_to_first_node("report")
     typer.echo(write_report(runs, out))
 
 
@@ -396,6 +410,7 @@ def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Pa
         return
     if out is None:
         raise UserError("--out is missing: the folder to make")
+    _leave_to_first_node("convert")
     print(source, file=sys.stderr)
     try:
         with _saying_that_it_stopped("; nothing was written"):

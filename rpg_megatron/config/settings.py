@@ -16,6 +16,7 @@ from rpg_megatron.config.base import Section, _RelativeToFile
 from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.objective import (
     AdvantageSettings,
     AggregationSettings,
@@ -38,7 +39,6 @@ from rpg_megatron.config.rollout import (
     BridgeSettings,
     CheckpointSettings,
     EngineSettings,
-    EvaluationSettings,
     ExportSettings,
     RewardSettings,
     RolloutSettings,
@@ -195,13 +195,20 @@ def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
     ``extends: FILE`` (or a list of files, the later ones over the earlier) puts a file on top of others.
     Raises UserError that names the file and key, and for an unknown key the nearest valid one.
     """
-    raw = _read(file, ())
+    return make_settings(_read(file, ()), overrides, str(file))
+
+
+def make_settings(raw: dict[str, Any], overrides: list[str] | None, where: str) -> Settings:
+    """Apply ``key.sub=value`` overrides to plain values, and check them.
+
+    Raises UserError that begins with ``where`` and names the key.
+    """
     for item in overrides or []:
         _apply_override(raw, item)
     try:
         return Settings.model_validate(raw)
     except ValidationError as e:
-        raise UserError("\n".join(_explain(file, error, raw) for error in e.errors())) from None
+        raise UserError("\n".join(_explain(where, error, raw) for error in e.errors())) from None
 
 
 def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -322,7 +329,7 @@ def _valid_keys() -> list[str]:
     return found
 
 
-def _explain(file: Path, error: Any, raw: dict[str, Any]) -> str:
+def _explain(file: str, error: Any, raw: dict[str, Any]) -> str:
     """One line for one validation error."""
     parts, siblings = _locate(error["loc"])
     key = ".".join(parts)

@@ -125,7 +125,7 @@ def check_batch(settings: Settings, shape: ModelShape) -> None:
     response = settings.rollout.max_response_tokens
     prompts = [("data", settings.data)]
     if settings.evaluation is not None:
-        prompts.append(("evaluation.data", settings.evaluation.data))
+        prompts += [(part.where, part.data) for part in settings.evaluation.heldout]
     for where, data in prompts:
         if data.max_prompt_tokens + response > shape.max_positions:
             raise UserError(
@@ -209,7 +209,8 @@ def check_data(settings: Settings) -> None:
     """Every line of the data sets can be read."""
     read_counted(settings.data)
     if settings.evaluation is not None:
-        read_counted(settings.evaluation.data)
+        for part in settings.evaluation.heldout:
+            read_counted(part.data)
 
 
 def _installed(name: str) -> bool:

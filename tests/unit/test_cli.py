@@ -16,7 +16,7 @@ import yaml
 
 import rpg_megatron
 from rpg_megatron import cli
-from rpg_megatron.launch import launcher
+from rpg_megatron.launch import training
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,6 +69,36 @@ def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.Monkey
     def broken(*_: object, **how: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(launcher, "train", broken)
+    monkeypatch.setattr(training, "train", broken)
     with pytest.raises(ZeroDivisionError, match="ours"):
         cli.main(["train", str(config_file)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("audit", "c.yaml"),
+        ("replay", "runs/x", "--step", "1"),
+        ("grade", "x.jsonl"),
+        ("report", "runs/x"),
+    ],
+)
+def test_what_runs_on_one_node_is_done_once(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
+    for key, value in (step | {"SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "a,b"}).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit) as end:
+        cli.main([*arguments])
+    assert end.value.code == 0
+    assert capsys.readouterr().err == f"node 1 (b): {arguments[0]} runs on node 0 (a) alone\n"
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    with pytest.raises(SystemExit) as end:
+        cli.main([*arguments])
+    assert end.value.code == 2  # it looked for what it was given
