@@ -186,6 +186,8 @@ def check_gpus(settings: Settings, share: Share) -> None:
             f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
         )
     ranks, engines = len(share.ranks), len(share.engines) * settings.engine.tensor
+    if settings.engine.colocated:
+        engines = 0
     if ranks + engines > count:
         raise UserError(
             f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "

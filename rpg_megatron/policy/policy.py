@@ -24,6 +24,7 @@ from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
 from rpg_megatron.policy.packed import Pack, ResponseTokens, make_pack
+from rpg_megatron.policy.parking import Parking
 from rpg_megatron.policy.precision import (
     ServedWeights,
     loadable,
@@ -110,6 +111,7 @@ class Policy:
         self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
+        self.parking = Parking(self._models, self._optimizer)
         self.served = ServedWeights(self.named_parameters())
         self._align = token_multiple(settings)
 
