@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 import rpg_megatron
 from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rpg_megatron.bridge.convert import Report, Source
     from rpg_megatron.launch.nodes import Nodes
     from rpg_megatron.launch.supervision import StopSignals
 
+
+class _Commands(typer.core.TyperGroup):
+    """Ctrl-C ends a command with a word where the command has none of its own; Typer would say nothing."""
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        """The command line, read."""
+        with _saying_that_it_stopped():
+            return super().make_context(*args, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with _saying_that_it_stopped():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _saying_that_it_stopped(note: str = "") -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped: Ctrl-C{note}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="rpg-megatron",
+    cls=_Commands,
     help="RL post-training of LLMs with KL-regularised policy gradients: Megatron-Core, vLLM.",
     add_completion=False,
     no_args_is_help=True,
@@ -38,6 +65,16 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"rpg-megatron {rpg_megatron.__version__}")
         raise typer.Exit
+
+
+def _leave_to_first_node(command: str) -> None:
+    """End here if ``srun`` has started one copy of the command for each of several nodes."""
+    from rpg_megatron.launch.nodes import find_nodes
+
+    nodes = find_nodes(None, None, None)
+    if nodes.rank > 0:
+        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} alone", file=sys.stderr)
+        raise typer.Exit(0)
 
 
 @app.callback()
@@ -96,15 +133,16 @@ def _train(
     nodes: Nodes,
 ) -> None:
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launch import follower, launcher
+    from rpg_megatron.launch import follower, training
+    from rpg_megatron.launch.supervision import RunFailed
 
     try:
         settings = load_settings(file, overrides)
         if nodes.rank == 0:
-            launcher.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
+            training.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
         else:
             follower.follow(settings, nodes, signals)
-    except (launcher.RunFailed, follower.Ended) as e:
+    except (RunFailed, follower.Ended) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
 
@@ -127,6 +165,7 @@ def audit(
     """
     from rpg_megatron.launch.supervision import Interrupted, StopSignals
 
+    _leave_to_first_node("audit")
     with StopSignals() as signals:
         try:
             _audit(target, overrides, engine_model, json, signals)
@@ -142,12 +181,12 @@ def _audit(
     json: Path | None,
     signals: StopSignals,
 ) -> None:
-    from rpg_megatron.launch import launcher
     from rpg_megatron.launch.audit import audit
+    from rpg_megatron.launch.supervision import RunFailed
 
     try:
         clean = audit(target, overrides, signals, engine_model, json)
-    except launcher.RunFailed as e:
+    except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(3) from None
     if not clean:
@@ -168,14 +207,14 @@ def replay(
     """
     import json
 
-    from rpg_megatron.launch import launcher
     from rpg_megatron.launch import replay as replaying
-    from rpg_megatron.launch.supervision import Interrupted, StopSignals
+    from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
 
+    _leave_to_first_node("replay")
     with StopSignals() as signals:
         try:
             report = replaying.replay(run, step, overrides, signals)
-        except launcher.RunFailed as e:
+        except RunFailed as e:
             print(f"error: {e}", file=sys.stderr)
             raise typer.Exit(3) from None
         except Interrupted as e:
@@ -261,16 +300,14 @@ def grade(
     from rpg_megatron.rewards.extraction import STYLES
     from rpg_megatron.rewards.files import grade_file
 
+    _leave_to_first_node("grade")
     known = next((s for s in STYLES if s == style), None)
     if known is None:
         raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
-    try:
+    with _saying_that_it_stopped("; nothing was written" if out else ""):
         summary = grade_file(
             file, style=known, out=out, workers=workers, deadline=deadline, skip_malformed=skip_malformed
         )
-    except KeyboardInterrupt:
-        print("stopped: Ctrl-C" + ("; nothing was written" if out else ""), file=sys.stderr)
-        raise typer.Exit(130) from None
     print(f"{file}: {summary}", file=sys.stderr)
 
 
@@ -286,6 +323,7 @@ def report(
     """Write runs as one HTML page: curves, verdicts, responses, settings."""
     from rpg_megatron.launch.report import write_report
 
+    _leave_to_first_node("report")
     typer.echo(write_report(runs, out))
 
 
@@ -372,15 +410,14 @@ def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Pa
         return
     if out is None:
         raise UserError("--out is missing: the folder to make")
+    _leave_to_first_node("convert")
     print(source, file=sys.stderr)
     try:
-        report = work(out)
+        with _saying_that_it_stopped("; nothing was written"):
+            report = work(out)
     except ConversionFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        print("stopped: Ctrl-C; nothing was written", file=sys.stderr)
-        raise typer.Exit(130) from None
     if (v := report.verification) is not None:
         typer.echo(
             f"logits: max |difference| to transformers {v.difference:.2e} over {v.tokens} positions, "

@@ -6,7 +6,9 @@ options of ``rpg-megatron train`` say it.
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import re
 import socket
 import subprocess
@@ -17,6 +19,8 @@ import psutil
 
 from rpg_megatron.config import Settings, UserError
 
+_PORTS = range(15_000, 32_000)
+_TRIES = 200
 _GROUP = re.compile(r"([^,\[]*)\[([^\]]*)\]([^,\[]*)|([^,\[]+)")
 
 
@@ -184,10 +188,23 @@ def interface_of(address: str) -> str:
 
 
 def free_port(address: str) -> int:
-    """A TCP port of a local address that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of a local address that nobody has now. UserError if there is none.
+
+    Below those that the kernel hands out: one of them may be another socket's before its user has started.
+    """
+    for port in random.sample(_PORTS, _TRIES):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, port))
+            except OSError as e:
+                if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+                continue
+            return port
+    raise UserError(
+        f"no free TCP port found at {address} among {_TRIES} from {_PORTS.start} to {_PORTS.stop - 1}; end "
+        "what holds them (ss -tlnp)"
+    )
 
 
 def _interfaces() -> dict[str, str]:

@@ -33,7 +33,7 @@ def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSi
     """Replay a step of a run, and of those between it and the newest checkpoint before; returns the report.
 
     overrides: settings to change, such as the layout. Raises UserError, RunFailed or Interrupted as
-    ``launcher.train`` does; a replay leaves nothing but its report, unless a process of it died.
+    ``training.train`` does; a replay leaves nothing but its report, unless a process of it died.
     """
     settings, request = plan_replay(folder, step, overrides)
     signals.raising = False  # from here on there is something to clean up

@@ -123,7 +123,10 @@ def _building_with(kind: str) -> Iterator[None]:
 
 
 def wrap_data_parallel(
-    chunks: Sequence[GPTModel], settings: OptimizerSettings, replicas: int
+    chunks: Sequence[GPTModel],
+    settings: OptimizerSettings,
+    precision: PrecisionSettings,
+    replicas: int,
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP around each chunk: gradients are accumulated and reduced in float32.
 
@@ -137,6 +140,7 @@ def wrap_data_parallel(
         use_distributed_optimizer=settings.distributed,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and settings.distributed,
+        fp8_param_gather=precision.fp8 is not None and precision.fp8.parameters,
     )
     models = [
         # Of virtual stages only the first one's reduction has nothing to hide behind, and is cut up.
@@ -183,6 +187,7 @@ def optimizer_config(
         clip_grad=settings.clip_grad,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp8_recipe=precision.fp8.recipe if precision.fp8 is not None else None,
         use_distributed_optimizer=settings.distributed,
         **offload,
     )

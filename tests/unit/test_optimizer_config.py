@@ -48,6 +48,7 @@ def test_a_share_is_kept_in_host_memory(share: float):
         ({"optimizer": {"distributed": False}}, "optimizer.distributed true"),
         ({"optimizer": {"type": "schedule_free_adamw", "distributed": False}}, "optimizer.type adamw"),
         ({"precision": {"dtype": "float32"}}, "precision.dtype bfloat16"),
+        ({"precision": {"fp8": {"parameters": True}}}, "precision.fp8.parameters"),
     ],
 )
 def test_off_loading_that_cannot_be_is_refused(sections: dict[str, Any], told: str):
