@@ -114,6 +114,7 @@ class Policy:
         self._optimizer = build_optimizer(
             self._models, settings.optimizer, settings.precision, settings.memory
         )
+        gather_weights(self._models)  # or the first forward pass would, though it is no update's
         self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
