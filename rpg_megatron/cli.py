@@ -136,10 +136,14 @@ def launch(
     """
     from rpg_megatron.launch import executors
     from rpg_megatron.launch.nodes import leave_to_first_node
+    from rpg_megatron.launch.supervision import RunFailed
 
     leave_to_first_node("launch")
-    if not executors.launch(executor, config, overrides or [], option or [], command, dryrun=dryrun):
-        raise typer.Exit(1)
+    try:
+        executors.launch(executor, config, overrides or [], option or [], command, dryrun=dryrun)
+    except RunFailed as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 @app.command()

@@ -16,6 +16,7 @@ import psutil
 
 from rpg_megatron.config import UserError
 from rpg_megatron.launch.jobs import SLURM, check_job, gpus_a_node, read_options, training_script
+from rpg_megatron.launch.supervision import RunFailed, tail
 
 if TYPE_CHECKING:
     from nemo_run import Executor, Experiment
@@ -26,12 +27,12 @@ KINDS = ("slurm", "local", "docker")
 
 def launch(
     kind: str, config: Path, overrides: Sequence[str], options: Sequence[str], command: str, *, dryrun: bool
-) -> bool:
-    """Submit a training run to Slurm, or run it here or in Docker to its end; False if it ended badly.
+) -> None:
+    """Submit a training run to Slurm, or run it here or in Docker to its end.
 
     kind: one of KINDS. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the job calls.
     dryrun: print what would be run, and keep the files that it names. Raises UserError before anything is
-    submitted if the settings cannot work on so many nodes.
+    submitted if the settings cannot work on so many nodes, RunFailed if a run here or in Docker ends badly.
     """
     run = _nemo_run()
     if kind not in KINDS:
@@ -58,24 +59,26 @@ def launch(
             "as in examples/nemo_run_recipe.py"
         )
     with _signals_passed_on(kind):
-        return _run(run, kind, settings.name, executor, script, dryrun=dryrun)
+        _run(run, kind, settings.name, executor, script, dryrun=dryrun)
 
 
-def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dryrun: bool) -> bool:
+def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dryrun: bool) -> None:
     quiet = {"clean_mode": True, "log_level": "WARN", "enable_goodbye_message": False}
     with run.Experiment(name, executor, skip_status_at_exit=True, **quiet) as experiment:
         experiment.add(run.Script(inline=script), name=name, tail_logs=kind != "slurm")
         if dryrun:
             experiment.dryrun(log=False, delete_exp_dir=False)
             _show(experiment, kind, script)
-            return True
+            return
         _start(experiment, detach=kind == "slurm")
     (job,) = experiment.jobs
     if kind == "slurm":
         number = job.handle.rpartition("/")[2]
         print(f"job {number}, its logs: {job.executor.job_dir}")
-        return True
-    return bool(job.state.name == "SUCCEEDED")
+    elif job.state.name != "SUCCEEDED":
+        # What NeMo-Run shows of a short run may be nothing at all.
+        log = next(Path(job.executor.job_dir).rglob("combined.log"), Path(job.executor.job_dir, "log"))
+        raise RunFailed(f"the run ended badly; the end of {log}:\n{tail(log)}")
 
 
 @contextmanager
