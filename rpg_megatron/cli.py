@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 import rpg_megatron
 from rpg_megatron.cli_convert import convert
 from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rpg_megatron.launch.nodes import Nodes
     from rpg_megatron.launch.supervision import StopSignals
 
+
+class _Commands(typer.core.TyperGroup):
+    """Ctrl-C ends a command with a word where the command has none of its own; Typer would say nothing."""
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        """The command line, read."""
+        with _saying_that_it_stopped():
+            return super().make_context(*args, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with _saying_that_it_stopped():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _saying_that_it_stopped(note: str = "") -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped: Ctrl-C{note}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="rpg-megatron",
+    cls=_Commands,
     help="RL post-training of LLMs with KL-regularised policy gradients: Megatron-Core, vLLM.",
     add_completion=False,
     no_args_is_help=True,
@@ -306,13 +335,10 @@ def grade(
     known = next((s for s in STYLES if s == style), None)
     if known is None:
         raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
-    try:
+    with _saying_that_it_stopped("; nothing was written" if out else ""):
         summary = grade_file(
             file, style=known, out=out, workers=workers, deadline=deadline, skip_malformed=skip_malformed
         )
-    except KeyboardInterrupt:
-        print("stopped: Ctrl-C" + ("; nothing was written" if out else ""), file=sys.stderr)
-        raise typer.Exit(130) from None
     print(f"{file}: {summary}", file=sys.stderr)
 
 

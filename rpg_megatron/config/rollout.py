@@ -1,4 +1,4 @@
-"""Settings of rewards, rollouts, engines and evaluation."""
+"""Settings of rewards, rollouts and engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from rpg_megatron.config.base import Section
-from rpg_megatron.config.data import DataSettings
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -100,29 +99,6 @@ class RolloutSettings(Section):
             raise ValueError(
                 "dynamic needs samples_per_prompt of 2 or more: one response is all right or wrong"
             )
-        return self
-
-
-class EvaluationSettings(Section):
-    """Held-out problems, scored before training, every so many steps, and at the end."""
-
-    data: DataSettings
-    """The held-out set."""
-    name: str = Field("heldout", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the set in metrics: eval/<name>/avg@k."""
-    samples: int = Field(1, ge=1)
-    """Responses to each problem (k of avg@k)."""
-    temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature; 0 is greedy, with one response to a problem."""
-    every: int = Field(10, ge=1)
-    """Steps between evaluations."""
-
-    @model_validator(mode="after")
-    def _engines_can_sample_that(self) -> EvaluationSettings:
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError("temperature 0 gives the same response each time; set samples to 1")
-        if 0 < self.temperature < 0.01:
-            raise ValueError("temperature must be 0, or at least 0.01, below which the engine does not go")
         return self
 
 

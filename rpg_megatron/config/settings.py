@@ -16,6 +16,7 @@ from rpg_megatron.config.base import Section, _RelativeToFile
 from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.objective import (
     AdvantageSettings,
     AggregationSettings,
@@ -37,7 +38,6 @@ from rpg_megatron.config.rollout import (
     BridgeSettings,
     CheckpointSettings,
     EngineSettings,
-    EvaluationSettings,
     ExportSettings,
     RewardSettings,
     RolloutSettings,
@@ -131,6 +131,7 @@ class Settings(Section):
             yield "objective.type gspo gives each sequence one loss; set aggregation.type to sequence_mean"
         if self.bridge.transport == "cuda_ipc" and self.device != "cuda":
             yield "bridge.transport cuda_ipc needs device cuda; use shared_memory"
+        yield from self._what_needs_transformer_engine()
         if self.bridge.transport != "process_group":
             for key, field in BridgeSettings.model_fields.items():
                 if getattr(self.bridge, key) != field.default:
@@ -139,6 +140,27 @@ class Settings(Section):
         unused = CorrectionSettings.model_fields["low"].default
         if correction is not None and correction.type == "truncate" and correction.low != unused:
             yield "correction.low has no effect with type truncate; remove it, or use icepop"
+
+    def _what_needs_transformer_engine(self) -> Iterator[str]:
+        fp8, wanted = self.precision.fp8, self.model.implementation
+        if self.device == "cpu" and fp8 is not None:
+            yield "precision.fp8 needs device cuda, and a Hopper GPU; set it to null"
+        if self.device == "cpu" and wanted == "transformer_engine":
+            yield "model.implementation transformer_engine needs device cuda; use auto or local"
+        if self.precision.dtype == "float32" and wanted == "transformer_engine":
+            yield (
+                "model.implementation transformer_engine needs precision.dtype bfloat16: its attention knows "
+                "no float32; use auto or local"
+            )
+        if fp8 is not None and wanted == "local":
+            yield "precision.fp8 needs Transformer Engine's layers; set model.implementation to auto"
+        if fp8 is not None and fp8.parameters and not self.optimizer.distributed:
+            yield "precision.fp8.parameters needs optimizer.distributed, which makes them from float32 ones"
+        if fp8 is not None and fp8.parameters and self.anchor.type != "old":
+            yield (
+                f"precision.fp8.parameters does not go with anchor.type {self.anchor.type}, which puts other "
+                "weights in their place; set one of the two to false or old"
+            )
 
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML."""
@@ -152,13 +174,20 @@ def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
     ``extends: FILE`` (or a list of files, the later ones over the earlier) puts a file on top of others.
     Raises UserError that names the file and key, and for an unknown key the nearest valid one.
     """
-    raw = _read(file, ())
+    return make_settings(_read(file, ()), overrides, str(file))
+
+
+def make_settings(raw: dict[str, Any], overrides: list[str] | None, where: str) -> Settings:
+    """Apply ``key.sub=value`` overrides to plain values, and check them.
+
+    Raises UserError that begins with ``where`` and names the key.
+    """
     for item in overrides or []:
         _apply_override(raw, item)
     try:
         return Settings.model_validate(raw)
     except ValidationError as e:
-        raise UserError("\n".join(_explain(file, error, raw) for error in e.errors())) from None
+        raise UserError("\n".join(_explain(where, error, raw) for error in e.errors())) from None
 
 
 def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -279,7 +308,7 @@ def _valid_keys() -> list[str]:
     return found
 
 
-def _explain(file: Path, error: Any, raw: dict[str, Any]) -> str:
+def _explain(file: str, error: Any, raw: dict[str, Any]) -> str:
     """One line for one validation error."""
     parts, siblings = _locate(error["loc"])
     key = ".".join(parts)

@@ -25,3 +25,5 @@ class EvalResult:
     """Tokens of each, its end-of-sequence token included."""
     finishes: list[str] = field(default_factory=list)
     """Why each ended: "stop" or "length"."""
+    set: str = ""
+    """Name of the held-out set."""

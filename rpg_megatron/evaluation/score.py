@@ -1,16 +1,23 @@
-"""From graded responses to the numbers of an evaluation. Pure."""
+"""From graded responses to the numbers of an evaluation."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from rpg_megatron.data.results import EvalResult
 from rpg_megatron.rewards import spelling
+
+Floats = npt.NDArray[np.float64]
+_CHUNK = 500
+"""Resamples at a time, so that memory stays small however many problems there are."""
 
 
 def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
@@ -19,9 +26,26 @@ def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
     - ``avg@k``: share of right responses;
     - ``pass@j`` for j = 1, 2, 4, ... and k: unbiased estimate of the chance that one of j responses is right;
     - ``maj@k``: share of problems whose most frequent answer is right;
-    - ``truncated_frac`` and ``length_mean`` over all responses.
+    - over all responses ``truncated_frac``, and ``length_mean``, ``length_p50`` and ``length_p99`` in tokens.
 
     Raises ValueError if there is no result, or if problems have different numbers of responses.
+    """
+    values = per_problem(results)
+    metrics = {key: float(column.mean()) for key, column in values.items()} | describe_lengths(results)
+    return {f"eval/{name}/{key}": value for key, value in metrics.items()}
+
+
+def score_sets(results: Sequence[EvalResult]) -> dict[str, float]:
+    """``score_results`` of each held-out set among the results."""
+    sets: dict[str, list[EvalResult]] = {}
+    for result in results:
+        sets.setdefault(result.set, []).append(result)
+    return {key: value for name, part in sets.items() for key, value in score_results(name, part).items()}
+
+
+def per_problem(results: Sequence[EvalResult]) -> dict[str, Floats]:
+    """What each problem adds to ``avg@k``, ``pass@j`` and ``maj@k``, float64 [problems]; their means are the
+    metrics. Raises ValueError as ``score_results`` does.
     """
     counts = {len(r.correct) for r in results}
     if len(counts) != 1 or counts == {0}:
@@ -30,14 +54,43 @@ def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
         )
     k = counts.pop()
     right = [sum(r.correct) for r in results]
-    total = k * len(results)
-    metrics = {f"avg@{k}": sum(right) / total}
-    for j in _draw_sizes(k):
-        metrics[f"pass@{j}"] = math.fsum(pass_at(k, c, j) for c in right) / len(results)
-    metrics[f"maj@{k}"] = sum(majority_correct(r) for r in results) / len(results)
-    metrics["truncated_frac"] = sum(finish == "length" for r in results for finish in r.finishes) / total
-    metrics["length_mean"] = sum(length for r in results for length in r.lengths) / total
-    return {f"eval/{name}/{key}": value for key, value in metrics.items()}
+    columns = {f"avg@{k}": [c / k for c in right]}
+    columns |= {f"pass@{j}": [pass_at(k, c, j) for c in right] for j in _draw_sizes(k)}
+    columns[f"maj@{k}"] = [float(majority_correct(r)) for r in results]
+    return {key: np.array(column, np.float64) for key, column in columns.items()}
+
+
+def describe_lengths(results: Sequence[EvalResult]) -> dict[str, float]:
+    """``truncated_frac``, and ``length_mean``, ``length_p50`` and ``length_p99`` in tokens, over all
+    responses.
+    """
+    lengths = np.array([length for r in results for length in r.lengths], np.float64)
+    cut = [finish == "length" for r in results for finish in r.finishes]
+    return {
+        "truncated_frac": float(np.mean(cut)),
+        "length_mean": float(lengths.mean()),
+        "length_p50": float(np.quantile(lengths, 0.5)),
+        "length_p99": float(np.quantile(lengths, 0.99)),
+    }
+
+
+def bootstrap_intervals(
+    values: Mapping[str, Floats], *, seed: int, resamples: int = 10_000, level: float = 0.95
+) -> dict[str, tuple[float, float]]:
+    """Percentile bootstrap interval of the mean of each column, over problems: all columns are of shape
+    [problems], and in each resample the same problems are drawn for all.
+
+    The responses to one problem go together, so problems are drawn, not responses. Where all problems have
+    the same value the interval has no width, whatever their number.
+    """
+    table = np.stack(list(values.values()), axis=1)  # [problems, columns]
+    problems = len(table)
+    rng = np.random.Generator(np.random.PCG64(seed))
+    even = np.full(problems, 1 / problems)
+    sizes = [min(_CHUNK, resamples - start) for start in range(0, resamples, _CHUNK)]
+    means = np.concatenate([rng.multinomial(problems, even, size=size) @ table for size in sizes])
+    edges = np.quantile(means / problems, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return {key: (float(low), float(high)) for key, low, high in zip(values, *edges, strict=True)}
 
 
 def pass_at(n: int, right: int, k: int) -> float:

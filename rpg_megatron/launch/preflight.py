@@ -36,6 +36,7 @@ def check(settings: Settings, share: Share | None = None) -> ModelShape:
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
+    check_precision(settings, shape)
     check_batch(settings, shape)
     if settings.device == "cuda":
         check_gpus(settings, share)
@@ -92,12 +93,39 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
             raise UserError(f"{where}: {e}") from None
 
 
+def check_precision(settings: Settings, shape: ModelShape) -> None:
+    """The sizes of the model's weights on a rank, and its number of layers, allow for FP8."""
+    fp8, parallel = settings.precision.fp8, settings.parallel
+    if fp8 is None:
+        return
+    heads = shape.num_heads * shape.head_dim
+    rows = heads + 2 * shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "hidden size": shape.hidden_size,
+        "query, key and value rows": rows // parallel.tensor,
+        "attention columns": heads // parallel.tensor,
+        "feed-forward columns": shape.ffn_hidden_size // parallel.tensor,
+    }
+    if wrong := [f"{what} {size}" for what, size in sizes.items() if size % fp8.multiple]:
+        raise UserError(
+            f"precision.fp8.recipe {fp8.recipe} wants multiples of {fp8.multiple} on each tensor-parallel "
+            f"rank, and here are {', '.join(wrong)}; lower parallel.tensor, or set "
+            + ("recipe to tensorwise or delayed" if fp8.recipe == "blockwise" else "precision.fp8 to null")
+        )
+    most = min(shape.num_layers // parallel.pipeline, (shape.num_layers - 1) // 2)
+    if fp8.first_last_bf16 > most:
+        raise UserError(
+            f"precision.fp8.first_last_bf16: {fp8.first_last_bf16} layers at each end; of {shape.num_layers} "
+            f"layers on {parallel.pipeline} pipeline stages it can be at most {most}"
+        )
+
+
 def check_batch(settings: Settings, shape: ModelShape) -> None:
     """Sequences fit the model's positions, and each replica gets at least one of every mini-batch."""
     response = settings.rollout.max_response_tokens
     prompts = [("data", settings.data)]
     if settings.evaluation is not None:
-        prompts.append(("evaluation.data", settings.evaluation.data))
+        prompts += [(part.where, part.data) for part in settings.evaluation.heldout]
     for where, data in prompts:
         if data.max_prompt_tokens + response > shape.max_positions:
             raise UserError(
@@ -179,7 +207,8 @@ def check_data(settings: Settings) -> None:
     """Every line of the data sets can be read."""
     read_counted(settings.data)
     if settings.evaluation is not None:
-        read_counted(settings.evaluation.data)
+        for part in settings.evaluation.heldout:
+            read_counted(part.data)
 
 
 def _installed(name: str) -> bool:

@@ -155,11 +155,15 @@ class Progress:
         if int(row["step"]) <= self.step:
             return
         self.step, self.steps = int(row["step"]), steps
-        for key, value in row.items():
-            if key.startswith("eval/") and "/avg@" in key and isinstance(value, int | float):
-                self._evaluation = f"{key.removeprefix('eval/')} {value:.1%}"
-                if self._live is None:
-                    self._print(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
+        found = [
+            f"{key.removeprefix('eval/')} {value:.1%}"
+            for key, value in row.items()
+            if key.startswith("eval/") and "/avg@" in key and isinstance(value, int | float)
+        ]
+        if found:
+            self._evaluation = "  ".join(found)
+            if self._live is None:
+                self._print(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
         if self.step > 0:
             self.started_training = True
             self._rows.append(row)

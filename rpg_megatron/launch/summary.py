@@ -23,10 +23,12 @@ def summarise(run: Path) -> str:
     except (OSError, ValueError):
         facts = {}
     rows: list[tuple[str, str]] = []
-    before, after = facts.get("accuracy_before"), facts.get("accuracy_after")
-    if before is not None and after is not None:
-        change = 100 * (after - before)
-        rows.append(("held-out accuracy", f"{before:.1%} before, {after:.1%} after ({change:+.1f} points)"))
+    before, after = facts.get("accuracy_before") or {}, facts.get("accuracy_after") or {}
+    for name in [name for name in before if name in after]:
+        title = "held-out accuracy" if len(before) == 1 else f"accuracy, {name}"
+        change = 100 * (after[name] - before[name])
+        text = f"{before[name]:.1%} before, {after[name]:.1%} after ({change:+.1f} points)"
+        rows.append((title, text))
     if facts.get("steps") is not None:
         seconds = facts.get("seconds")
         rows.append(("steps", f"{facts['steps']}" + (f" in {clock(seconds)}" if seconds is not None else "")))
@@ -74,7 +76,7 @@ def _sample_prompt(run: Path) -> str:
     """A problem that the run was evaluated on, or trained on, as the model saw it."""
     try:
         settings = load_settings(run / CONFIG)
-        data = settings.evaluation.data if settings.evaluation else settings.data
+        data = settings.evaluation.heldout[0].data if settings.evaluation else settings.data
         problems, *_ = read_counted(data.model_copy(update={"limit": 1}))
         return data.template.replace("{prompt}", problems[0].text)
     except UserError:

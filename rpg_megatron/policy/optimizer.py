@@ -108,11 +108,14 @@ def _building_with(kind: str) -> Iterator[None]:
 
 
 def wrap_data_parallel(
-    chunks: Sequence[GPTModel], settings: OptimizerSettings
+    chunks: Sequence[GPTModel], settings: OptimizerSettings, precision: PrecisionSettings
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP around each chunk: gradients are accumulated and reduced in float32."""
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed, overlap_grad_reduce=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=settings.distributed,
+        overlap_grad_reduce=False,
+        fp8_param_gather=precision.fp8 is not None and precision.fp8.parameters,
     )
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
@@ -132,6 +135,7 @@ def build_optimizer(
         clip_grad=settings.clip_grad,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp8_recipe=precision.fp8.recipe if precision.fp8 is not None else None,
         use_distributed_optimizer=settings.distributed,
     )
     with _building_with(settings.type):

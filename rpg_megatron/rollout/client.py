@@ -70,10 +70,11 @@ class EngineClient:
         max_tokens: int,
         temperature: float,
         seed: int,
+        top_p: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = True,
     ) -> list[Sample]:
-        """Sample ``n`` responses to one prompt from the whole distribution (no top-k, no top-p).
+        """Sample ``n`` responses to one prompt, with top_p 1 from the whole distribution (there is no top-k).
 
         Response i is drawn with seed + i, so that a group may be cut over several requests. temperature 0 is
         greedy. Raises EngineGone if the engine fails, is gone, gives up, or takes longer than the client's
@@ -83,6 +84,7 @@ class EngineClient:
             "n": n,
             "max_tokens": max_tokens,
             "temperature": temperature,
+            "top_p": top_p,
             "seed": seed,
             "stop_token_ids": list(stop_token_ids),
             "detokenize": False,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from rpg_megatron.config import UserError
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.rollout.client import EngineGone, Sample
 from rpg_megatron.rollout.fleet import Fleet, Replica, first_error
@@ -103,3 +107,33 @@ async def _fill(fleet: Fleet, replica: Replica, draw: Draw, most: int, sampling:
             return False
         draw.done += samples
     return True
+
+
+def seed_of(seed: int, purpose: str, step: int, place: int, prompt_id: int) -> int:
+    """Seed of a group's first response: 62 bits, far apart for any two groups."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}/{place}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
+    """Token ids that end a response.
+
+    They are the tokenizer's and those of the checkpoint's generation_config.json, or of config.json without
+    one.
+    """
+    found = {tokenizer.eos_token_id}
+    listed = None
+    for name in ("generation_config.json", "config.json"):
+        try:
+            listed = json.loads((model / name).read_text(encoding="utf-8")).get("eos_token_id")
+            break
+        except (OSError, ValueError, AttributeError):
+            continue
+    found |= set(listed) if isinstance(listed, list) else {listed}
+    stops = sorted(t for t in found if isinstance(t, int))
+    if not stops:
+        raise UserError(
+            f"model.path: neither the tokenizer nor generation_config.json in {model} names an "
+            "end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
+    return stops

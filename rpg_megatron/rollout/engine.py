@@ -94,7 +94,7 @@ def context_length(settings: Settings) -> int:
     """
     wanted = [("data", settings.data.max_prompt_tokens)]
     if settings.evaluation is not None:
-        wanted.append(("evaluation.data", settings.evaluation.data.max_prompt_tokens))
+        wanted += [(part.where, part.data.max_prompt_tokens) for part in settings.evaluation.heldout]
     where, prompt = max(wanted, key=lambda item: item[1])
     limit = read_model_shape(settings.model.path).max_positions
     if prompt >= limit:

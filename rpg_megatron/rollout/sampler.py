@@ -9,8 +9,6 @@ act on.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import os
 import signal
@@ -31,7 +29,7 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import Prompt, PromptStream, load_prompts
 from rpg_megatron.data.results import EvalResult
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rewards.score import Score, Scorer
+from rpg_megatron.rewards.score import Scorer
 from rpg_megatron.rollout.channel import (
     EVENTS,
     SOCKET,
@@ -41,10 +39,11 @@ from rpg_megatron.rollout.channel import (
     WeightsWanted,
 )
 from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
-from rpg_megatron.rollout.draws import Draw, sample_draws
+from rpg_megatron.rollout.draws import Draw, sample_draws, seed_of, stop_tokens
 from rpg_megatron.rollout.engine import TOKEN_VARIABLE, context_length, engine_address
 from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.rollout.fleet import Fleet
+from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.selection import Selection, groups_from_rows, groups_to_rows
 
 __all__ = ["RolloutBatch", "Sampler", "SamplerClient"]
@@ -75,8 +74,10 @@ class Sampler:
         self._surplus: list[list[Trajectory]] = []
         """Groups that dynamic sampling had over in the last step."""
         self._scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
-        evaluation = settings.evaluation
-        self._heldout = load_prompts(evaluation.data, tokenizer) if evaluation else []
+        self._heldout: HeldOut | None = None
+        if settings.evaluation is not None:
+            prompts = {part.name: load_prompts(part.data, tokenizer) for part in settings.evaluation.heldout}
+            self._heldout = HeldOut(settings, tokenizer, fleet, self._scorer, prompts)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class Sampler:
         return await self._begin(self._rollout(step, version))
 
     async def evaluate(self) -> list[EvalResult] | WeightsWanted:
-        """Sample and grade the whole held-out set; results in its order.
+        """Sample and grade the held-out sets; results in their order.
 
         The seeds are the same at each evaluation, so that two of them differ by the weights alone.
         """
@@ -165,7 +166,7 @@ class Sampler:
         """
         samples_per_prompt = self._settings.rollout.samples_per_prompt
         draws = [
-            self._prepare(prompt, start + place, samples_per_prompt, "rollout", step)
+            self._prepare(prompt, start + place, samples_per_prompt, step)
             for place, prompt in enumerate(prompts)
         ]
         scoring: dict[int, list[asyncio.Task[Trajectory]]] = {}  # goes on while the engines sample
@@ -178,92 +179,60 @@ class Sampler:
                 for number, sample in enumerate(samples)
             ]
 
-        temperature = self._settings.rollout.temperature
-        await self._sample(draws, temperature, finish, phase="rollout", logprobs=True)
+        await self._sample(draws, finish)
         sampled = time.monotonic()
         groups = [await asyncio.gather(*scoring[place]) for place in range(len(prompts))]
         return groups, time.monotonic() - sampled
 
     async def _evaluate(self) -> list[EvalResult]:
-        evaluation = self._settings.evaluation
-        if evaluation is None:
+        if self._heldout is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
-        draws = [
-            self._prepare(prompt, place, evaluation.samples, "evaluation", 0)
-            for place, prompt in enumerate(self._heldout)
-        ]
-        scoring: dict[int, asyncio.Task[EvalResult]] = {}
+        total = self._heldout.problems
+        done = 0
+        self._events.phase("evaluation", 0, total)
 
-        def finish(place: int, samples: list[Sample]) -> None:
-            scoring[place] = asyncio.create_task(self._eval_result(self._heldout[place], samples))
+        def count(_: EvalResult) -> None:
+            nonlocal done
+            done += 1
+            self._events.phase("evaluation", done, total)
 
-        await self._sample(draws, evaluation.temperature, finish, phase="evaluation", logprobs=False)
-        return [await scoring[place] for place in range(len(draws))]
+        return await self._heldout.evaluate(count)
 
-    async def _sample(
-        self,
-        draws: list[Draw],
-        temperature: float,
-        finish: Callable[[int, list[Sample]], None],
-        *,
-        phase: str,
-        logprobs: bool,
-    ) -> None:
+    async def _sample(self, draws: list[Draw], finish: Callable[[int, list[Sample]], None]) -> None:
         """Sample all draws; ``finish(place, samples)`` is called for each as it is done."""
         done = 0
-        self._events.phase(phase, 0, len(draws))
+        self._events.phase("rollout", 0, len(draws))
 
         def count(place: int) -> None:
             nonlocal done
             finish(place, draws[place].done)
             done += 1
-            self._events.phase(phase, done, len(draws))
+            self._events.phase("rollout", done, len(draws))
 
         await sample_draws(
             self._fleet,
             draws,
             count,
             most=self._settings.engine.max_sequences,
-            temperature=temperature,
+            temperature=self._settings.rollout.temperature,
             stop_token_ids=self._stops,
-            logprobs=logprobs,
+            logprobs=True,
         )
 
-    def _prepare(self, prompt: Prompt, place: int, samples: int, purpose: str, step: int) -> Draw:
+    def _prepare(self, prompt: Prompt, place: int, samples: int, step: int) -> Draw:
         return Draw(
             prompt,
             samples,
-            seed_of(self._settings.seed, purpose, step, place, prompt.id),
+            seed_of(self._settings.seed, "rollout", step, place, prompt.id),
             min(self._settings.rollout.max_response_tokens, self._context - len(prompt.tokens)),
-        )
-
-    def _decode(self, sample: Sample) -> str:
-        return self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
-
-    def _score(self, text: str, sample: Sample, prompt: Prompt) -> asyncio.Future[Score]:
-        return asyncio.wrap_future(self._scorer.submit(text, prompt.answer, len(sample.tokens)))
-
-    async def _eval_result(self, prompt: Prompt, samples: list[Sample]) -> EvalResult:
-        texts = [self._decode(sample) for sample in samples]
-        scores = await asyncio.gather(
-            *(self._score(t, s, prompt) for t, s in zip(texts, samples, strict=True))
-        )
-        return EvalResult(
-            prompt_id=prompt.id,
-            answer=prompt.answer,
-            prompt=prompt.text,
-            responses=texts,
-            correct=[score.correct for score in scores],
-            extracted=[score.extracted for score in scores],
-            lengths=[len(s.tokens) for s in samples],
-            finishes=[s.finish for s in samples],
         )
 
     async def _trajectory(
         self, draw: Draw, sample: Sample, *, group: int, number: int, version: int
     ) -> Trajectory:
-        prompt, text = draw.prompt, self._decode(sample)
-        score = await self._score(text, sample, prompt)
+        prompt = draw.prompt
+        text = self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
+        score = await asyncio.wrap_future(self._scorer.submit(text, prompt.answer, len(sample.tokens)))
         return Trajectory(
             prompt_id=prompt.id,
             sample=number,
@@ -277,6 +246,7 @@ class Sampler:
             reward=score.reward,
             correct=score.correct,
             parts=score.parts,
+            answer=prompt.answer,
             extracted=score.extracted,
             reason=score.reason,
             seed=draw.seed + number,
@@ -301,36 +271,6 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "response/length_max": float(lengths.max()),
         "response/truncated_frac": float(np.mean([t.finish == "length" for t in trajectories])),
     }
-
-
-def seed_of(seed: int, purpose: str, step: int, place: int, prompt_id: int) -> int:
-    """Seed of a group's first response: 62 bits, far apart for any two groups."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}/{place}/{prompt_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
-
-
-def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
-    """Token ids that end a response.
-
-    They are the tokenizer's and those of the checkpoint's generation_config.json, or of config.json without
-    one.
-    """
-    found = {tokenizer.eos_token_id}
-    listed = None
-    for name in ("generation_config.json", "config.json"):
-        try:
-            listed = json.loads((model / name).read_text(encoding="utf-8")).get("eos_token_id")
-            break
-        except (OSError, ValueError, AttributeError):
-            continue
-    found |= set(listed) if isinstance(listed, list) else {listed}
-    stops = sorted(t for t in found if isinstance(t, int))
-    if not stops:
-        raise UserError(
-            f"model.path: neither the tokenizer nor generation_config.json in {model} names an "
-            "end-of-sequence token; set eos_token in tokenizer_config.json"
-        )
-    return stops
 
 
 # -- the process ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from rpg_megatron.bridge.hf_export import export_hf
 from rpg_megatron.bridge.plan import Placement
 from rpg_megatron.bridge.publish import open_publisher
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.evaluation.score import score_results, write_results
+from rpg_megatron.evaluation.score import score_sets, write_results
 from rpg_megatron.policy.model import DTYPES, Mesh
 from rpg_megatron.policy.runtime import peak_memory_bytes
 from rpg_megatron.rollout.channel import EVENTS, SOCKET, SamplerClient
@@ -77,7 +77,7 @@ class Run:
             settings.bridge,
             bridge,
             self._placement,
-            dict(self.policy.named_parameters()),
+            self.policy.served.tensors,
             self._trainer.layout,
             DTYPES[settings.precision.dtype],
             adopt=not settings.optimizer.distributed,  # the distributed one keeps views of the parameters
@@ -195,6 +195,7 @@ class Run:
         if self.mesh.rank == 0:
             self.events.phase("sync", 0, self.settings.engine.replicas)
         start = time.monotonic()
+        self.policy.served.refresh()
         reports = self._serving.sync(version)
         if self._row is not None:
             self._row |= {
@@ -258,19 +259,21 @@ class Run:
         self._sampler_state = batch.sampler
 
     def evaluates(self, step: int) -> bool:
-        """Whether the held-out set is due after this step. Not collective."""
+        """Whether the held-out sets are due after this step. Not collective."""
         evaluation = self.settings.evaluation
         return evaluation is not None and (step % evaluation.every == 0 or step == self.steps)
 
     def evaluate(self, step: int) -> None:
-        """Score the held-out set with the weights the engines serve. The run can stop while it waits."""
+        """Score the held-out sets with the weights the engines serve. The run can stop while it waits."""
         evaluation = self.settings.evaluation
         results = self._serving.attend(lambda sampler: sampler.evaluate())
         if evaluation is None or results is None or self._row is None:
             return
         self._keep(lambda: write_results(self._run_dir / "evaluation" / f"step_{step:06d}.jsonl", results))
-        row = score_results(evaluation.name, results)
-        accuracy = row[f"eval/{evaluation.name}/avg@{evaluation.samples}"]
+        row = score_sets(results)
+        accuracy = {
+            part.name: row[f"eval/{part.name}/avg@{evaluation.samples}"] for part in evaluation.heldout
+        }
         self._summary.setdefault("accuracy_before", accuracy)
         self._summary["accuracy_after"] = accuracy
         self._row |= row
@@ -324,7 +327,7 @@ class Run:
         export_hf(
             out,
             self.settings.model.path,
-            dict(self.policy.named_parameters()),
+            self.policy.served.tensors,
             self._trainer.layout,
             self._placement,
             dtype=DTYPES[dtype or self.settings.precision.dtype],

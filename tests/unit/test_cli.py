@@ -6,6 +6,7 @@ Why: both at once is what makes an error message useful at night. Not covered: w
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,14 @@ def test_help_and_version():
     assert done.returncode == 0
     assert "train" in done.stdout
     assert run("--version").stdout == f"rpg-megatron {rpg_megatron.__version__}\n"
+
+
+def test_ctrl_c_says_that_it_stopped(monkeypatch, capsys, config_file: Path):
+    """Also where a command is still importing what it needs, before any handler of its own."""
+    monkeypatch.setattr("rpg_megatron.config.load_settings", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["config", str(config_file)])
+    assert (ended.value.code, capsys.readouterr().err) == (130, "stopped: Ctrl-C\n")
 
 
 def test_config_prints_settings_that_can_be_used_again(config_file: Path):

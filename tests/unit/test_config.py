@@ -113,6 +113,13 @@ def test_paths_are_relative_to_the_file_in_yaml_and_to_the_working_directory_in_
         load_settings(config_file, ["data.path=train.jsonl"]).data.path.absolute()
         == elsewhere / "train.jsonl"
     )
+    sets = "evaluation: {sets: [{preset: amc23, path: held/amc.jsonl}, {name: b, path: b.jsonl}]}\n"
+    config_file.write_text(config_file.read_text() + sets)
+    heldout = load_settings(config_file).evaluation.heldout
+    assert [(part.name, part.data.path) for part in heldout] == [
+        ("amc23", tmp_path / "held" / "amc.jsonl"),
+        ("b", tmp_path / "b.jsonl"),
+    ]
 
 
 def test_a_run_writes_settings_that_load_to_the_same(config_file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -160,7 +167,7 @@ def test_nothing_heavy_is_imported(statement: str):
 def test_every_key_is_read_somewhere():
     """A setting that nobody reads is a promise not kept. By attribute name, so a namesake may hide one."""
     files = [f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] != "config"]
-    files += [PACKAGE / "config" / f"{name}.py" for name in ("policy", "objective", "data")]  # properties
+    files += [PACKAGE / "config" / f"{name}.py" for name in ("policy", "objective", "data", "evaluation")]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     # ``type`` selects a section; while each union has one member, nobody needs to look at it.
@@ -182,6 +189,11 @@ def test_every_key_is_read_somewhere():
         ("correction={type: truncate, low: 0.1}", "correction.low has no effect"),
         ("rollout.temperature=0", "greater than or equal to 0.01"),
         ("evaluation={data: {path: d}, temperature: 0, samples: 2}", "set samples to 1"),
+        ("evaluation={every: 5}", "either data, one held-out set, or sets"),
+        ("evaluation={data: {path: d}, sets: [{preset: amc23}]}", "either data, one held-out set, or sets"),
+        ("evaluation={sets: [{path: d}]}", "sets[0] has no name"),
+        ("evaluation={sets: [{preset: amc23}, {path: d, name: amc23}]}", "sets[1] is the second one"),
+        ("evaluation={name: a, sets: [{preset: amc23}]}", "name has no effect on sets"),
         ("optimizer.type=schedule_free_adamw", "set distributed to false"),
     ],
 )

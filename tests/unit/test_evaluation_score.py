@@ -64,6 +64,8 @@ def test_all_numbers_of_a_small_evaluation() -> None:
             "eval/amc/maj@4": 0.5,
             "eval/amc/truncated_frac": 1 / 8,
             "eval/amc/length_mean": 25.0,
+            "eval/amc/length_p50": 25.0,
+            "eval/amc/length_p99": 40.0,
         }
     )
     assert set(score_results("amc", [result(["1"])])) >= {

@@ -354,8 +354,8 @@ def test_a_closed_pipe_does_not_end_a_run_and_a_closed_terminal_does(launch):
 def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
     facts = {
         "steps": 2,
-        "accuracy_before": 0.25,
-        "accuracy_after": 0.75,
+        "accuracy_before": {"heldout": 0.25},
+        "accuracy_after": {"heldout": 0.75},
         "tokens_per_second": 1234.5,
         "seconds": 61,
     }

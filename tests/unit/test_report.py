@@ -207,7 +207,7 @@ def test_thinned_rows_keep_maxima_evaluations_and_nan() -> None:
 
 def test_a_good_run_is_called_good(run: Path) -> None:
     assert set(verdicts(run).values()) == {"good"}
-    changes = {c.name: c for c in find_changes(read_run(run), PROBLEMS)}
+    changes = {c.name: c for c in find_changes(read_run(run), {"aime24": PROBLEMS})}
     assert list(changes) == ["aime24/avg@4", "reward/accuracy", "reward/mean"]
     assert {c.verdict for c in changes.values()} == {"up"}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -219,7 +219,7 @@ def test_a_good_run_is_called_good(run: Path) -> None:
 def test_held_out_change_within_two_standard_errors_is_no_change(tmp_path: Path) -> None:
     folder = rows_of(tmp_path / "run", [{"step": s, "eval/e/avg@1": v} for s, v in ((0, 0.50), (9, 0.55))])
     run = read_run(folder)
-    (small,), (large,) = find_changes(run, 100), find_changes(run, 10_000)
+    (small,), (large,) = find_changes(run, {"e": 100}), find_changes(run, {"": 10_000})
     assert small.error == pytest.approx(math.sqrt((0.25 + 0.2475) / 100))
     assert (small.verdict, large.verdict) == ("flat", "up")
 
@@ -272,6 +272,7 @@ def test_changed_verdicts_are_found_and_shown_with_both_responses(run: Path) -> 
         for step in (0, 120)
     )
     assert samples.problems == PROBLEMS
+    assert samples.sizes == {"": PROBLEMS}
     learnt = {f"held-out/{i}" for i in first if last[i] and not first[i]}
     forgotten = {f"held-out/{i}" for i in first if first[i] and not last[i]}
     assert samples.changed == {"learnt": len(learnt), "forgotten": len(forgotten)}
@@ -284,6 +285,18 @@ def test_changed_verdicts_are_found_and_shown_with_both_responses(run: Path) -> 
         assert any(i["step"] == 120 and i["right"] for i in mine)
         assert [mark[0] for mark in samples.verdicts[key]] == [0, 40, 80, 120]
         assert samples.prompts[key]["answer"] == str(17 * int(key.split("/")[1]) % 1000)
+
+
+def test_held_out_sets_of_one_run_are_told_apart(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=2, evaluate_every=1)
+    for file in (folder / "evaluation").iterdir():
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        twice = [row | {"set": name} for name in ("aime24", "amc23") for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in twice))
+    samples = choose_samples(read_run(folder), read=10**8, room=10**6)
+    assert samples.sizes == {"aime24": PROBLEMS, "amc23": PROBLEMS}
+    assert samples.problems == 2 * PROBLEMS
+    assert {i["set"] for i in samples.items} == {"training", "held-out aime24", "held-out amc23"}
 
 
 def test_training_responses_have_their_numbers(run: Path) -> None:

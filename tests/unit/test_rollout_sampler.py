@@ -17,10 +17,12 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.rollout import DynamicSamplingSettings, RewardSettings
+from rpg_megatron.evaluation.score import score_sets
 from rpg_megatron.rollout.client import EngineError, Sample
+from rpg_megatron.rollout.draws import seed_of, stop_tokens
 from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.rollout.fleet import Fleet
-from rpg_megatron.rollout.sampler import RolloutBatch, Sampler, seed_of, stop_tokens
+from rpg_megatron.rollout.sampler import RolloutBatch, Sampler
 
 
 class Tokenizer:
@@ -332,9 +334,30 @@ def test_evaluation_covers_the_whole_set_in_order_and_repeats_its_seeds(settings
         assert len(r.responses) == len(r.correct) == len(r.lengths) == len(r.finishes) == 3
         assert r.correct == [text == f"Answer: {r.answer}" for text in r.responses]
     assert all(q["temperature"] == 0.5 and not q["logprobs"] for f in fakes for q in f.requests)
+    assert {r.set for r in first} == {"heldout"}
     without = settings.model_copy(update={"evaluation": None})
     with pytest.raises(UserError, match=r"evaluation\.data"):
         asyncio.run(sampler_with(without, engines(1)).evaluate())
+
+
+def test_several_held_out_sets_are_told_apart(config_file: Path) -> None:
+    data = config_file.parent / "train.jsonl"
+
+    def evaluate(*parts: str) -> list:
+        sets = ", ".join(f"{{name: {name}, path: {data}, max_prompt_tokens: 99}}" for name in parts)
+        settings = load_settings(config_file, [f"evaluation={{sets: [{sets}], samples: 3, top_p: 0.9}}"])
+        fakes = engines(1)
+        results = asyncio.run(sampler_with(settings, fakes).evaluate())
+        assert {q["top_p"] for f in fakes for q in f.requests} == {0.9}
+        return results
+
+    both, one = evaluate("a", "b"), evaluate("b")
+    assert [(r.set, r.prompt_id) for r in both] == [(name, i) for name in "ab" for i in range(8)]
+    assert both[8:] == one  # whatever else is evaluated
+    assert [r.responses for r in both[:8]] != [r.responses for r in one]
+    metrics = score_sets(both)
+    assert metrics["eval/a/avg@3"] == sum(sum(r.correct) for r in both[:8]) / 24
+    assert {key.split("/")[1] for key in metrics} == {"a", "b"}
 
 
 def test_seeds_are_far_apart_and_fit_into_63_bits() -> None:

@@ -41,8 +41,8 @@ def plan_batch(settings: Settings, max_positions: int) -> Batch:
     update = sequences // training.minibatches
     per_rank = -(-update // parallel.data)
     longest = min(settings.data.max_prompt_tokens + rollout.max_response_tokens, max_positions)
-    evaluated = settings.evaluation.data.max_prompt_tokens if settings.evaluation else 0
-    prompt = max(settings.data.max_prompt_tokens, evaluated)
+    evaluated = settings.evaluation.heldout if settings.evaluation else ()
+    prompt = max(d.max_prompt_tokens for d in (settings.data, *(part.data for part in evaluated)))
     filled = fill_length(longest, parallel.context)
     in_one = max(1, training.tokens_per_microbatch // filled)
     tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)

@@ -147,7 +147,7 @@ def _problems(plan: Plan) -> list[str]:
     settings, batch, engine, target = plan.settings, plan.batch, plan.engine, plan.target
     found = []
     for where, data in [("data", settings.data)] + (
-        [("evaluation.data", settings.evaluation.data)] if settings.evaluation else []
+        [(part.where, part.data) for part in settings.evaluation.heldout] if settings.evaluation else []
     ):
         tokens = data.max_prompt_tokens + settings.rollout.max_response_tokens
         if tokens > plan.shape.max_positions:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,18 +49,20 @@ class Change:
         return "up" if change > 0 else "down"
 
 
-def find_changes(run: RunFiles, problems: int | None) -> list[Change]:
+def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
     """Held-out accuracy of each set, training accuracy and reward, before and after.
 
-    problems: size of the held-out set. Held out is a single evaluation each; training is the mean over the
-    first and the last tenth of the steps, ten of them at most, whose scatter gives the error.
+    sizes: problems in each held-out set, where that is known. Held out is a single evaluation each; training
+    is the mean over the first and the last tenth of the steps, ten of them at most, whose scatter gives the
+    error.
     """
     found = []
     for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
         values = [value for _, value in run.series(key)]
         if len(values) > 1:
             error = None
-            if problems:  # responses to one problem go together, so problems count, not responses
+            # Responses to one problem go together, so problems count, not responses.
+            if problems := sizes.get(key.split("/")[1], sizes.get("", 0)):
                 error = math.sqrt(sum(v * (1 - v) for v in (values[0], values[-1])) / problems)
             found.append(Change(key.removeprefix("eval/"), values[0], values[-1], error))
     for key in ("reward/accuracy", "reward/mean"):

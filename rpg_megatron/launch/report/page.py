@@ -100,7 +100,7 @@ def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
         "steps": run.steps,
         "planned": run.planned,
         "seconds": _seconds(run),
-        "changes": [as_plain(change) for change in find_changes(run, samples.problems)],
+        "changes": [as_plain(change) for change in find_changes(run, samples.sizes)],
         "checks": [as_plain(check) for check in check_health(run)],
         "step": [int(row["step"]) for row in rows],
         "metrics": {key: [_number(row.get(key)) for row in rows] for key in keys},

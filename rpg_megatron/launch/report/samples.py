@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,9 @@ _PROBLEMS = 20
 _ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, zstandard.ZstdError)
 
 Item = dict[str, Any]
-"""One response: set, id, step, text, right, and where known tokens, finish, reward, advantage."""
+"""One response: set, id, step, text, right, and where known tokens, finish, reward, advantage and the name of
+the held-out set.
+"""
 
 
 @dataclass
@@ -45,7 +47,9 @@ class Samples:
     read: list[str] = field(default_factory=list)
     """What was read, in words."""
     problems: int | None = None
-    """Held-out problems, if one evaluation was read to its end."""
+    """Held-out problems of all sets, if one evaluation was read to its end."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Then, how many of them are in each held-out set, by its name."""
 
 
 def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
@@ -92,7 +96,7 @@ def _read_files(
         try:
             for item in lines(file, budget // len(files), samples):
                 whole &= item.get("whole", True)
-                items.append(item | {"set": name, "step": step})
+                items.append({"set": name} | item | {"step": step})
         except _ERRORS as e:
             run.notes.append(f"{file.relative_to(run.folder)} cannot be read ({type(e).__name__})")
     if not any(by_step.values()):
@@ -102,7 +106,9 @@ def _read_files(
     steps = ", ".join(str(step) for step, items in sorted(by_step.items()) if items)
     samples.read.append(f"{name}: {count:,} responses of steps {steps}{part}")
     if name == "held-out" and whole:
-        samples.problems = max(len({item["id"] for item in items}) for items in by_step.values())
+        largest = max(({(i["set"], i["id"]): i for i in items} for items in by_step.values()), key=len)
+        samples.problems = len(largest)
+        samples.sizes = dict(Counter(item["heldout"] for item in largest.values()))
     return _choose(samples, name, by_step)
 
 
@@ -110,7 +116,7 @@ def _choose(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list
     seen: dict[str, dict[int, list[Item]]] = defaultdict(dict)
     for step, items in sorted(by_step.items()):
         for item in items:
-            seen[f"{name}/{item['id']}"].setdefault(step, []).append(item)
+            seen[f"{item['set']}/{item['id']}"].setdefault(step, []).append(item)
     changed: dict[str, list[str]] = {"learnt": [], "forgotten": []}
     for key, steps in seen.items():
         marks = [(s, sum(bool(i["right"]) for i in items), len(items)) for s, items in steps.items()]
@@ -143,18 +149,21 @@ def _choose(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list
 
 
 def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
-    """Every response of one evaluation, as far as the budget goes."""
+    """Every response of one evaluation, as far as the budget goes; of several sets each has its own."""
     with file.open("rb") as raw:
         data = raw.read(budget)
-    for line in _lines(data, len(data) == budget):
-        row = json.loads(line)
-        key, whole = f"held-out/{row['prompt_id']}", len(data) < budget
+    rows = [json.loads(line) for line in _lines(data, len(data) == budget)]
+    several, whole = len({row.get("set") for row in rows}) > 1, len(data) < budget
+    for row in rows:
+        title = f"held-out {row['set']}" if several else "held-out"
+        key = f"{title}/{row['prompt_id']}"
         samples.prompts.setdefault(
             key, {"text": _cut(row.get("prompt", ""), 8000), "answer": str(row["answer"])}
         )
         for number, text in enumerate(row["responses"]):
             item = {"id": row["prompt_id"], "text": text, "right": bool(row["correct"][number])}
             item |= {"tokens": row["lengths"][number], "finish": row["finishes"][number]}
+            item |= {"set": title, "heldout": row.get("set", "")}
             yield item if whole else item | {"whole": False}
 
 
