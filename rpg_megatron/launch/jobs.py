@@ -54,6 +54,7 @@ SLURM: dict[str, Any] = {
     "srun_args": ["--kill-on-bad-exit=0", "--wait=0"],
     "setup_lines": SETUP,
     "additional_parameters": {"requeue": True},
+    "poll_estimated_start_time": False,
 }
 """Arguments of ``nemo_run.SlurmExecutor`` that a job of ours needs, or that suit most."""
 

@@ -198,6 +198,14 @@ def submit(slurm: Slurm, script: str, folder: Path) -> str:
     return slurm.run("sbatch", "--parsable", file, cwd=folder).strip()
 
 
+def submitted(launch: Launch) -> str:
+    out = launch("-o", "time=00:30:00")
+    told = re.fullmatch(r"job (\d+), its logs: (.*)\n", out)
+    assert told, out
+    assert Path(told[2]).is_dir()
+    return told[1]
+
+
 def end_of(slurm: Slurm, number: str, seconds: float = 900) -> dict[str, str]:
     over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
     slurm.wait(lambda: slurm.job(number)["JobState"] in over, seconds)
@@ -221,8 +229,7 @@ def test_the_script_of_a_dry_run_is_accepted_and_runs_on_every_node(slurm: Slurm
 @needs_slurm
 def test_a_warned_job_is_requeued_and_a_failed_one_is_not(slurm: Slurm, there: Launch) -> None:
     Path(f"{there.echo}.saves").touch()
-    out = there("-o", "time=00:30:00")
-    number = re.match(r"job (\d+), its logs: (.*)\n", out)[1]
+    number = submitted(there)
     slurm.wait(lambda: "waiting" in there.logs(), 60)
     slurm.run("scancel", "--signal=USR1", number)
     slurm.wait(lambda: "saved; requeued" in there.logs(), 60)
@@ -234,7 +241,7 @@ def test_a_warned_job_is_requeued_and_a_failed_one_is_not(slurm: Slurm, there: L
     slurm.wait(again, 400)
     assert end_of(slurm, number)["JobState"] == "COMPLETED", there.logs()
     Path(f"{there.echo}.fails").touch()
-    number = there("-o", "time=00:30:00").split()[1].rstrip(",")
+    number = submitted(there)
     facts = end_of(slurm, number)
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0"), there.logs()
 
