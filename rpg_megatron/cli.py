@@ -10,6 +10,7 @@ import typer
 
 import rpg_megatron
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.launch.evaluate.command import evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -288,6 +289,8 @@ def report(
 
     typer.echo(write_report(runs, out))
 
+
+app.command("eval")(evaluate)
 
 convert = typer.Typer(
     name="convert",

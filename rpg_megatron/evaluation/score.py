@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +92,40 @@ def bootstrap_intervals(
     means = np.concatenate([rng.multinomial(problems, even, size=size) @ table for size in sizes])
     edges = np.quantile(means / problems, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return {key: (float(low), float(high)) for key, low, high in zip(values, *edges, strict=True)}
+
+
+def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
+    """All that is reported of one set, for JSON: ``problems``, ``samples``, and
+
+    - ``metrics``: each metric of ``per_problem`` with its ``value`` and 95% interval ``low`` to ``high``;
+    - ``length``: ``mean``, ``p50``, ``p99`` and ``max``, in tokens, over all responses;
+    - ``truncated``: share of the responses that were cut (``frac``), how many problems have one, and the
+      share of right ones among them (null if there is none);
+    - ``unanswered_frac``: share of the responses in which no answer was found.
+
+    seed: of the bootstrap. Raises ValueError as ``score_results`` does.
+    """
+    values = per_problem(results)
+    intervals = bootstrap_intervals(values, seed=seed)
+    lengths = describe_lengths(results)
+    cut = [c for r in results for c, finish in zip(r.correct, r.finishes, strict=True) if finish == "length"]
+    answers = [answer for r in results for answer in r.extracted]
+    return {
+        "problems": len(results),
+        "samples": len(results[0].correct),
+        "metrics": {
+            key: {"value": float(column.mean()), "low": intervals[key][0], "high": intervals[key][1]}
+            for key, column in values.items()
+        },
+        "length": {name: lengths[f"length_{name}"] for name in ("mean", "p50", "p99")}
+        | {"max": max(length for r in results for length in r.lengths)},
+        "truncated": {
+            "frac": lengths["truncated_frac"],
+            "problems": sum("length" in r.finishes for r in results),
+            "correct_frac": sum(cut) / len(cut) if cut else None,
+        },
+        "unanswered_frac": sum(answer is None for answer in answers) / len(answers),
+    }
 
 
 def pass_at(n: int, right: int, k: int) -> float:
