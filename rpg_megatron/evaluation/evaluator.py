@@ -80,7 +80,9 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
         events.phase(PHASE, len(finished), total)
 
     try:
-        heldout = HeldOut(settings, tokenizer, Fleet(settings.engine, engines, work), scorer, prompts)
+        # Nobody restarts an engine here: what is graded is on disk, and the same command goes on.
+        fleet = Fleet(settings.engine.model_copy(update={"restarts": 0}), engines, work)
+        heldout = HeldOut(settings, tokenizer, fleet, scorer, prompts)
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             events.phase(PHASE, len(finished), total)
@@ -130,11 +132,14 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    folder, work = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        folder, work = Path(sys.argv[1]), Path(sys.argv[2])
         asyncio.run(_evaluate(load_settings(folder / CONFIG), folder, work, os.environ[TOKEN_VARIABLE]))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
+        return 2
+    except OSError as e:
+        print(f"error: {e.filename or folder}: {e.strerror or e}; mend that and start again", file=sys.stderr)
         return 2
     except EngineError as e:
         print(e, file=sys.stderr, flush=True)

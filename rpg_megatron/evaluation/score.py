@@ -17,8 +17,8 @@ from rpg_megatron.data.results import EvalResult
 from rpg_megatron.rewards import spelling
 
 Floats = npt.NDArray[np.float64]
-_CHUNK = 500
-"""Resamples at a time, so that memory stays small however many problems there are."""
+_CHUNK = 1 << 20
+"""Numbers that are drawn at a time, so that memory stays small however many problems there are."""
 
 
 def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
@@ -87,10 +87,10 @@ def bootstrap_intervals(
     table = np.stack(list(values.values()), axis=1)  # [problems, columns]
     problems = len(table)
     rng = np.random.Generator(np.random.PCG64(seed))
-    even = np.full(problems, 1 / problems)
-    sizes = [min(_CHUNK, resamples - start) for start in range(0, resamples, _CHUNK)]
-    means = np.concatenate([rng.multinomial(problems, even, size=size) @ table for size in sizes])
-    edges = np.quantile(means / problems, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    chunk = max(1, _CHUNK // table.size)
+    sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
+    means = [table[rng.integers(problems, size=(size, problems))].mean(axis=1) for size in sizes]
+    edges = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2], axis=0)
     return {key: (float(low), float(high)) for key, low, high in zip(values, *edges, strict=True)}
 
 
@@ -160,7 +160,7 @@ def write_results(path: Path, results: Sequence[EvalResult]) -> None:
     """Write one JSON object a line for each problem, as a whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for result in results:
             file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
     partial.replace(path)

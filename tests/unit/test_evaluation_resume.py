@@ -285,7 +285,7 @@ def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
         (["MODEL", "--suite", "aime26"], "--suite: 'aime26' is not known; did you mean 'aime2"),
         (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "holds no file of aime24"),
         (["MODEL", "--suite", "aime24", "--data-dir", "/nowhere"], "--data-dir: /nowhere is not a folder"),
-        (["MODEL", "--suite", "aime24,aime24"], "two sets are called aime24"),
+        (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are called aime24"),
         (["MODEL", "--data", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
         (["MODEL", "--data", "a b.jsonl"], "'a b' is no name for a set; give NAME=a b.jsonl"),
         (["MODEL", "--data", "DATA", "--temperature", "0", "-n", "2"], "use -n 1"),

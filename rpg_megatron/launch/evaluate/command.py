@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 Suite = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option("--suite", metavar="NAME[=FILE],...", help="Known sets, such as aime24,aime25,amc23."),
 ]
 Data = Annotated[
@@ -60,7 +60,16 @@ def evaluate(
     from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
 
     request = Request(
-        *(model, suite, tuple(data or ()), data_dir, samples, temperature, top_p, max_response_tokens),
+        *(
+            model,
+            ",".join(suite or ()),
+            tuple(data or ()),
+            data_dir,
+            samples,
+            temperature,
+            top_p,
+            max_response_tokens,
+        ),
         *(seed, engines, tensor, device, tuple(overrides or ())),
     )
     with StopSignals(resumable=True) as signals:

@@ -40,7 +40,7 @@ class Request:
     """The options, as they were given; None: not at all."""
 
     model: Path
-    suites: str | None = None
+    suites: str = ""
     """Names of known sets, NAME or NAME=FILE, with commas between them."""
     files: Sequence[str] = ()
     """FILE or NAME=FILE."""
@@ -156,12 +156,12 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
     )
 
 
-def find_sets(suites: str | None, files: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
+def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
     """Name, and preset, path and split where there is one, of each set. Raises UserError."""
     if folder is not None and not folder.is_dir():
         raise UserError(f"--data-dir: {folder} is not a folder")
     found: list[dict[str, Any]] = []
-    for item in filter(None, map(str.strip, (suites or "").split(","))):
+    for item in filter(None, map(str.strip, suites.split(","))):
         name, _, file = item.partition("=")
         try:
             find_preset(name)
