@@ -86,6 +86,7 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             events.phase(PHASE, len(finished), total)
+            fleet.expect(None)  # they serve what they were started with
             await heldout.evaluate(keep, skip=frozenset(finished))
     finally:
         scorer.close()

@@ -141,7 +141,7 @@ def test_an_evaluation_gets_its_words_and_goes_on_when_it_was_warned(
     job.wait_for_restart()
     facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
-    given = ["<eval>", "<--engines>", "<1>", *(f"<{word}>" for word in words)]
+    given = ["<eval>", "<--engines>", "<8>", *(f"<{word}>" for word in words)]
     assert [line for line in job.said.splitlines() if line[0] == "<"] == 2 * given
 
 
