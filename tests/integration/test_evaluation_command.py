@@ -114,7 +114,7 @@ def test_ended_in_the_middle_it_goes_on_and_its_figures_are_right(
     os.kill(one.process.pid, signal.SIGTERM)
     code, told = one.finish(timeout=120)
     assert code == 75, told
-    assert "problems are graded; the same command goes on" in told
+    assert "problems graded so far: " in told
     one.assert_nothing_left()
     assert [file for file in segments if file.exists()] == []
     before = {name: rows(out, name) for name in ("a", "sums")}

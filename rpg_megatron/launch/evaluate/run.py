@@ -152,5 +152,5 @@ def run_evaluation(settings: Settings, signals: StopSignals, folder: Folder) -> 
             evaluation.watch()
         except Interrupted as e:
             folder.discard = True
-            e.note = f"{folder.graded()} problems are graded; the same command goes on"
+            e.note = f"problems graded so far: {folder.graded()}; the same command goes on"
             raise
