@@ -1,7 +1,7 @@
 """Answers graded per second, with the pool warm: plain numbers, and LaTeX by math-verify.
 
 ``python benchmarks/grading.py [WORKERS]`` prints a table. Each row is the same work three times, the best of
-it; the last column is the ratio to plain numbers. "LaTeX, a group's" repeats answers as the 16 responses to a
+it; the last column is the ratio to plain numbers. "In groups of 16" repeats answers as the responses to a
 prompt do; "all different" is math-verify's own speed, times the cores that there are. CPU is what this
 process and its workers used: on a busy machine it says more than the clock.
 """
@@ -28,14 +28,20 @@ def plain() -> list[tuple[str, str]]:
     ]
 
 
-def latex(different: int) -> list[tuple[str, str]]:
-    """Surds, powers and polynomials, so many different pairs in all; half of them wrong."""
-    forms = [
-        ("\\frac{{\\sqrt{{{0}}}}}{{2}}", "\\sqrt{{{0}}}/{1}"),
-        ("{0}\\pi", "{0} \\cdot \\pi + {1} - 2"),
-        ("{0}\\sqrt{{3}}", "\\sqrt{{3}} \\cdot {0} \\cdot {1} / 2"),
-        ("x^2 + {0}x", "x(x+{0}) + {1} - 2"),
-    ]
+CONSTANTS = [
+    ("\\frac{{\\sqrt{{{0}}}}}{{2}}", "\\sqrt{{{0}}}/{1}"),
+    ("{0}\\pi", "{0} \\cdot \\pi + {1} - 2"),
+    ("{0}\\sqrt{{3}}", "\\sqrt{{3}} \\cdot {0} \\cdot {1} / 2"),
+]
+EXPRESSIONS = [
+    ("x^2 + {0}x", "x(x+{0}) + {1} - 2"),
+    ("\\frac{{n(n+{0})}}{{2}}", "\\frac{{n^2 + {0}n}}{{{1}}}"),
+    ("({0}, \\sqrt{{2}})", "({0}, \\frac{{{1}}}{{\\sqrt{{2}}}})"),
+]
+
+
+def latex(forms: list[tuple[str, str]], different: int) -> list[tuple[str, str]]:
+    """So many different pairs in all; half of them wrong."""
     work = "We add the numbers and simplify. " * 40
     pairs = []
     for i in range(COUNT):
@@ -44,7 +50,7 @@ def latex(different: int) -> list[tuple[str, str]]:
         pairs.append(
             (
                 f"{work}\\boxed{{{given.format(number + 2, 2)}}}",
-                answer.format(number + 2, 2 + number % 8 // 4),
+                answer.format(number + 2, 2 + number % 6 // 3),
             )
         )
     return pairs
@@ -70,7 +76,7 @@ def speed(workers: int, pairs: list[tuple[str, str]]) -> tuple[float, float, flo
     best, cpu, right = 0.0, 1e9, 0
     for _ in range(3):
         with Grader(workers=workers) as grader:
-            warm = [grader.submit(f"\\boxed{{{n}\\sqrt{{8}}}}", f"{2 * n}\\sqrt{{2}}") for n in range(64)]
+            warm = [grader.submit(f"\\boxed{{{n}x\\sqrt{{8}}}}", f"{2 * n}x\\sqrt{{2}}") for n in range(64)]
             assert all(f.result().correct for f in warm)
             started, used = time.perf_counter(), cpu_seconds()
             futures = [grader.submit(*pair) for pair in pairs]
@@ -84,16 +90,17 @@ def main() -> None:
     workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     rows = [
         ("plain numbers", plain()),
-        ("LaTeX, a group's", latex(COUNT // 16)),
-        ("LaTeX, all different", latex(COUNT)),
+        ("constants in LaTeX, all different", latex(CONSTANTS, COUNT)),
+        ("expressions, in groups of 16", latex(EXPRESSIONS, COUNT // 16)),
+        ("expressions, all different", latex(EXPRESSIONS, COUNT)),
     ]
     print(f"{workers} workers, {os.cpu_count()} cores, {COUNT:,} answers of about 1,300 characters")
-    print(f"{'':<22}{'answers/s':>10}{'CPU ms each':>13}{'right':>8}{'ratio':>8}")
+    print(f"{'':<35}{'answers/s':>10}{'CPU ms each':>13}{'right':>8}{'ratio':>8}")
     first = None
     for name, pairs in rows:
         rate, cpu, right = speed(workers, pairs)
         first = first or rate
-        print(f"{name:<22}{rate:>10,.0f}{cpu:>13.3f}{right:>8.0%}{rate / first:>8.3f}", flush=True)
+        print(f"{name:<35}{rate:>10,.0f}{cpu:>13.3f}{right:>8.0%}{rate / first:>8.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,30 +3,59 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 import rpg_megatron
+from rpg_megatron.cli_convert import convert
+from rpg_megatron.cli_eval import evaluate
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.launch.evaluate.command import evaluate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-    from rpg_megatron.bridge.convert import Report, Source
     from rpg_megatron.launch.nodes import Nodes
     from rpg_megatron.launch.supervision import StopSignals
 
+
+class _Commands(typer.core.TyperGroup):
+    """Ctrl-C ends a command with a word where the command has none of its own; Typer would say nothing."""
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        """The command line, read."""
+        with _saying_that_it_stopped():
+            return super().make_context(*args, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with _saying_that_it_stopped():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _saying_that_it_stopped(note: str = "") -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped: Ctrl-C{note}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="rpg-megatron",
+    cls=_Commands,
     help="RL post-training of LLMs with KL-regularised policy gradients: Megatron-Core, vLLM.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(convert)
+app.command("eval")(evaluate)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file with the settings of the run.")]
 Overrides = Annotated[
@@ -97,15 +126,53 @@ def _train(
     nodes: Nodes,
 ) -> None:
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launch import follower, launcher
+    from rpg_megatron.launch import follower, training
+    from rpg_megatron.launch.supervision import RunFailed
 
     try:
         settings = load_settings(file, overrides)
         if nodes.rank == 0:
-            launcher.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
+            training.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
         else:
             follower.follow(settings, nodes, signals)
-    except (launcher.RunFailed, follower.Ended) as e:
+    except (RunFailed, follower.Ended) as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def launch(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    executor: Annotated[
+        str, typer.Option(metavar="slurm|local|docker", help="Where NeMo-Run starts the job.")
+    ] = "slurm",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-o", "--option", metavar="KEY=VALUE", help="For the executor: nodes=4, account=me, ..."
+        ),
+    ] = None,
+    command: Annotated[
+        str,
+        typer.Option(envvar="RPG_MEGATRON", help="What the job calls, if that is not on its PATH."),
+    ] = "rpg-megatron",
+    dryrun: Annotated[
+        bool, typer.Option("--dryrun", help="Print the job's script, and start nothing.")
+    ] = False,
+) -> None:
+    """Train as a job that NeMo-Run submits or starts. Needs NeMo-Run, but no torch.
+
+    Exit code 0: submitted or, here and in Docker, finished; 1: the run ended badly.
+    """
+    from rpg_megatron.launch import executors
+    from rpg_megatron.launch.nodes import leave_to_first_node
+    from rpg_megatron.launch.supervision import RunFailed
+
+    leave_to_first_node("launch")
+    try:
+        executors.launch(executor, config, overrides or [], option or [], command, dryrun=dryrun)
+    except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
 
@@ -126,8 +193,10 @@ def audit(
 
     Exit code 0: they agree; 1: they do not; 3: a process died before that was known.
     """
+    from rpg_megatron.launch.nodes import leave_to_first_node
     from rpg_megatron.launch.supervision import Interrupted, StopSignals
 
+    leave_to_first_node("audit")
     with StopSignals() as signals:
         try:
             _audit(target, overrides, engine_model, json, signals)
@@ -143,12 +212,12 @@ def _audit(
     json: Path | None,
     signals: StopSignals,
 ) -> None:
-    from rpg_megatron.launch import launcher
     from rpg_megatron.launch.audit import audit
+    from rpg_megatron.launch.supervision import RunFailed
 
     try:
         clean = audit(target, overrides, signals, engine_model, json)
-    except launcher.RunFailed as e:
+    except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(3) from None
     if not clean:
@@ -169,14 +238,15 @@ def replay(
     """
     import json
 
-    from rpg_megatron.launch import launcher
     from rpg_megatron.launch import replay as replaying
-    from rpg_megatron.launch.supervision import Interrupted, StopSignals
+    from rpg_megatron.launch.nodes import leave_to_first_node
+    from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
 
+    leave_to_first_node("replay")
     with StopSignals() as signals:
         try:
             report = replaying.replay(run, step, overrides, signals)
-        except launcher.RunFailed as e:
+        except RunFailed as e:
             print(f"error: {e}", file=sys.stderr)
             raise typer.Exit(3) from None
         except Interrupted as e:
@@ -259,19 +329,18 @@ def grade(
     ] = False,
 ) -> None:
     """Grade responses against reference answers: a verdict a line, and a summary."""
+    from rpg_megatron.launch.nodes import leave_to_first_node
     from rpg_megatron.rewards.extraction import STYLES
     from rpg_megatron.rewards.files import grade_file
 
+    leave_to_first_node("grade")
     known = next((s for s in STYLES if s == style), None)
     if known is None:
         raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
-    try:
+    with _saying_that_it_stopped("; nothing was written" if out else ""):
         summary = grade_file(
             file, style=known, out=out, workers=workers, deadline=deadline, skip_malformed=skip_malformed
         )
-    except KeyboardInterrupt:
-        print("stopped: Ctrl-C" + ("; nothing was written" if out else ""), file=sys.stderr)
-        raise typer.Exit(130) from None
     print(f"{file}: {summary}", file=sys.stderr)
 
 
@@ -285,116 +354,11 @@ def report(
     ] = None,
 ) -> None:
     """Write runs as one HTML page: curves, verdicts, responses, settings."""
+    from rpg_megatron.launch.nodes import leave_to_first_node
     from rpg_megatron.launch.report import write_report
 
+    leave_to_first_node("report")
     typer.echo(write_report(runs, out))
-
-
-app.command("eval")(evaluate)
-
-convert = typer.Typer(
-    name="convert",
-    help="Hugging Face checkpoints to Megatron-Core's and back, in any tensor x pipeline layout. On the CPU.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.add_typer(convert)
-
-OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to make.")]
-Verify = Annotated[bool, typer.Option("--verify", help="Compare logits with transformers (whole model).")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the mapping, rank by rank, and write nothing.")
-]
-
-
-@convert.command()
-def hf_to_megatron(
-    hf: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face checkpoint.")],
-    out: OutFolder = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    verify: Verify = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint."""
-    from rpg_megatron.bridge import convert as tool
-
-    source = tool.open_hf(hf, tp, pp)
-    _convert(source, out, dry_run, lambda path: tool.convert_to_megatron(source, path, verify=verify))
-
-
-@convert.command()
-def megatron_to_hf(
-    megatron: Annotated[Path, typer.Option(metavar="DIR", help="Megatron-Core distributed checkpoint.")],
-    out: OutFolder = None,
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel size; as written by default.")
-    ] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages; as written by default.")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="HF config and tokenizer, for a checkpoint that has none with it."),
-    ] = None,
-    max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest file, GiB.")] = 5.0,
-    verify: Verify = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint."""
-    from rpg_megatron.bridge import convert as tool
-
-    source = tool.open_megatron(megatron, tp, pp, config)
-    limit = int(max_shard_gib * 1024**3)
-    _convert(
-        source,
-        out,
-        dry_run,
-        lambda path: tool.convert_to_hf(source, path, verify=verify, max_shard_bytes=limit),
-    )
-
-
-@convert.command()
-def inspect(
-    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face or Megatron checkpoint.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """List what a checkpoint holds, and check that it is whole."""
-    from rpg_megatron.bridge.inspection import inspect_checkpoint
-
-    found = inspect_checkpoint(checkpoint)
-    typer.echo(found.json() if as_json else found.table())
-    if found.problems:
-        raise typer.Exit(2)
-
-
-def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Path], Report]) -> None:
-    from rpg_megatron.bridge.convert import ConversionFailed, mapping
-
-    if dry_run:
-        typer.echo("\n".join(mapping(source)))
-        return
-    if out is None:
-        raise UserError("--out is missing: the folder to make")
-    print(source, file=sys.stderr)
-    try:
-        report = work(out)
-    except ConversionFailed as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        print("stopped: Ctrl-C; nothing was written", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if (v := report.verification) is not None:
-        typer.echo(
-            f"logits: max |difference| to transformers {v.difference:.2e} over {v.tokens} positions, "
-            f"tolerance {v.tolerance:.1e} (float32, largest logit {v.largest:.3g})"
-        )
-    worst = max(report.memory, key=lambda m: m.peak - m.baseline)
-    typer.echo(
-        f"{report.out}: written in {report.seconds:.1f} s; memory of a process: at most "
-        f"{(worst.peak - worst.baseline) / 1e6:,.1f} MB over its start, "
-        f"for {worst.shard / 1e6:,.1f} MB of weights"
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis
 import numpy as np
 import pytest
 import yaml
@@ -22,6 +23,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.config import read_model_shape
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -225,11 +225,44 @@ def start_child(module: str, log: Path, share: int, **environment: str) -> subpr
         )
 
 
+class _HeldBack:
+    """While entered, Ctrl-C, SIGTERM and SIGHUP wait for ``check`` or the end.
+
+    An exception out of a handler may come anywhere: in the middle of ``Popen.poll`` it leaves a lock taken,
+    and the ``wait`` that follows never returns; in that of ``Popen`` itself a child that nobody knows.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _HeldBack:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._number = number
+
+    def check(self) -> None:
+        """Do what the signal asked for, if one has come."""
+        if number := self._number:
+            self._number = 0
+            self._before[number](number, None)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self.check()
+
+
 class Ranks:
     """The processes that convert, one per rank. They end with the block, or with this process."""
 
     def __init__(self, job: Job, progress: Progress, watch: Path) -> None:
         self._job, self._progress, self._watch = job, progress, watch
+        self._signals = _HeldBack()
         self._processes: list[subprocess.Popen[str]] = []
         self._logs: list[Path] = []
         self._memory: list[list[int]] = []
@@ -239,8 +272,10 @@ class Ranks:
     def __enter__(self) -> Ranks:
         world = self._job.tensor * self._job.pipeline
         self._progress.phase(f"starting {world} process{'es' if world > 1 else ''}", 0)
+        self._signals.__enter__()
         try:
             for rank in range(world):
+                self._signals.check()
                 log = Path(self._job.work) / f"rank_{rank}.log"
                 self._logs.append(log)
                 child = start_child(
@@ -264,6 +299,7 @@ class Ranks:
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
+        self._signals.__exit__()
 
     def wait(self) -> list[list[int]]:
         """Follow them to their end; returns what each held: rank, shard, baseline, peak bytes.
@@ -287,11 +323,15 @@ class Ranks:
                         key.data[:] = rest
                         self._take(line)
                 self._look()
+                self._signals.check()
                 if deadline is None and any(p.poll() not in (None, 0) for p in self._processes):
                     deadline = time.monotonic() + _GRACE_SECONDS
                 if deadline is not None and time.monotonic() > deadline:
                     break
-        codes = [p.wait() if deadline is None else p.poll() for p in self._processes]
+        while deadline is None and any(p.poll() is None for p in self._processes):
+            self._signals.check()
+            time.sleep(_LOOK_SECONDS / 10)
+        codes = [p.poll() for p in self._processes]
         if any(code != 0 for code in codes):
             self._explain(codes)
         return sorted(self._memory)

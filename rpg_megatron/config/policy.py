@@ -16,6 +16,9 @@ class ModelSettings(Section):
     """Folder of a Hugging Face checkpoint: config.json, safetensors files, tokenizer."""
     vocab_multiple: int = Field(1, ge=1)
     """Each tensor-parallel rank's vocabulary shard is padded to a multiple of this many rows."""
+    implementation: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Whose layers the policy is made of. local: Megatron's own. transformer_engine: fused norms, cuDNN
+    attention, FP8; GPUs and bfloat16 only. auto: transformer_engine where it can be used, else local."""
 
 
 class ParallelSettings(Section):
@@ -53,20 +56,66 @@ class ParallelSettings(Section):
         return self
 
 
+class FP8Settings(Section):
+    """Matrix products of the layers in FP8 (Transformer Engine), in training and in log-prob passes alike.
+
+    Attention, norms, embedding and output layer stay bfloat16. There is no loss scale to set.
+    """
+
+    recipe: Literal["blockwise", "tensorwise", "delayed"] = "blockwise"
+    """Where scales come from. blockwise: one for each 1 x 128 of activations and 128 x 128 of weights.
+    tensorwise: one for each tensor, from its present values. delayed: one for each tensor, from its largest
+    values of the last 1024 passes."""
+    parameters: bool = False
+    """Keep the layers' weights in FP8, beside the optimizer's float32 ones; what engines then get are these
+    weights, in bfloat16."""
+    first_last_bf16: int = Field(0, ge=0)
+    """So many layers at the start, and as many at the end, stay in bfloat16."""
+
+    @property
+    def multiple(self) -> int:
+        """Tokens of a micro-batch on a rank, and each side of a weight on a rank, are multiples of this.
+
+        What the kernels of Transformer Engine ask for: 128 is the side of a block, 16 suits every product.
+        """
+        return 128 if self.recipe == "blockwise" else 16
+
+    @model_validator(mode="after")
+    def _delayed_scaling_is_for_all_layers(self) -> FP8Settings:
+        if self.recipe == "delayed" and self.first_last_bf16:
+            raise ValueError(
+                "recipe delayed does not allow for layers in bfloat16; "
+                "set first_last_bf16 to 0, or recipe to tensorwise or blockwise"
+            )
+        return self
+
+
 class PrecisionSettings(Section):
     """Number formats of the policy."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and activations in the trainer and in the engine. Gradients and the optimizer stay float32."""
+    fp8: FP8Settings | None = None
+    """FP8 in the trainer, on Hopper GPUs; null for none."""
+
+    @model_validator(mode="after")
+    def _fp8_is_mixed_with_bfloat16(self) -> PrecisionSettings:
+        if self.fp8 is not None and self.dtype != "bfloat16":
+            raise ValueError(f"fp8 goes with dtype bfloat16, not {self.dtype}; change one of the two")
+        return self
 
 
 class MemorySettings(Section):
-    """What is computed again rather than kept."""
+    """What is computed again rather than kept, or kept elsewhere."""
 
     recompute: Literal["none", "selective", "full"] | None = None
     """Activations that backward computes again: none; selective: MLPs; full: whole layers, of which only the
-    input is kept. null: by the tokens that a rank computes at once, which is
-    training.tokens_per_microbatch / parallel.context: none up to 4096, selective up to 8192, else full."""
+    input is kept. null: by the most tokens that a rank computes at once, those of a full micro-batch or of
+    the longest sequence over parallel.context: none up to 4096, selective up to 8192, else full."""
+    offload_optimizer: float = Field(0.0, ge=0, le=1)
+    """Share of the optimizer's state (float32 weights and moments) that is in host memory, where the CPU
+    updates it: 12 bytes per parameter, over the data ranks, less on the GPU, and slower updates. With device
+    cuda, bfloat16 and the distributed AdamW only."""
 
     def recompute_for(self, tokens: int) -> Literal["none", "selective", "full"]:
         """What is recomputed in micro-batches of so many tokens on a rank."""
@@ -96,6 +145,9 @@ class OptimizerSettings(Section):
     """Largest global gradient norm; 0 switches clipping off."""
     distributed: bool = True
     """Cut optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
+    overlap: bool = True
+    """With several data or context ranks: reduce gradients while backward goes on and, if distributed, gather
+    new weights while the next update's forward pass does. The numbers are the same."""
 
     @model_validator(mode="after")
     def _schedule_free_is_not_cut(self) -> OptimizerSettings:

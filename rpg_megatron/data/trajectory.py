@@ -47,6 +47,8 @@ class Trajectory:
     """Whether the verifier accepted the answer; kept apart from the reward."""
     parts: dict[str, float] = field(default_factory=dict)
     """What the reward is the sum of: correctness, overlong, format."""
+    answer: str = ""
+    """The reference answer, for who reads the journal."""
     extracted: str | None = None
     """The answer that the verifier found in the response."""
     reason: str = ""
@@ -70,7 +72,7 @@ class Trajectory:
 
 _ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor")
 _INTEGERS = ("prompt", "response", "versions")
-_SCORED = ("reward", "parts", "correct", "extracted", "reason", "advantage")
+_SCORED = ("reward", "parts", "correct", "answer", "extracted", "reason", "advantage")
 _PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", *_SCORED)
 
 

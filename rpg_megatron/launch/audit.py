@@ -50,7 +50,7 @@ def audit(
 
     engine_model: a checkpoint that the engines load instead of being synced. copy: a file that gets the
     report as well.
-    Raises UserError, RunFailed or Interrupted as ``launcher.train`` does; nothing is left but the audit's
+    Raises UserError, RunFailed or Interrupted as ``training.train`` does; nothing is left but the audit's
     folder.
     """
     settings, request = plan_audit(target, overrides)

@@ -31,6 +31,8 @@ from rpg_megatron.launch.nodes import Nodes, own_address
 
 _BEAT_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10
+_PREFIX = ".meeting-"
+_ABANDONED_SECONDS = 86_400.0
 _LARGEST = 1 << 20
 """Bytes of a message; more is none of ours."""
 
@@ -126,6 +128,7 @@ class Host:
                 "name another one: cluster.interface=..."
             ) from None
         self._file = meeting_file(settings, nodes)
+        remove_abandoned(self._file.parent)
         self._arrivals: queue.SimpleQueue[Line] = queue.SimpleQueue()
         place = Place(self.address, self._server.getsockname()[1], self.token, _machine())
         try:
@@ -220,7 +223,32 @@ def join(settings: Settings, nodes: Nodes, look: Callable[[], None]) -> tuple[Li
 
 def meeting_file(settings: Settings, nodes: Nodes) -> Path:
     """Where the nodes of one start find each other."""
-    return settings.runs.absolute() / f".meeting-{nodes.job or settings.name}.json"
+    return settings.runs.absolute() / f"{_PREFIX}{nodes.job or settings.name}.json"
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the meeting files, tokens in them, of launchers that were killed before all nodes had come.
+
+    A launcher listens for as long as its file is there. One whose machine does not say whether it does is
+    given up after a day.
+    """
+    for file in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError, UserError):  # somebody else's, or just removed
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or _nobody_listens(_read(file)):
+                file.unlink()
+
+
+def _nobody_listens(place: Place | None) -> bool:
+    """Whether that is known."""
+    if place is None or (place.address.startswith("127.") and place.machine != _machine()):
+        return False
+    try:
+        socket.create_connection((place.address, place.port), timeout=2).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _write(file: Path, place: Place) -> None:

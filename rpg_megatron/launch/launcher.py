@@ -9,23 +9,19 @@ import signal
 import sys
 import time
 from collections.abc import Container
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launch.environment import record_environment
 from rpg_megatron.launch.guardian import Guardian
-from rpg_megatron.launch.nodes import Nodes, free_port, share_of
-from rpg_megatron.launch.preflight import check
+from rpg_megatron.launch.nodes import free_port, share_of
 from rpg_megatron.launch.progress import Progress
 from rpg_megatron.launch.ranks import RANK, Start, base_environment, rank_starts
-from rpg_megatron.launch.report import write_report
 from rpg_megatron.launch.resuming import ORIGIN, open_run
 from rpg_megatron.launch.run_directory import LOGS, METRICS
-from rpg_megatron.launch.summary import shown, summarise
+from rpg_megatron.launch.summary import shown
 from rpg_megatron.launch.supervision import (
     Child,
     Interrupted,
@@ -50,60 +46,12 @@ GRACE = 15.0
 _PROBE_SECONDS = 0.5
 
 
-def train(
-    settings: Settings,
-    signals: StopSignals,
-    *,
-    fresh: bool = False,
-    source: Path | None = None,
-    nodes: Nodes | None = None,
-) -> Path:
-    """Check the settings, open the run, run it to its end and print a summary. Returns the run's folder.
-
-    fresh: do not go on with an unfinished run of this name. source: a checkpoint to start a new run from.
-    nodes: those of the run, of which this one is the first; None: it is the only one.
-    Raises UserError for what the user can mend, RunFailed if a process died, Interrupted after a signal. In
-    every case no process and no folder but the run's own is left, and that one only if it tells something.
-    """
-    with _gather(settings, signals, nodes) as team:
-        check(settings, team.share if team else None)
-        signals.raising = False  # from here on there is something to clean up
-        with Run(settings, signals, fresh=fresh, source=source, team=team) as run:
-            try:
-                record_environment(run.folder)
-                run.start()
-                run.watch()
-            except Interrupted as e:
-                run.explain(e)
-                raise
-    _report(run.folder)
-    print(summarise(run.folder), flush=True)
-    return run.folder
-
-
-def _report(folder: Path) -> None:
-    """Write the run's report."""
-    try:
-        write_report([folder])
-    except Exception as e:  # whatever it is, the run has ended well
-        print(f"warning: no report was written: {e!r}", flush=True)
-
-
-def _gather(
-    settings: Settings, signals: StopSignals, nodes: Nodes | None
-) -> AbstractContextManager[Team | None]:
-    if nodes is None or nodes.count == 1:
-        return contextlib.nullcontext()
-    signals.raising = False
-    return Team(settings, nodes, signals)
-
-
 class Run:
     """Everything that a run holds while it is under way; leaving the context gives it all back.
 
     job: what the ranks do, see ``training/rank.py``. engine_settings: the engines' settings, where they are
-    not the run's. fresh, source: see ``train``. console: where progress is shown, if not on stdout. team: the
-    other nodes, if there are some.
+    not the run's. fresh, source: see ``training.train``. console: where progress is shown, if not on stdout.
+    team: the other nodes, if there are some.
     """
 
     def __init__(
@@ -293,6 +241,9 @@ class Run:
             for rank in self._ranks:
                 if rank.exit_code() is None:
                     rank.warn()
+            if self._settings.engine.colocated:  # what the ranks save needs the GPUs' memory
+                for engine in self._engines:
+                    engine.stop(grace=2.0)
         elif time.monotonic() - self._warned > settings.grace:
             self._progress.status(
                 f"warning: {name}: nothing was saved within {settings.grace:.0f} s (checkpoint.grace)"

@@ -6,10 +6,13 @@ options of ``rpg-megatron train`` say it.
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +20,8 @@ import psutil
 
 from rpg_megatron.config import Settings, UserError
 
+_PORTS = range(15_000, 32_000)
+_TRIES = 200
 _GROUP = re.compile(r"([^,\[]*)\[([^\]]*)\]([^,\[]*)|([^,\[]+)")
 
 
@@ -90,6 +95,14 @@ def find_nodes(
     )
 
 
+def leave_to_first_node(command: str) -> None:
+    """End this process if ``srun`` has started a copy of a single-node command on each of several nodes."""
+    nodes = find_nodes(None, None, None)
+    if nodes.rank > 0:
+        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} alone", file=sys.stderr)
+        sys.exit(0)
+
+
 def _in_a_shell(environment: Mapping[str, str]) -> bool:
     return "SLURM_PTY_PORT" in environment and os.isatty(0)
 
@@ -116,6 +129,8 @@ def share_of(settings: Settings, rank: int, count: int) -> Share:
     world, replicas, cluster = settings.parallel.world, settings.engine.replicas, settings.cluster
     if count == 1:
         return Share(range(world), range(replicas))
+    if settings.engine.colocated:
+        raise UserError(f"engine.colocated is for one node, and the job has {count}; set it to false")
     trainers, engines = cluster.trainer_nodes or count, cluster.engine_nodes or count
     for key, part in (("trainer_nodes", trainers), ("engine_nodes", engines)):
         if part > count:
@@ -184,10 +199,23 @@ def interface_of(address: str) -> str:
 
 
 def free_port(address: str) -> int:
-    """A TCP port of a local address that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of a local address that nobody has now. UserError if there is none.
+
+    Below those that the kernel hands out: one of them may be another socket's before its user has started.
+    """
+    for port in random.sample(_PORTS, _TRIES):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, port))
+            except OSError as e:
+                if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+                continue
+            return port
+    raise UserError(
+        f"no free TCP port found at {address} among {_TRIES} from {_PORTS.start} to {_PORTS.stop - 1}; end "
+        "what holds them (ss -tlnp)"
+    )
 
 
 def _interfaces() -> dict[str, str]:

@@ -36,6 +36,7 @@ def check(settings: Settings, share: Share | None = None) -> ModelShape:
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
+    check_precision(settings, shape)
     check_batch(settings, shape)
     if settings.device == "cuda":
         check_gpus(settings, share)
@@ -71,6 +72,11 @@ def check_packages(device: str) -> None:
 def check_model(path: Path) -> ModelShape:
     """The checkpoint is whole and of a family we have a layout for. Reads headers, no weights."""
     shape = read_model_shape(path)
+    if [file.name for file in path.iterdir()] == ["config.json"]:
+        raise UserError(
+            f"model.path: {path} holds a config.json alone, which is enough to plan with; to train give "
+            "model.path=FOLDER of the whole checkpoint"
+        )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
@@ -90,6 +96,33 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
             check_layout(shape, tensor, pipeline, virtual)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
+
+
+def check_precision(settings: Settings, shape: ModelShape) -> None:
+    """The sizes of the model's weights on a rank, and its number of layers, allow for FP8."""
+    fp8, parallel = settings.precision.fp8, settings.parallel
+    if fp8 is None:
+        return
+    heads = shape.num_heads * shape.head_dim
+    rows = heads + 2 * shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "hidden size": shape.hidden_size,
+        "query, key and value rows": rows // parallel.tensor,
+        "attention columns": heads // parallel.tensor,
+        "feed-forward columns": shape.ffn_hidden_size // parallel.tensor,
+    }
+    if wrong := [f"{what} {size}" for what, size in sizes.items() if size % fp8.multiple]:
+        raise UserError(
+            f"precision.fp8.recipe {fp8.recipe} wants multiples of {fp8.multiple} on each tensor-parallel "
+            f"rank, and here are {', '.join(wrong)}; lower parallel.tensor, or set "
+            + ("recipe to tensorwise or delayed" if fp8.recipe == "blockwise" else "precision.fp8 to null")
+        )
+    most = min(shape.num_layers // parallel.pipeline, (shape.num_layers - 1) // 2)
+    if fp8.first_last_bf16 > most:
+        raise UserError(
+            f"precision.fp8.first_last_bf16: {fp8.first_last_bf16} layers at each end; of {shape.num_layers} "
+            f"layers on {parallel.pipeline} pipeline stages it can be at most {most}"
+        )
 
 
 def check_batch(settings: Settings, shape: ModelShape) -> None:
@@ -153,6 +186,8 @@ def check_gpus(settings: Settings, share: Share) -> None:
             f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
         )
     ranks, engines = len(share.ranks), len(share.engines) * settings.engine.tensor
+    if settings.engine.colocated:
+        engines = 0
     if ranks + engines > count:
         raise UserError(
             f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "

@@ -23,8 +23,8 @@ REQUEST, REPORT = "replay_request.json", "replay.json"
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
 """What another order of summation explains."""
 _ORDER = (
-    *("parallel", "device", "precision", "model.vocab_multiple"),
-    *("training.tokens_per_microbatch", "training.logprob_chunk"),
+    *("parallel", "device", "precision", "model.vocab_multiple", "optimizer.overlap"),
+    *("training.tokens_per_microbatch", "training.logprob_chunk", "memory.offload_optimizer"),
 )
 """Settings on which the order of summation depends."""
 
@@ -33,7 +33,7 @@ def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSi
     """Replay a step of a run, and of those between it and the newest checkpoint before; returns the report.
 
     overrides: settings to change, such as the layout. Raises UserError, RunFailed or Interrupted as
-    ``launcher.train`` does; a replay leaves nothing but its report, unless a process of it died.
+    ``training.train`` does; a replay leaves nothing but its report, unless a process of it died.
     """
     settings, request = plan_replay(folder, step, overrides)
     signals.raising = False  # from here on there is something to clean up

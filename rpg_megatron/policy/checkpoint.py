@@ -21,8 +21,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
@@ -161,8 +162,14 @@ def load_weights(
     Raises UserError on every rank, listing what the checkpoint lacks, has too much or has in another shape.
     """
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
-    state = _describe(models, content)
-    _check_tensors(folder, read_contents(folder), state, vocab)
+    contents = read_contents(folder)
+    # Layers of Transformer Engine have more states than Megatron's own. Those of scales that are not there
+    # begin anew.
+    _, state = extract_matching_values(
+        _describe(models, content),
+        lambda leaf: isinstance(leaf, ShardedObject) and leaf.unique_key not in contents.objects,
+    )
+    _check_tensors(folder, contents, state, vocab)
     keys = list(state)
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata(content))

@@ -199,6 +199,8 @@ class Contents:
 
     tensors: dict[str, StoredWeight]
     """Megatron's key -> tensor; optimizer state is among them, if there is any."""
+    objects: frozenset[str]
+    """Megatron's keys of what is no tensor, such as the state of FP8 scales."""
     ends: dict[str, int]
     """File -> bytes that it must have at least."""
 
@@ -220,6 +222,7 @@ def read_contents(folder: Path) -> Contents:
             for name, t in metadata.state_dict_metadata.items()
             if isinstance(t, TensorStorageMetadata)
         }
+        objects = frozenset(metadata.state_dict_metadata) - frozenset(tensors)
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -227,7 +230,7 @@ def read_contents(folder: Path) -> Contents:
         raise UserError(
             f"{folder / INDEX}: not readable ({type(e).__name__}: {e}); copy the checkpoint again"
         ) from None
-    return Contents(tensors, ends)
+    return Contents(tensors, objects, ends)
 
 
 def find_short_files(folder: Path, contents: Contents) -> list[str]:

@@ -16,14 +16,21 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.policy.layers import PackedAttention, RMSNorm
+from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
 
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -99,11 +106,35 @@ def _virtual(parallel: ParallelSettings) -> int | None:
     return parallel.virtual if parallel.virtual > 1 else None
 
 
+_LOCAL: dict[str, Any] = {
+    "transformer_impl": "local",
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+}
+_FUSED: dict[str, Any] = {
+    "transformer_impl": "transformer_engine",
+    "apply_rope_fusion": True,
+    "bias_activation_fusion": True,
+}
+"""What goes with Transformer Engine's layers."""
+
+
 def transformer_config(
-    shape: ModelShape, parallel: ParallelSettings, precision: PrecisionSettings, recompute: str = "none"
+    shape: ModelShape,
+    parallel: ParallelSettings,
+    precision: PrecisionSettings,
+    recompute: str = "none",
+    *,
+    device: torch.device = CPU,
+    fused: bool = False,
 ) -> TransformerConfig:
-    """Megatron's configuration for a shape, a layout, a precision and what is recomputed in backward."""
+    """Megatron's configuration for a shape, a layout, a precision and what is recomputed in backward.
+
+    device: where the weights are made. fused: with Transformer Engine's layers, of which ``precision.fp8``
+    asks, too, that they are there.
+    """
     dtype = DTYPES[precision.dtype]
+    implementation = _FUSED if fused else _LOCAL
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -130,23 +161,27 @@ def transformer_config(
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        use_cpu_initialization=True,
+        # FP8 weights can be made on a GPU alone.
+        use_cpu_initialization=device.type == "cpu",
         # The initialisers also mark tensor-parallel parameters. Without the marks the gradient norm counts
         # them wrongly, and clipping is silently off.
         perform_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        gradient_accumulation_fusion=fused_weight_gradients(device),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
+        # Of Transformer Engine's attentions that of cuDNN, which takes packed sequences, also cut over
+        # context ranks. For local layers it means nothing, but a process can choose once.
+        attention_backend=AttnBackend.fused,
         # Interleaved, a step sends both ways along the ring. Of two stages, each is the other's neighbour on
         # both sides, and in one batch an activation and a gradient would be taken for each other.
         overlap_p2p_comm=parallel.virtual > 1,
         batch_p2p_comm=parallel.virtual == 1,
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
+        **implementation,
+        **fp8_fields(precision.fp8),
         **_RECOMPUTE[recompute],
         # Micro-batches are packed to a token budget, so their lengths differ from one to the next.
         variable_seq_lengths=parallel.pipeline > 1,
@@ -193,19 +228,14 @@ def build_model(
     """
     # Megatron warns that GPTModel is deprecated in favour of a class that cannot yet take our specs.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    fused = config.transformer_impl == "transformer_engine"
+    layer, norm = _fused_layer(shape) if fused else _local_layer(shape)
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for number in range(virtual or 1):
         stage = number if virtual else None
         block = TransformerBlockSubmodules(
-            layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RMSNorm
+            layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=norm
         )
         gpt = GPTModel(
             config=config,
@@ -228,6 +258,25 @@ def build_model(
             )
         chunks.append(gpt)
     return chunks
+
+
+def _local_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
+    """Megatron's own layer with our norm and attention; and the norm."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer, RMSNorm
+
+
+def _fused_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
+    """Transformer Engine's layer as Megatron puts it together, packed attention included; and its norm."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm), TENorm
 
 
 def named_parameters(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

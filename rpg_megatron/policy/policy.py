@@ -22,8 +22,21 @@ from rpg_megatron.policy.checkpoint import PlannedSave, load_weights, plan_save
 from rpg_megatron.policy.context import gather_places
 from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
-from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
+from rpg_megatron.policy.optimizer import (
+    build_optimizer,
+    gather_weights,
+    use_training_point,
+    wrap_data_parallel,
+)
 from rpg_megatron.policy.packed import Pack, ResponseTokens, make_pack
+from rpg_megatron.policy.parking import Parking
+from rpg_megatron.policy.precision import (
+    ServedWeights,
+    loadable,
+    quantise,
+    token_multiple,
+    uses_transformer_engine,
+)
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
 """(logp [n], the rest of what is known of these n response tokens) -> loss of each."""
@@ -83,25 +96,40 @@ class Policy:
         """Build the model, fill it by ``load(self)``, then set up gradients and optimizer.
 
         The order matters: the optimizer copies the weights into its float32 master copies when it is made.
+        ``load`` writes into ``loadable_parameters``.
+        Raises UserError if settings ask for layers or a precision that this machine does not have.
         """
         self.mesh, self.device, self.settings = mesh, device, settings
-        recompute = settings.memory.recompute_for(
-            settings.training.tokens_per_microbatch // settings.parallel.context
+        recompute = settings.memory.recompute_for(settings.tokens_at_once)
+        fused = uses_transformer_engine(settings, device)
+        config = transformer_config(
+            shape, settings.parallel, settings.precision, recompute, device=device, fused=fused
         )
-        config = transformer_config(shape, settings.parallel, settings.precision, recompute)
         self.chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
         """This rank's GPTModels: one for each virtual stage."""
         load(self)
-        self._models = wrap_data_parallel(self.chunks, settings.optimizer)
-        self._optimizer = build_optimizer(self._models, settings.optimizer, settings.precision)
+        quantise(self.named_parameters())
+        self._models = wrap_data_parallel(
+            self.chunks, settings.optimizer, settings.precision, mesh.data * mesh.context
+        )
+        self._optimizer = build_optimizer(
+            self._models, settings.optimizer, settings.precision, settings.memory
+        )
+        gather_weights(self._models)  # or the first forward pass would, though it is no update's
         self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
-        self._align = mesh.tensor if settings.parallel.sequence else 1
+        self.parking = Parking(self._models, self._optimizer)
+        self.served = ServedWeights(self.named_parameters())
+        self._align = token_multiple(settings)
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under Megatron's names, layers numbered through the whole model."""
         return named_parameters(self.chunks)
+
+    def loadable_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """The same names, each with the tensor that its values are to be loaded into."""
+        return loadable(self.named_parameters())
 
     def plan_save(self, folder: Path, step: int, *, stage: bool) -> PlannedSave:
         """Weights and optimizer state, to be written; ``folder`` exists and is empty. Not while ``updating``.
@@ -180,10 +208,14 @@ class Policy:
         """Put the weights where ``update`` wants them; needed around updates, and around nothing else.
 
         Schedule-Free optimizers take gradients at one point and evaluate at another; others have just one.
+        After an update a rank may hold old weights where other ranks own them, which the next update gathers
+        as it goes. Only when the block has ended are all up to date, to be scored with, published and saved.
+        Collective, unless the block raises.
         """
         use_training_point(self._optimizer, True)
         try:
             yield
+            gather_weights(self._models)
         finally:
             use_training_point(self._optimizer, False)
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from rpg_megatron.rewards import spelling
+from rpg_megatron.rewards.constants import compare_constants
 from rpg_megatron.rewards.extraction import STYLES, Style, find_answer
 from rpg_megatron.rewards.pool import Outcome, WorkerPool
 
@@ -68,7 +69,7 @@ def decided[A](value: A) -> Future[A]:
 
 
 def judge_plainly(extracted: str | None, answer: str) -> Verdict | None:
-    """The verdict if rules alone give one; None if math-verify is to decide. Linear in the texts."""
+    """The verdict if rules alone give one; None if math-verify is to decide. Linear in long texts."""
     if extracted is None:
         return Verdict(False, None, "no answer found")
     if spelling.same(extracted, answer):
@@ -79,7 +80,10 @@ def judge_plainly(extracted: str | None, answer: str) -> Verdict | None:
         return Verdict(False, extracted, "another number or word")
     if _depth(extracted) > DEEPEST:
         return Verdict(False, extracted, f"not the same text, and more than {DEEPEST} brackets deep")
-    return None
+    equal = compare_constants(extracted, answer)
+    return (
+        None if equal is None else Verdict(equal, extracted, "the same value" if equal else "another value")
+    )
 
 
 def _depth(text: str) -> int:

@@ -64,7 +64,7 @@ class Trainer:
     def _load_weights(self, policy: Policy) -> None:
         load_hf_weights(
             self.settings.model.path,
-            policy.named_parameters(),
+            policy.loadable_parameters(),
             self.layout,
             tensor=self.mesh.tensor,
             tensor_rank=self.mesh.tensor_rank,

@@ -251,7 +251,10 @@ def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
     assert [file for file in files if file.exists()] == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGTERM, 75, marks=pytest.mark.long), (signal.SIGKILL, -signal.SIGKILL)],
+)
 def test_a_signal_when_the_engine_is_up(command, config_file: Path, number: signal.Signals, code: int):
     """With two engine workers: they outlive their server by default and leave files in shared memory."""
     one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rpg_megatron.bridge import convert
-from rpg_megatron.bridge.convert_processes import LOGITS, ConversionFailed, Progress
+from rpg_megatron.bridge.convert_processes import LOGITS, ConversionFailed, Progress, _HeldBack
 from rpg_megatron.config import read_model_shape
 from tests.distributed.test_families import SCALING, SHARED, UNSCALED, WIDE
 from tests.unit.bridge_models import megatron_value
@@ -395,6 +395,21 @@ def test_an_interrupted_conversion_leaves_nothing(
 ) -> None:
     assert stopped_at(word, number) == (code, [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_waits_until_no_child_is_half_known() -> None:
+    """Raised out of ``Popen.poll``, a Ctrl-C once left its lock taken: the conversion hung, then."""
+    before = signal.getsignal(signal.SIGINT)
+    with _HeldBack() as signals:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signals.check()
+    late = _HeldBack()
+    late.__enter__()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        late.__exit__()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_killed_conversion_leaves_one_folder_that_the_next_removes(

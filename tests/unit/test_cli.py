@@ -6,6 +6,7 @@ Why: both at once is what makes an error message useful at night. Not covered: w
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 
 import rpg_megatron
 from rpg_megatron import cli
-from rpg_megatron.launch import launcher
+from rpg_megatron.launch import training
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -28,6 +29,14 @@ def test_help_and_version():
     assert done.returncode == 0
     assert "train" in done.stdout
     assert run("--version").stdout == f"rpg-megatron {rpg_megatron.__version__}\n"
+
+
+def test_ctrl_c_says_that_it_stopped(monkeypatch, capsys, config_file: Path):
+    """Also where a command is still importing what it needs, before any handler of its own."""
+    monkeypatch.setattr("rpg_megatron.config.load_settings", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["config", str(config_file)])
+    assert (ended.value.code, capsys.readouterr().err) == (130, "stopped: Ctrl-C\n")
 
 
 def test_config_prints_settings_that_can_be_used_again(config_file: Path):
@@ -60,6 +69,36 @@ def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.Monkey
     def broken(*_: object, **how: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(launcher, "train", broken)
+    monkeypatch.setattr(training, "train", broken)
     with pytest.raises(ZeroDivisionError, match="ours"):
         cli.main(["train", str(config_file)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("audit", "c.yaml"),
+        ("replay", "runs/x", "--step", "1"),
+        ("grade", "x.jsonl"),
+        ("report", "runs/x"),
+    ],
+)
+def test_what_runs_on_one_node_is_done_once(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
+    for key, value in (step | {"SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "a,b"}).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit) as end:
+        cli.main([*arguments])
+    assert end.value.code == 0
+    assert capsys.readouterr().err == f"node 1 (b): {arguments[0]} runs on node 0 (a) alone\n"
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    with pytest.raises(SystemExit) as end:
+        cli.main([*arguments])
+    assert end.value.code == 2  # it looked for what it was given

@@ -164,8 +164,17 @@ def assert_nothing_left(one: Launch) -> None:
 def test_a_rank_with_a_user_error_is_one_message_and_leaves_nothing(launch, tmp_path: Path):
     # rank 0 falls over first, as it does when its partner hangs up; rank 1 knows why.
     one = launch(
-        rank_0="sys.exit('Traceback: connection closed by peer')",
-        rank_1="time.sleep(0.4); print('error: the tokenizer is broken; mend it', flush=True); os._exit(2)",
+        rank_0="""
+while len((here / 'pids').read_text().split()) < 8: time.sleep(0.02)
+(here / 'falling').touch()
+sys.exit('Traceback: connection closed by peer')
+""",
+        rank_1="""
+print('error: the tokenizer is broken; mend it', flush=True)
+while not (here / 'falling').exists(): time.sleep(0.02)
+time.sleep(0.2)
+os._exit(2)
+""",
     )
     code, _, err = one.finish()
     assert (code, err) == (2, "error: the tokenizer is broken; mend it\n")

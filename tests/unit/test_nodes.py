@@ -7,6 +7,7 @@ takes a cluster for a single node starts as many runs as there are nodes. Not co
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
@@ -24,6 +25,7 @@ from rpg_megatron.launch.nodes import (
     address_towards,
     expand_hosts,
     find_nodes,
+    free_port,
     interface_of,
     own_address,
     share_of,
@@ -228,3 +230,44 @@ def test_a_file_that_a_dead_start_left_is_waited_out(settings: Settings) -> None
     short = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"join_timeout": 1.0})})
     with pytest.raises(UserError, match=r"node 0 was not found within 1 s .*nobody answers at 127.0.0.1"):
         join(short, Nodes(1, 2, "job-x"), lambda: None)
+
+
+def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Settings) -> None:
+    """Those of living ones, of machines that cannot be asked, and of somebody else stay."""
+    alive = Host(settings, Nodes(0, 2, "job-alive"))
+    dead = Host(settings, Nodes(0, 2, "job-dead"))
+    living, killed = (meeting_file(settings, Nodes(0, 2, f"job-{name}")) for name in ("alive", "dead"))
+    text = json.loads(killed.read_text())
+    dead.close()
+    folder = killed.parent
+    elsewhere, old, open_to_all = (folder / f".meeting-{name}.json" for name in ("far", "old", "open"))
+    facts = {
+        killed: text,
+        elsewhere: text | {"machine": "another"},  # whose loopback is not ours
+        old: text | {"machine": "another"},
+        open_to_all: text,
+    }
+    for file, held in facts.items():
+        file.write_text(json.dumps(held))
+        file.chmod(0o644 if file == open_to_all else 0o600)
+    (folder / ".meeting-job.jsonab12").write_text("half")  # killed while it wrote
+    for file in (old, folder / ".meeting-job.jsonab12"):
+        os.utime(file, (1, 1))
+    try:
+        host = Host(settings, Nodes(0, 2, "job-next"))
+        mine = meeting_file(settings, Nodes(0, 2, "job-next"))
+        assert {file for file in folder.iterdir() if file.is_file()} == {living, elsewhere, open_to_all, mine}
+        host.close()
+        assert not mine.exists()
+    finally:
+        alive.close()
+
+
+def test_ports_lie_below_those_that_the_kernel_hands_out() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port("127.0.0.1")))
+        found = {free_port("127.0.0.1") for _ in range(50)}
+        assert taken.getsockname()[1] not in found
+    assert all(15_000 <= port < 32_000 for port in found)
+    with pytest.raises(OSError, match="assign requested address"):
+        free_port("192.0.2.1")

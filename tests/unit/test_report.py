@@ -21,7 +21,7 @@ import pytest
 
 from rpg_megatron import cli
 from rpg_megatron.config import UserError
-from rpg_megatron.launch import launcher
+from rpg_megatron.launch import training
 from rpg_megatron.launch.environment import record_environment
 from rpg_megatron.launch.report import write_report
 from rpg_megatron.launch.report.health import check_health, find_changes
@@ -368,8 +368,8 @@ def test_a_broken_report_does_not_fail_the_run(
     def broken(*_: object, **how: object) -> None:
         raise MemoryError("full")
 
-    monkeypatch.setattr(launcher, "write_report", broken)
-    launcher._report(run)
+    monkeypatch.setattr(training, "write_report", broken)
+    training._report(run)
     assert "warning: no report was written: MemoryError('full')" in capsys.readouterr().out
 
 

@@ -236,7 +236,8 @@ def test_a_verdict_says_why() -> None:
     assert grade("Answer: 19", "18") == Verdict(False, "19", "another number or word")
     assert grade("Answer: three", "3") == (False, "three", "another number or word")
     assert grade("I do not\nknow", "18") == Verdict(False, None, "no answer found")
-    assert grade("\\boxed{2\\sqrt 3}", "\\sqrt{12}").reason == "equal by math-verify"
+    assert grade("\\boxed{2\\sqrt 3}", "\\sqrt{12}").reason == "the same value"
+    assert grade("\\boxed{x\\sqrt 3}", "\\sqrt{3}x").reason == "equal by math-verify"
     assert "longer than" in grade("Answer: " + "7" * 2000, "1").reason
     assert "brackets deep" in grade("Answer: " + "(" * 20 + "x", "7").reason
     with pytest.raises(ValueError, match="use one of auto, answer_line"):
@@ -248,9 +249,9 @@ def test_equal_answers_of_a_group_are_verified_once(monkeypatch: pytest.MonkeyPa
         asked = []
         submit = grader._pool.submit
         monkeypatch.setattr(grader._pool, "submit", lambda *pair: asked.append(pair) or submit(*pair))
-        futures = [grader.submit(f"#{i}: \\boxed{{\\sqrt{{8}}}}", "2\\sqrt{2}") for i in range(16)]
+        futures = [grader.submit(f"#{i}: \\boxed{{\\sqrt{{8}}x}}", "2\\sqrt{2}x") for i in range(16)]
         assert all(f.result().correct for f in futures)
-    assert asked == [("\\sqrt{8}", "2\\sqrt{2}")]
+    assert asked == [("\\sqrt{8}x", "2\\sqrt{2}x")]
 
 
 def score(settings: RewardSettings, response: str, length: int = 10) -> tuple:

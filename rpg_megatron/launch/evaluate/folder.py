@@ -25,6 +25,8 @@ _FREE = ("name", "runs", "device", "engine", "data")
 """Settings that may change when an evaluation goes on: where and how fast it runs. ``data`` repeats what the
 first of ``evaluation.sets`` says.
 """
+_ENGINE = ("quantization", "arguments")
+"""Settings of engines that may change the responses."""
 _WEIGHTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
@@ -120,6 +122,7 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
 def _comparable(raw: dict[str, Any]) -> dict[str, Any]:
     """What two evaluations must have in common, the sets by name."""
     kept = {key: value for key, value in raw.items() if key not in _FREE}
+    kept["engine"] = {key: raw["engine"][key] for key in _ENGINE}
     sets = {part["name"]: part for part in raw["evaluation"]["sets"]}
     return kept | {"evaluation": raw["evaluation"] | {"sets": sets}}
 

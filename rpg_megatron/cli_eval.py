@@ -1,4 +1,4 @@
-"""``rpg-megatron eval``: its options. What they mean is in ``request``; it is imported when it is called."""
+"""``rpg-megatron eval``: its options. What they come to is in ``launch/evaluate``."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ def evaluate(
     from rpg_megatron.launch.evaluate.folder import open_folder
     from rpg_megatron.launch.evaluate.request import Request, check_request, make_request
     from rpg_megatron.launch.evaluate.run import run_evaluation
+    from rpg_megatron.launch.nodes import leave_to_first_node
     from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
 
+    leave_to_first_node("eval")
     request = Request(
         *(
             model,

@@ -1,0 +1,112 @@
+"""How the policy computes: with Megatron's own layers or Transformer Engine's, in bfloat16 or FP8.
+
+Written against Megatron-Core 0.19.2 and Transformer Engine 2.20.2; docs/performance.md says what of it has
+run on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.fp8_utils import is_float8tensor
+from torch import Tensor
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.policy import FP8Settings
+
+HOPPER = (9, 0)
+"""Compute capability from which on every FP8 recipe of ours runs."""
+
+
+def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
+    """Whether the policy is made of Transformer Engine's layers on this device.
+
+    Raises UserError if it is to be and cannot: no such package, or FP8 on a GPU that has none.
+    """
+    wanted, fp8 = settings.model.implementation, settings.precision.fp8
+    if fp8 is not None and torch.cuda.get_device_capability(device) < HOPPER:
+        raise UserError(
+            f"precision.fp8: {torch.cuda.get_device_name(device)} has compute capability "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and FP8 training needs 9.0 "
+            "(Hopper) or later; set precision.fp8=null"
+        )
+    suits = device.type == "cuda" and settings.precision.dtype == "bfloat16" and wanted != "local"
+    here = suits and importlib.util.find_spec("transformer_engine") is not None
+    if not here and (fp8 is not None or wanted == "transformer_engine"):
+        key, other = ("precision.fp8", "null") if fp8 is not None else ("model.implementation", "local")
+        raise UserError(
+            f"{key}: the package transformer_engine is not installed; pip install 'rpg-megatron[gpu]', or "
+            f"set {key}={other}"
+        )
+    return here
+
+
+def fused_weight_gradients(device: torch.device) -> bool:
+    """Whether Megatron can add weight gradients up where they are computed, which takes a kernel of apex."""
+    return device.type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def token_multiple(settings: Settings) -> int:
+    """The places of a micro-batch on each context rank are filled up to a multiple of this.
+
+    Sequence parallelism deals them out over the tensor-parallel ranks, and FP8 wants a multiple on each.
+    """
+    fp8, parallel = settings.precision.fp8, settings.parallel
+    return (parallel.tensor if parallel.sequence else 1) * (fp8.multiple if fp8 is not None else 1)
+
+
+def fp8_fields(fp8: FP8Settings | None) -> dict[str, Any]:
+    """The fields of Megatron's TransformerConfig for a recipe; none without one."""
+    if fp8 is None:
+        return {}
+    fields = {
+        # Blocks have a scale each, so gradients need no wider exponent than activations.
+        "fp8": "e4m3" if fp8.recipe == "blockwise" else "hybrid",
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.parameters,
+        "first_last_layers_bf16": fp8.first_last_bf16 > 0,
+        "num_layers_at_start_in_bf16": fp8.first_last_bf16,
+        "num_layers_at_end_in_bf16": fp8.first_last_bf16,
+    }
+    if fp8.recipe == "delayed":
+        fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    return fields
+
+
+def loadable(params: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that values are to be loaded into, by name; ``quantise`` then tells the parameters.
+
+    For a parameter in FP8 it is the bfloat16 tensor, in host memory, that Megatron's optimizer starts from.
+    """
+    for name, p in params:
+        yield name, p.get_high_precision_init_val() if is_float8tensor(p) else p
+
+
+@torch.no_grad()
+def quantise(params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    """After loading: give the parameters in FP8 the values that were loaded."""
+    for _, p in params:
+        if is_float8tensor(p):
+            p.copy_(p.get_high_precision_init_val())
+
+
+class ServedWeights:
+    """A rank's weights by name, in precision.dtype, as engines and exports get them.
+
+    They are the parameters themselves; for those in FP8, copies as good as they were at the last ``refresh``.
+    """
+
+    def __init__(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        self.tensors: dict[str, Tensor] = dict(params)
+        self._quantised = {name: p for name, p in self.tensors.items() if is_float8tensor(p)}
+        for name, p in self._quantised.items():  # whose ``dtype`` is the one that they stand for
+            self.tensors[name] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring the copies up to date."""
+        for name, p in self._quantised.items():
+            self.tensors[name].copy_(p.dequantize())

@@ -1,0 +1,180 @@
+r"""Constants in LaTeX by value: \frac{\sqrt{3}}{2}, 4\pi, 2^{10} - 1.
+
+Sixty digits tell two such constants apart, or do not, in microseconds; math-verify takes milliseconds to
+simplify the difference of two that it has not seen. What is not plainly a constant is left to it: decimals
+(it rounds some), a number before a fraction or a bracket (mixed or a product), a slash before a product.
+"""
+
+from __future__ import annotations
+
+import decimal
+import re
+from decimal import Decimal
+
+LONGEST = 100
+"""Characters of a text that is read at all."""
+_DIGITS = 60
+_CONTEXT = decimal.Context(prec=_DIGITS, Emax=4000, Emin=-4000)
+_EQUAL, _CLEAR = Decimal("1e-45"), Decimal("1e-25")
+"""Relative differences: up to the first two values are the same, beyond the second they are not."""
+_LEAST_LEFT = Decimal("1e-6")
+"""Of the largest part of a sum. Less would leave rounding errors only."""
+_LARGEST_EXPONENT = 64
+_PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[0-9]{1,20})(?![0-9.,])"
+    r"|(?P<command>\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right)(?![a-zA-Z]))"
+    r"|(?P<sign>[-+/^(){}\[\]*\u2212]))"
+)
+
+
+class _Unread(Exception):
+    """Not plainly a constant."""
+
+
+def compare_constants(a: str, b: str) -> bool | None:
+    """Whether two constants are equal; None if either is not read here, or they are too close."""
+    x, y = _value(a), _value(b)
+    if x is None or y is None:
+        return None
+    scale = max(abs(x), abs(y))
+    gap = _CONTEXT.subtract(x, y).copy_abs()
+    if gap <= scale * _EQUAL:
+        return True
+    return False if gap > scale * _CLEAR else None
+
+
+def _value(text: str) -> Decimal | None:
+    text = text.strip().strip("$").strip()
+    if not text or len(text) > LONGEST:
+        return None
+    try:
+        with decimal.localcontext(_CONTEXT):
+            return _Reader(text).whole()
+    except (_Unread, decimal.DecimalException, RecursionError):
+        return None
+
+
+class _Reader:
+    """Recursive descent over the tokens; raises _Unread where the text is anything else."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens: list[str] = []
+        position = 0
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None:
+                raise _Unread
+            token = match[match.lastgroup or 0]
+            if token not in ("\\left", "\\right"):
+                self._tokens.append(
+                    {"\u2212": "-", "\\dfrac": "\\frac", "\\tfrac": "\\frac"}.get(token, token)
+                )
+            position = match.end()
+        self._at = 0
+
+    def whole(self) -> Decimal:
+        """The value of everything."""
+        value = self._sum()
+        if self._at != len(self._tokens):
+            raise _Unread
+        return value
+
+    def _next(self) -> str:
+        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+
+    def _take(self, *wanted: str) -> str:
+        token = self._next()
+        if not token or (wanted and token not in wanted):
+            raise _Unread
+        self._at += 1
+        return token
+
+    def _sum(self) -> Decimal:
+        value = largest = Decimal(0)
+        sign = self._take() if self._next() in ("+", "-") else "+"
+        while True:
+            part = self._product()
+            value = value + part if sign == "+" else value - part
+            largest = max(largest, abs(part))
+            if self._next() not in ("+", "-"):
+                break
+            sign = self._take()
+        if value and abs(value) < largest * _LEAST_LEFT:
+            raise _Unread
+        return value
+
+    def _product(self) -> Decimal:
+        value, divided = self._power(), False
+        while token := self._next():
+            if token in ("*", "\\cdot", "\\times", "/"):
+                if divided:  # a/b*c and a/b/c are read both ways
+                    raise _Unread
+                self._take()
+                factor = self._power()
+                divided = token == "/"
+                value = value / factor if divided else value * factor
+            elif token in ("\\sqrt", "\\pi") and not divided:
+                value *= self._power()
+            elif token in ("+", "-", ")", "}", "]"):
+                break
+            else:  # a number or a bracket that follows something: mixed, a product or an argument
+                raise _Unread
+        return value
+
+    def _power(self) -> Decimal:
+        value = self._atom()
+        if self._next() != "^":
+            return value
+        self._take()
+        exponent = self._group() if self._next() == "{" else self._digit()
+        if self._next() == "^" or exponent != exponent.to_integral_value():
+            raise _Unread
+        if abs(exponent) > _LARGEST_EXPONENT or not value:
+            raise _Unread
+        return value ** int(exponent)
+
+    def _atom(self) -> Decimal:
+        token = self._take()
+        if token.isdigit():
+            return Decimal(token)
+        if token == "\\pi":
+            return +_PI
+        if token == "(":
+            value = self._sum()
+            self._take(")")
+            return value
+        if token == "\\frac":
+            return self._argument() / self._argument()
+        if token == "\\sqrt":
+            degree = Decimal(2)
+            if self._next() == "[":
+                self._take()
+                degree = self._sum()
+                self._take("]")
+            value = self._argument()
+            if value < 0:
+                raise _Unread
+            if degree == 2:
+                return value.sqrt()
+            if degree not in (3, 4, 5, 6) or not value:
+                raise _Unread
+            return (value.ln() / degree).exp()
+        raise _Unread
+
+    def _argument(self) -> Decimal:
+        return self._group() if self._next() == "{" else self._digit()
+
+    def _group(self) -> Decimal:
+        self._take("{")
+        value = self._sum()
+        self._take("}")
+        return value
+
+    def _digit(self) -> Decimal:
+        r"""One digit without braces: \sqrt2, \frac12 and 2^10 take one."""
+        token = self._take()
+        if len(token) != 1 or not token.isdigit():
+            raise _Unread
+        return Decimal(token)

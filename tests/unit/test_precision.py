@@ -1,0 +1,201 @@
+"""Settings of layers and FP8 become what Megatron-Core calls them, and what cannot be is refused in one line.
+
+Why: a recipe that reaches the model but not the optimizer, a micro-batch whose length a kernel does not take,
+or an FP8 setting that silently does nothing are found only on a GPU, hours later.
+Not covered: Transformer Engine itself and every number it gives (tests/gpu).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.policy import (
+    FP8Settings,
+    MemorySettings,
+    OptimizerSettings,
+    ParallelSettings,
+    PrecisionSettings,
+)
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.launch.preflight import check_precision
+from rpg_megatron.policy import optimizer, precision
+from rpg_megatron.policy.model import transformer_config
+from rpg_megatron.policy.packed import make_pack
+
+CUDA = torch.device("cuda")
+
+
+def settings_of(tmp_path: Path, *overrides: str) -> Settings:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"path": "d"}}))
+    return load_settings(file, list(overrides))
+
+
+def shape_of(checkpoint: Path, **changes: Any) -> ModelShape:
+    return ModelShape(**{**vars(read_model_shape(checkpoint)), **changes})
+
+
+@pytest.mark.parametrize(
+    ("fp8", "fields"),
+    [
+        (None, {"fp8": None, "fp8_param": False, "first_last_layers_bf16": False}),
+        (FP8Settings(), {"fp8": "e4m3", "fp8_recipe": "blockwise", "first_last_layers_bf16": False}),
+        (
+            FP8Settings(recipe="tensorwise", first_last_bf16=1, parameters=True),
+            {
+                "fp8": "hybrid",
+                "fp8_recipe": "tensorwise",
+                "fp8_param": True,
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": 1,
+                "num_layers_at_end_in_bf16": 1,
+            },
+        ),
+        (
+            FP8Settings(recipe="delayed"),
+            {
+                "fp8": "hybrid",
+                "fp8_recipe": "delayed",
+                "fp8_amax_history_len": 1024,
+                "fp8_amax_compute_algo": "max",
+            },
+        ),
+    ],
+)
+def test_recipe_reaches_model_gradients_and_optimizer(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fp8: FP8Settings | None, fields: dict[str, Any]
+) -> None:
+    wanted = PrecisionSettings(fp8=fp8)
+    config = transformer_config(shape_of(checkpoint, num_layers=4), ParallelSettings(), wanted)
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert (config.bf16, config.params_dtype) == (True, torch.bfloat16)
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(
+        optimizer, "DistributedDataParallel", lambda _, ddp, chunk, disable_bucketing: seen.update(ddp=ddp)
+    )
+    monkeypatch.setattr(
+        optimizer,
+        "get_megatron_optimizer",
+        lambda config, *_: seen.update(optimizer=config) or SimpleNamespace(param_groups=[]),
+    )
+    chunk: Any = SimpleNamespace(config=config)
+    optimizer.wrap_data_parallel([chunk], OptimizerSettings(), wanted, 1)
+    optimizer.build_optimizer([], OptimizerSettings(), wanted, MemorySettings())
+    assert seen["ddp"].fp8_param_gather == bool(fp8 and fp8.parameters)
+    assert seen["optimizer"].fp8_recipe == (fp8.recipe if fp8 else None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "multiple"),
+    [
+        ([], 1),
+        (["precision.fp8={}"], 128),
+        (["precision.fp8.recipe=tensorwise"], 16),
+        (["precision.fp8.recipe=delayed", "parallel.tensor=2", "parallel.sequence=true"], 32),
+        (["precision.fp8={}", "parallel.tensor=2", "parallel.context=2", "parallel.sequence=true"], 256),
+    ],
+)
+def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[str], multiple: int) -> None:
+    settings = settings_of(tmp_path, *overrides)
+    align, context = precision.token_multiple(settings), settings.parallel.context
+    assert align == multiple
+    rng = np.random.default_rng(0)
+    for lengths in ([], [1], [3, 50, 200], [127], [128, 1]):
+        trajectories = [
+            Trajectory(
+                prompt_id=0,
+                sample=i,
+                group=0,
+                prompt=rng.integers(0, 9, 4).astype(np.int32),
+                response=rng.integers(0, 9, n).astype(np.int32),
+                behaviour=np.zeros(n, np.float32),
+                versions=np.zeros(n, np.int32),
+                finish="stop",
+                text="",
+                reward=0.0,
+                correct=False,
+                seed=0,
+            )
+            for i, n in enumerate(lengths)
+        ]
+        for rank in range(context):
+            pack = make_pack(
+                trajectories, torch.device("cpu"), align=align, context=context, context_rank=rank
+            )
+            here = pack.tokens.shape[1]
+            assert here > 0
+            assert here % multiple == 0
+            assert here * context == pack.size
+            assert pack.mask.sum() == sum(lengths)
+            # No gap between sequences and nothing behind them: attention asks for no padding.
+            assert pack.packed.cu_seqlens_q_padded is None
+            assert int(pack.packed.cu_seqlens_q[-1]) == pack.size
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["precision={dtype: float32, fp8: {}}"], "fp8 goes with dtype bfloat16, not float32"),
+        (["precision.fp8={recipe: delayed, first_last_bf16: 1}"], "recipe delayed does not allow for layers"),
+        (["precision.fp8.recipe=mxfp8"], "'blockwise', 'tensorwise' or 'delayed' (got 'mxfp8')"),
+        (["precision.fp8={}", "device=cpu"], "precision.fp8 needs device cuda"),
+        (["precision.fp8={}", "model.implementation=local"], "set model.implementation to auto"),
+        (["precision.fp8.parameters=true", "optimizer.distributed=false"], "needs optimizer.distributed"),
+        (["precision.fp8.parameters=true", "anchor.type=fixed"], "does not go with anchor.type fixed"),
+        (["model.implementation=transformer_engine", "device=cpu"], "transformer_engine needs device cuda"),
+        (
+            ["model.implementation=transformer_engine", "precision.dtype=float32"],
+            "needs precision.dtype bfloat16",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        settings_of(tmp_path, *overrides)
+    assert told in str(caught.value).splitlines()[0]
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_layers_are_chosen_by_device_precision_and_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(*overrides: str, here: bool = True, device: torch.device = CUDA) -> bool:
+        monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: object() if here else None)
+        return precision.uses_transformer_engine(settings_of(tmp_path, *overrides), device)
+
+    assert chosen()
+    assert not chosen(here=False)
+    assert not chosen("precision.dtype=float32")
+    assert not chosen("model.implementation=local")
+    assert not chosen(device=torch.device("cpu"))
+    for wanted, other in (("precision.fp8={}", "null"), ("model.implementation=transformer_engine", "local")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        assert chosen(wanted)
+        with pytest.raises(UserError, match=f"transformer_engine is not installed.*={other}$"):
+            chosen(wanted, here=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    with pytest.raises(UserError, match=r"A100 has compute capability 8\.0, and FP8 training needs 9\.0"):
+        chosen("precision.fp8={}")
+
+
+def test_sizes_that_fp8_does_not_take(tmp_path: Path, checkpoint: Path) -> None:
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "head_dim": 64, "num_layers": 8}
+    shape = shape_of(checkpoint, **sizes)
+    check_precision(settings_of(tmp_path, "precision.fp8={}", "parallel.tensor=2"), shape)
+    with pytest.raises(UserError, match=r"multiples of 128.*attention columns 64; .*recipe to tensorwise"):
+        check_precision(settings_of(tmp_path, "precision.fp8={}", "parallel.tensor=4"), shape)
+    check_precision(settings_of(tmp_path, "precision.fp8.recipe=tensorwise", "parallel.tensor=4"), shape)
+    bf16 = "precision.fp8.first_last_bf16="
+    check_precision(settings_of(tmp_path, bf16 + "3"), shape)
+    with pytest.raises(UserError, match="of 8 layers on 4 pipeline stages it can be at most 2"):
+        check_precision(settings_of(tmp_path, bf16 + "3", "parallel.pipeline=4"), shape)
