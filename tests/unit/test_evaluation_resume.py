@@ -133,7 +133,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
             replace(request_, overrides=["data.template=Q {prompt}"]),
             ['evaluation.sets.sums.template: "{prompt}" -> "Q {prompt}"'],
         ),
-        (replace(request_, overrides=["engine.quantization=fp8"]), ['engine.quantization: null -> "fp8"']),
+        (replace(request_, overrides=["engine.arguments=[--x]"]), ['engine.arguments: [] -> ["--x"]']),
         (replace(request_, overrides=["reward.type=boxed"]), ['reward.type: "auto" -> "boxed"']),
     ):
         with pytest.raises(UserError, match="holds an evaluation with other settings") as caught:
