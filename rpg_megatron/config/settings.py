@@ -65,7 +65,7 @@ class Settings(Section):
     precision: PrecisionSettings = PrecisionSettings()
     """Number formats."""
     memory: MemorySettings = MemorySettings()
-    """Recomputation of activations."""
+    """Recomputation of activations, the optimizer in host memory."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW or Schedule-Free AdamW."""
     objective: ObjectiveSettings = RPGSettings()
@@ -157,10 +157,25 @@ class Settings(Section):
             for key, field in BridgeSettings.model_fields.items():
                 if key != "transport" and getattr(self.bridge, key) != field.default:
                     yield f"bridge.{key} has no effect unless bridge.transport is process_group"
+        if self.memory.offload_optimizer:
+            yield from self._offloading_problems()
         correction = self.correction
         unused = CorrectionSettings.model_fields["low"].default
         if correction is not None and correction.type == "truncate" and correction.low != unused:
             yield "correction.low has no effect with type truncate; remove it, or use icepop"
+
+    def _offloading_problems(self) -> Iterator[str]:
+        if self.device != "cuda":
+            yield (
+                "memory.offload_optimizer needs device cuda: on a CPU the optimizer is in host memory "
+                "anyway; set it to 0"
+            )
+        if self.optimizer.type != "adamw" or not self.optimizer.distributed:
+            yield "memory.offload_optimizer needs optimizer.type adamw with optimizer.distributed true"
+        if self.precision.dtype != "bfloat16":
+            yield "memory.offload_optimizer needs precision.dtype bfloat16; Megatron resumes no other"
+        if self.precision.fp8 is not None and self.precision.fp8.parameters:
+            yield "memory.offload_optimizer does not go with precision.fp8.parameters; take out one of them"
 
     def _what_needs_transformer_engine(self) -> Iterator[str]:
         fp8, wanted = self.precision.fp8, self.model.implementation
@@ -182,6 +197,12 @@ class Settings(Section):
                 f"precision.fp8.parameters does not go with anchor.type {self.anchor.type}, which puts other "
                 "weights in their place; set one of the two to false or old"
             )
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Most tokens that a trainer rank computes at once: a full micro-batch's or one sequence's."""
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return -(-max(self.training.tokens_per_microbatch, longest) // self.parallel.context)
 
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML."""

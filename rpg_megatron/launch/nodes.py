@@ -12,6 +12,7 @@ import random
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -92,6 +93,14 @@ def find_nodes(
         f"slurm-{'-'.join(parts)}-{restart}",
         tuple(hosts) if len(hosts) == count else (),
     )
+
+
+def leave_to_first_node(command: str) -> None:
+    """End this process if ``srun`` has started a copy of a single-node command on each of several nodes."""
+    nodes = find_nodes(None, None, None)
+    if nodes.rank > 0:
+        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} alone", file=sys.stderr)
+        sys.exit(0)
 
 
 def _in_a_shell(environment: Mapping[str, str]) -> bool:

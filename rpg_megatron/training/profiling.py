@@ -1,4 +1,4 @@
-"""What is recorded of a step on request: a trace, the GPU's allocations, phases for Nsight Systems."""
+"""What is recorded of a step on request: a trace, the GPU's allocations, phases by name for Nsight."""
 
 from __future__ import annotations
 
