@@ -11,12 +11,12 @@ import typer
 import typer.core
 
 import rpg_megatron
+from rpg_megatron.cli_convert import convert
 from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from rpg_megatron.bridge.convert import Report, Source
     from rpg_megatron.launch.nodes import Nodes
     from rpg_megatron.launch.supervision import StopSignals
 
@@ -53,6 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(convert)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file with the settings of the run.")]
 Overrides = Annotated[
@@ -65,16 +66,6 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"rpg-megatron {rpg_megatron.__version__}")
         raise typer.Exit
-
-
-def _leave_to_first_node(command: str) -> None:
-    """End here if ``srun`` has started one copy of the command for each of several nodes."""
-    from rpg_megatron.launch.nodes import find_nodes
-
-    nodes = find_nodes(None, None, None)
-    if nodes.rank > 0:
-        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} alone", file=sys.stderr)
-        raise typer.Exit(0)
 
 
 @app.callback()
@@ -148,6 +139,43 @@ def _train(
 
 
 @app.command()
+def launch(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    executor: Annotated[
+        str, typer.Option(metavar="slurm|local|docker", help="Where NeMo-Run starts the job.")
+    ] = "slurm",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-o", "--option", metavar="KEY=VALUE", help="For the executor: nodes=4, account=me, ..."
+        ),
+    ] = None,
+    command: Annotated[
+        str,
+        typer.Option(envvar="RPG_MEGATRON", help="What the job calls, if that is not on its PATH."),
+    ] = "rpg-megatron",
+    dryrun: Annotated[
+        bool, typer.Option("--dryrun", help="Print the job's script, and start nothing.")
+    ] = False,
+) -> None:
+    """Train as a job that NeMo-Run submits or starts. Needs NeMo-Run, but no torch.
+
+    Exit code 0: submitted or, here and in Docker, finished; 1: the run ended badly.
+    """
+    from rpg_megatron.launch import executors
+    from rpg_megatron.launch.nodes import leave_to_first_node
+    from rpg_megatron.launch.supervision import RunFailed
+
+    leave_to_first_node("launch")
+    try:
+        executors.launch(executor, config, overrides or [], option or [], command, dryrun=dryrun)
+    except RunFailed as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@app.command()
 def audit(
     target: Annotated[
         Path, typer.Argument(metavar="RUN|CONFIG", help="Folder of a run, or YAML file with settings.")
@@ -163,9 +191,10 @@ def audit(
 
     Exit code 0: they agree; 1: they do not; 3: a process died before that was known.
     """
+    from rpg_megatron.launch.nodes import leave_to_first_node
     from rpg_megatron.launch.supervision import Interrupted, StopSignals
 
-    _leave_to_first_node("audit")
+    leave_to_first_node("audit")
     with StopSignals() as signals:
         try:
             _audit(target, overrides, engine_model, json, signals)
@@ -208,9 +237,10 @@ def replay(
     import json
 
     from rpg_megatron.launch import replay as replaying
+    from rpg_megatron.launch.nodes import leave_to_first_node
     from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
 
-    _leave_to_first_node("replay")
+    leave_to_first_node("replay")
     with StopSignals() as signals:
         try:
             report = replaying.replay(run, step, overrides, signals)
@@ -297,10 +327,11 @@ def grade(
     ] = False,
 ) -> None:
     """Grade responses against reference answers: a verdict a line, and a summary."""
+    from rpg_megatron.launch.nodes import leave_to_first_node
     from rpg_megatron.rewards.extraction import STYLES
     from rpg_megatron.rewards.files import grade_file
 
-    _leave_to_first_node("grade")
+    leave_to_first_node("grade")
     known = next((s for s in STYLES if s == style), None)
     if known is None:
         raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
@@ -321,114 +352,11 @@ def report(
     ] = None,
 ) -> None:
     """Write runs as one HTML page: curves, verdicts, responses, settings."""
+    from rpg_megatron.launch.nodes import leave_to_first_node
     from rpg_megatron.launch.report import write_report
 
-    _leave_to_first_node("report")
+    leave_to_first_node("report")
     typer.echo(write_report(runs, out))
-
-
-convert = typer.Typer(
-    name="convert",
-    help="Hugging Face checkpoints to Megatron-Core's and back, in any tensor x pipeline layout. On the CPU.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.add_typer(convert)
-
-OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to make.")]
-Verify = Annotated[bool, typer.Option("--verify", help="Compare logits with transformers (whole model).")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the mapping, rank by rank, and write nothing.")
-]
-
-
-@convert.command()
-def hf_to_megatron(
-    hf: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face checkpoint.")],
-    out: OutFolder = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    verify: Verify = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint."""
-    from rpg_megatron.bridge import convert as tool
-
-    source = tool.open_hf(hf, tp, pp)
-    _convert(source, out, dry_run, lambda path: tool.convert_to_megatron(source, path, verify=verify))
-
-
-@convert.command()
-def megatron_to_hf(
-    megatron: Annotated[Path, typer.Option(metavar="DIR", help="Megatron-Core distributed checkpoint.")],
-    out: OutFolder = None,
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel size; as written by default.")
-    ] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages; as written by default.")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="HF config and tokenizer, for a checkpoint that has none with it."),
-    ] = None,
-    max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest file, GiB.")] = 5.0,
-    verify: Verify = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint."""
-    from rpg_megatron.bridge import convert as tool
-
-    source = tool.open_megatron(megatron, tp, pp, config)
-    limit = int(max_shard_gib * 1024**3)
-    _convert(
-        source,
-        out,
-        dry_run,
-        lambda path: tool.convert_to_hf(source, path, verify=verify, max_shard_bytes=limit),
-    )
-
-
-@convert.command()
-def inspect(
-    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face or Megatron checkpoint.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """List what a checkpoint holds, and check that it is whole."""
-    from rpg_megatron.bridge.inspection import inspect_checkpoint
-
-    found = inspect_checkpoint(checkpoint)
-    typer.echo(found.json() if as_json else found.table())
-    if found.problems:
-        raise typer.Exit(2)
-
-
-def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Path], Report]) -> None:
-    from rpg_megatron.bridge.convert import ConversionFailed, mapping
-
-    if dry_run:
-        typer.echo("\n".join(mapping(source)))
-        return
-    if out is None:
-        raise UserError("--out is missing: the folder to make")
-    _leave_to_first_node("convert")
-    print(source, file=sys.stderr)
-    try:
-        with _saying_that_it_stopped("; nothing was written"):
-            report = work(out)
-    except ConversionFailed as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    if (v := report.verification) is not None:
-        typer.echo(
-            f"logits: max |difference| to transformers {v.difference:.2e} over {v.tokens} positions, "
-            f"tolerance {v.tolerance:.1e} (float32, largest logit {v.largest:.3g})"
-        )
-    worst = max(report.memory, key=lambda m: m.peak - m.baseline)
-    typer.echo(
-        f"{report.out}: written in {report.seconds:.1f} s; memory of a process: at most "
-        f"{(worst.peak - worst.baseline) / 1e6:,.1f} MB over its start, "
-        f"for {worst.shard / 1e6:,.1f} MB of weights"
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ import random
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -94,6 +95,14 @@ def find_nodes(
     )
 
 
+def leave_to_first_node(command: str) -> None:
+    """End this process if ``srun`` has started a copy of a single-node command on each of several nodes."""
+    nodes = find_nodes(None, None, None)
+    if nodes.rank > 0:
+        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} alone", file=sys.stderr)
+        sys.exit(0)
+
+
 def _in_a_shell(environment: Mapping[str, str]) -> bool:
     return "SLURM_PTY_PORT" in environment and os.isatty(0)
 
@@ -120,6 +129,8 @@ def share_of(settings: Settings, rank: int, count: int) -> Share:
     world, replicas, cluster = settings.parallel.world, settings.engine.replicas, settings.cluster
     if count == 1:
         return Share(range(world), range(replicas))
+    if settings.engine.colocated:
+        raise UserError(f"engine.colocated is for one node, and the job has {count}; set it to false")
     trainers, engines = cluster.trainer_nodes or count, cluster.engine_nodes or count
     for key, part in (("trainer_nodes", trainers), ("engine_nodes", engines)):
         if part > count:

@@ -29,6 +29,7 @@ from rpg_megatron.policy.optimizer import (
     wrap_data_parallel,
 )
 from rpg_megatron.policy.packed import Pack, ResponseTokens, make_pack
+from rpg_megatron.policy.parking import Parking
 from rpg_megatron.policy.precision import (
     ServedWeights,
     loadable,
@@ -118,6 +119,7 @@ class Policy:
         self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
+        self.parking = Parking(self._models, self._optimizer)
         self.served = ServedWeights(self.named_parameters())
         self._align = token_multiple(settings)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -226,3 +227,55 @@ def test_containers_by_one_variable(tmp_path: Path) -> None:
             "<--ntasks-per-node=1>",
         } <= set(words)
         assert words[words.index("<rpg-megatron>") + 1] in ("<train>", "<convert>")
+
+
+# -- outside of a job script ---------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@needs_slurm
+def test_the_doctor_tells_of_every_node(slurm: Slurm, tmp_path: Path, config_file: Path) -> None:
+    """One of the two has a limit that is too low; each examines itself, and the first one prints."""
+    lame = tmp_path / "doctor"
+    command = f'exec "{sys.executable}" -m rpg_megatron.cli doctor "$@"'
+    lame.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && ulimit -n 256\n{command}\n')
+    lame.chmod(0o755)
+    environment = slurm.environment | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    step = ["srun", "--nodes=2", "--ntasks-per-node=1", lame, config_file]
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    done = run(*step)
+    assert done.returncode == 1
+    assert re.search(r"n2 +open files +FAILED +limited to 256.*\n +fix: raise the hard limit", done.stdout)
+    assert "1 failed" in done.stdout
+    told = json.loads(run(*step, "--json").stdout)
+    found = {
+        node["node"]: {c["name"] for c in node["checks"] if c["verdict"] == "failed"}
+        for node in told["nodes"]
+    }
+    assert found == {"n1": set(), "n2": {"open files"}}
+    # Within an allocation, but not by srun: this machine alone, and the job's time.
+    alone = run("salloc", "--nodes=2", "--time=30", lame, config_file, "--json")
+    assert alone.returncode == 0, alone.stdout
+    (node,) = json.loads(alone.stdout)["nodes"]
+    (walltime,) = (c for c in node["checks"] if c["name"] == "walltime")
+    assert walltime["verdict"] != "not applicable"
+
+
+@pytest.mark.long
+@needs_slurm
+def test_in_an_interactive_allocation_a_run_is_one_node(
+    slurm: Slurm, tmp_path: Path, config_file: Path, stand_ins: Path
+) -> None:
+    (tmp_path / "go").touch()
+    words = ["salloc", "--nodes=2", stand_ins, "train", config_file, "parallel.data=2", "runs=runs"]
+    environment = slurm.environment | {"SLURMD_NODENAME": "none"}  # which the stand-ins write down
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "waiting for" not in done.stdout
+    assert set(places(tmp_path)) == {"rank_0", "rank_1", "sampler", "engine_0"}
+    assert (tmp_path / "runs" / "tiny-001" / "report.html").exists()

@@ -1,0 +1,266 @@
+"""``rpg-megatron launch``: what NeMo-Run makes of a run is started here, and by a real Slurm.
+
+Why: the script that requeues a night's job is NeMo-Run's, with a few lines of ours in it; whether they go
+together shows only where it runs. NeMo-Run has an environment of its own, which RPG_LAUNCH_PYTHON names (its
+python); otherwise it is built from requirements/launch.txt. In place of the launcher stands a small program,
+but where real training is said. Not covered: Docker and SSH (none here), containers, several machines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.slurm_cluster import SECRET, Slurm, missing, start_slurm
+from tests.integration.test_slurm import SMALL, TWO
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started here: {missing()}")
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+TRAINING = Path(sys.executable).parent / "rpg-megatron"
+
+ECHO = """#!/bin/bash
+# Says what it was given, and where; told to, it waits for a warning and saves.
+echo "on ${SLURMD_NODENAME:-here}, ${SRUN_CPUS_PER_TASK:-?} cores, in $PWD: $*"
+if [ -e "$0.saves" ] && [ ! -e "$0.saved" ]; then
+    trap 'sleep 1; touch "$0.saved"; echo saved; exit 75' USR1 TERM INT
+    echo waiting
+    for _ in $(seq 1200); do sleep 0.1; done
+fi
+if [ -e "$0.fails" ]; then exit 2; fi
+echo done
+"""
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of an environment that has NeMo-Run."""
+    if named := os.environ.get("RPG_LAUNCH_PYTHON"):
+        return named
+    folder = tmp_path_factory.mktemp("launch") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    install = [
+        folder / "bin" / "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "-r",
+        ROOT / "requirements" / "launch.txt",
+    ]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"NeMo-Run cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    return str(folder / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    yield from start_slurm()
+
+
+class Launch:
+    """``rpg-megatron launch`` from a folder with a blank in its name."""
+
+    def __init__(self, python: str, folder: Path, base: dict[str, str] | None = None):
+        self.folder, self.home = folder / "a job", folder / "nemo"
+        self.folder.mkdir()
+        self.echo = folder / "launcher"
+        self.echo.write_text(ECHO)
+        self.echo.chmod(0o755)
+        self.environment = {
+            **(base or os.environ),
+            "PYTHONPATH": str(ROOT),
+            "NEMORUN_HOME": str(self.home),
+            "RPG_MEGATRON": str(self.echo),
+            "WANDB_API_KEY": SECRET,
+        }
+        self.command = [python, "-m", "rpg_megatron.cli", "launch", str(QUICKSTART)]
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [*self.command, *words],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stderr if code else done.stdout
+
+    def logs(self) -> str:
+        """What the jobs said."""
+        logs = [*self.home.rglob("*.out"), *self.home.rglob("combined.log")]
+        return "\n".join(log.read_text() for log in sorted(logs))
+
+
+@pytest.fixture
+def here(python: str, tmp_path: Path) -> Launch:
+    return Launch(python, tmp_path)
+
+
+@pytest.fixture
+def there(python: str, tmp_path: Path, slurm: Slurm) -> Launch:
+    return Launch(python, tmp_path, slurm.environment)
+
+
+# -- here ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_here_and_its_code(here: Launch) -> None:
+    here("--executor", "local", "seed=3", "data.template=a b {prompt}")
+    assert f"in {here.folder}: train {QUICKSTART} seed=3 data.template=a b {{prompt}}\n" in here.logs()
+    Path(f"{here.echo}.fails").touch()
+    err = here("--executor", "local", "seed=4", code=1)
+    assert re.match(r"error: the run ended badly; the end of .*combined.log:\non here, .* seed=4\n", err), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_a_run_here_which_saves(here: Launch, number: signal.Signals) -> None:
+    Path(f"{here.echo}.saves").touch()
+    process = subprocess.Popen(
+        [*here.command, "--executor", "local"],
+        cwd=here.folder,
+        env=here.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "waiting" not in (line := process.stdout.readline()):
+        assert line
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "saved" in out
+    assert Path(f"{here.echo}.saved").exists()
+
+
+def test_what_cannot_be_is_one_line(here: Launch) -> None:
+    for words, told in (
+        (["-o", "nodes=2"], "cannot be spread evenly over 2 nodes"),
+        (["-o", "noodes=2"], "has no such setting; did you mean nodes?"),
+        (["--executor", "pbs"], "is none of slurm, local, docker"),
+        (["--executor", "docker"], "needs an image"),
+        (["-o", f"env_vars={{WANDB_API_KEY: {SECRET}}}"], "WANDB_API_KEY would stand in the job's script"),
+    ):
+        err = here(*words, "parallel.tensor=1", code=2)
+        assert told in err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert SECRET not in err
+    assert not (here.home / "experiments").exists()
+
+
+def test_a_dry_run_starts_nothing(here: Launch) -> None:
+    assert here("--executor", "local", "--dryrun").startswith("cd ")
+    told = here("--executor", "docker", "-o", "container_image=rpg:1", "--dryrun")
+    assert "# container_image: rpg:1\n" in told
+    assert f"# volumes: ['{here.folder}:{here.folder}']\n" in told
+    assert list(here.home.rglob("*.sh")) == []
+
+
+def test_the_recipe(here: Launch, python: str) -> None:
+    recipe = [python, ROOT / "examples" / "nemo_run_recipe.py", QUICKSTART, "seed=3"]
+    done = subprocess.run(
+        recipe, cwd=here.folder, env=here.environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rate in ("1e-6", "3e-6"):
+        assert f"train {QUICKSTART} name=lr-{rate} optimizer.lr={rate} seed=3\n" in here.logs()
+
+
+def test_the_quickstart_here(here: Launch) -> None:
+    """Real training."""
+    out = here("--executor", "local", "--command", str(TRAINING), "training.steps=2")
+    assert "step 2/2" in out
+    assert "held-out accuracy" in out
+    assert (here.folder / "runs" / "quickstart-001" / "report.html").exists()
+
+
+# -- by Slurm ------------------------------------------------------------------------------------------------
+
+
+def submit(slurm: Slurm, script: str, folder: Path) -> str:
+    """The printed script, as a user would submit it."""
+    file = folder / "job.sbatch"
+    file.write_text(script)
+    slurm.run("sbatch", "--test-only", file, cwd=folder)
+    return slurm.run("sbatch", "--parsable", file, cwd=folder).strip()
+
+
+def submitted(launch: Launch) -> str:
+    out = launch("-o", "time=00:30:00")
+    told = re.fullmatch(r"job (\d+), its logs: (.*)\n", out)
+    assert told, out
+    assert Path(told[2]).is_dir()
+    return told[1]
+
+
+def end_of(slurm: Slurm, number: str, seconds: float = 900) -> dict[str, str]:
+    over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    slurm.wait(lambda: slurm.job(number)["JobState"] in over, seconds)
+    return slurm.job(number)
+
+
+@needs_slurm
+def test_the_script_of_a_dry_run_is_accepted_and_runs_on_every_node(slurm: Slurm, there: Launch) -> None:
+    words = ["parallel.tensor=1", "parallel.data=2", "engine.replicas=2", "data.template=a b {prompt}"]
+    script = there("-o", "nodes=2", "-o", "time=00:30:00", "--dryrun", *words)
+    assert SECRET not in script
+    number = submit(slurm, script, there.folder)
+    assert end_of(slurm, number, 120)["JobState"] == "COMPLETED", there.logs()
+    logs = there.logs()
+    for node in ("n1", "n2"):
+        given = f"train {QUICKSTART} bridge.transport=process_group {' '.join(words)}"
+        assert f"on {node}, {os.cpu_count()} cores, in {there.folder}: {given}\n" in logs
+    assert SECRET not in logs
+
+
+@needs_slurm
+def test_a_warned_job_is_requeued_and_a_failed_one_is_not(slurm: Slurm, there: Launch) -> None:
+    Path(f"{there.echo}.saves").touch()
+    number = submitted(there)
+    slurm.wait(lambda: "waiting" in there.logs(), 60)
+    slurm.run("scancel", "--signal=USR1", number)
+    slurm.wait(lambda: "saved; requeued" in there.logs(), 60)
+
+    def again() -> bool:  # Slurm lets it wait for two minutes
+        facts = slurm.job(number)
+        return facts["Restarts"] == "1" and facts["JobState"] in ("RUNNING", "COMPLETED")
+
+    slurm.wait(again, 400)
+    assert end_of(slurm, number)["JobState"] == "COMPLETED", there.logs()
+    Path(f"{there.echo}.fails").touch()
+    number = submitted(there)
+    facts = end_of(slurm, number)
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0"), there.logs()
+
+
+@needs_slurm
+def test_a_job_that_slurm_refuses_is_one_line_and_leaves_nothing(there: Launch) -> None:
+    err = there("-o", "partition=nowhere", code=2)
+    assert re.match(r"error: sbatch .*: sbatch: error: .*invalid partition", err), err
+    assert list((there.home / "experiments").rglob("*.sh")) == []
+
+
+@needs_slurm
+def test_real_training_on_two_nodes(slurm: Slurm, there: Launch) -> None:
+    """The printed script, with real ranks and engines."""
+    words = ["--command", str(TRAINING), *SMALL, *TWO]
+    number = submit(slurm, there("-o", "nodes=2", "--dryrun", *words), there.folder)
+    assert end_of(slurm, number)["JobState"] == "COMPLETED", there.logs()
+    assert "step 2/2" in there.logs()
+    end = time.monotonic() + 60
+    while slurm.processes():
+        assert time.monotonic() < end
+        time.sleep(0.2)

@@ -1,0 +1,198 @@
+"""What a job is told to run, and what it does when its launcher ends: known before it queues.
+
+Why: a job that cannot work should be refused before it is queued, and the shell lines that requeue it are
+taken once a night. They run here under bash, with stand-ins for Slurm's commands. Not covered: NeMo-Run,
+which is not in this environment, and a real Slurm (tests/integration/test_nemo_run.py).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpg_megatron import cli
+from rpg_megatron.config import UserError
+from rpg_megatron.launch import jobs
+from rpg_megatron.launch.jobs import SETUP, check_job, gpus_a_node, read_options, training_script
+
+KNOWN: dict[str, Any] = {
+    "account": str,
+    "time": str,
+    "nodes": int,
+    "mem": str | None,
+    "exclusive": bool | str | None,
+    "container_mounts": list[str],
+    "env_vars": dict[str, str],
+    "ntasks_per_node": int,
+}
+
+
+def test_the_script_gives_every_word_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a job's folder"
+    folder.mkdir()
+    launcher = tmp_path / "the bin" / "rpg-megatron"
+    launcher.parent.mkdir()
+    launcher.write_text('#!/bin/bash\nprintf "<%s>" "$@"; echo; pwd\n')
+    launcher.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    words = ["data.template=x 'y' \"$HOME\" {prompt}\n!", "seed=3"]
+    script = training_script(Path("a c.yaml"), words, nodes=2, command="the bin/rpg-megatron", folder=folder)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    given = ["train", str(tmp_path / "a c.yaml"), "bridge.transport=process_group", *words]
+    assert done.stdout == "".join(f"<{word}>" for word in given) + f"\n{folder}\n"
+    # A name is looked for where the job runs.
+    assert " exec rpg-megatron train " in training_script(Path("c.yaml"))
+    assert "process_group" not in training_script(Path("c.yaml"))
+
+
+def test_a_script_that_nemo_run_would_change_is_refused() -> None:
+    with pytest.raises(UserError, match="puts its own folder in place of /nemo_run"):
+        training_script(Path("/work/nemo_run_jobs/c.yaml"))
+
+
+# -- what the executor is asked for --------------------------------------------------------------------------
+
+
+def test_options_have_the_executors_types() -> None:
+    given = [
+        "account=12",
+        "mem=100",
+        "time=12:00:00",
+        "nodes=4",
+        "exclusive=true",
+        "container_mounts=[/a, '/b c:/d']",
+    ]
+    assert read_options([*given, "env_vars={NCCL_DEBUG: INFO}"], KNOWN) == {
+        "account": "12",
+        "mem": "100",
+        "time": "12:00:00",  # to YAML a number
+        "nodes": 4,
+        "exclusive": True,
+        "container_mounts": ["/a", "/b c:/d"],
+        "env_vars": {"NCCL_DEBUG": "INFO"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("nodes", "must be KEY=VALUE"),
+        ("acount=me", "has no such setting; did you mean account"),
+        ("nodes=two", "--option nodes: 'two': Input should be a valid integer"),
+        ("ntasks_per_node=8", "has no such setting"),  # one launcher a node
+        ("container_mounts=[", "--option container_mounts: '\\['"),
+        ("env_vars={WANDB_API_KEY: x}", "WANDB_API_KEY would stand in the job's script.*export it before"),
+    ],
+)
+def test_options_that_cannot_be(option: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        read_options([option], KNOWN)
+
+
+# -- before it is queued -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> str:
+    file = tmp_path / "train"
+    file.write_text("")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_job_that_can_work(config_file: Path, command: str) -> None:
+    words = ["parallel.data=2", "engine.replicas=2", "engine.tensor=2", "training.minibatches=1"]
+    settings = check_job(config_file, words, nodes=2, command=command, container=False)
+    assert settings.bridge.transport == "process_group"
+    assert gpus_a_node(settings, 2) == 0
+    on_gpus = settings.model_copy(update={"device": "cuda"})
+    assert gpus_a_node(on_gpus, 2) == 1 + 2
+    apart = on_gpus.cluster.model_copy(update={"trainer_nodes": 1, "engine_nodes": 1})
+    assert gpus_a_node(on_gpus.model_copy(update={"cluster": apart}), 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "told"),
+    [
+        (["parallel.data=3"], 2, "3 trainer ranks .* cannot be spread evenly over 2 nodes"),
+        (["bridge.transport=shared_memory", "parallel.data=2"], 2, "does not reach from node to node"),
+        (["parallel.tensor=3"], 1, "parallel: "),
+        (["data.max_prompt_tokens=5000"], 1, "more than the model's 512 positions"),
+        (["training.stepz=1"], 1, "training.steps"),
+        (["model.path=/nowhere"], 1, "/nowhere"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused(
+    config_file: Path, command: str, words: list[str], nodes: int, told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        check_job(config_file, ["engine.replicas=2", *words], nodes=nodes, command=command, container=False)
+
+
+def test_a_command_that_is_not_there_or_has_no_torch(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="gone/rpg-megatron is not to be found here"):
+        check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=False)
+    check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=True)  # it is in there
+    own = tmp_path / "venv" / "rpg-megatron"
+    own.parent.mkdir()
+    own.write_text("")
+    own.chmod(0o755)
+    monkeypatch.setattr(jobs.sys, "executable", str(own.with_name("python")))
+    check_job(config_file, [], nodes=1, command=str(own), container=False)
+    monkeypatch.setattr(jobs, "_has_torch", lambda: False)
+    with pytest.raises(UserError, match="belongs to this environment, which has no torch"):
+        check_job(config_file, [], nodes=1, command=str(own), container=False)
+
+
+@pytest.mark.skipif(find_spec("nemo_run") is not None, reason="this environment has NeMo-Run")
+def test_without_nemo_run_one_line_says_how_to_get_it(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["launch", str(config_file), "--dryrun"])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: NeMo-Run cannot be imported")
+    assert "requirements/launch.txt" in told
+    assert told.count("\n") == 1
+
+
+# -- when the launcher ends ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "array", "state", "ends", "did"),
+    [
+        (0, False, "RUNNING", 0, ""),
+        (2, False, "RUNNING", 2, ""),
+        (75, False, "RUNNING", 75, "scontrol requeue 77\n"),
+        (75, False, "COMPLETING", 75, ""),  # it is being cancelled
+        (75, True, "RUNNING", 0, ""),  # the next task goes on
+        (0, True, "RUNNING", 0, "scancel --state=PENDING 70\n"),
+        (1, True, "RUNNING", 1, ""),
+    ],
+)
+def test_the_end_of_a_job(tmp_path: Path, code: int, array: bool, state: str, ends: int, did: str) -> None:
+    """As NeMo-Run's script ends: verbosely, with the launcher's code."""
+    for name in ("scontrol", "scancel"):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> "{tmp_path}/did"\n')
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\necho {state}\n")
+    for name in ("scontrol", "scancel", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    script = f"set -evx\nset +e\n{SETUP}\nkill -USR1 $$; kill -TERM $$\n(exit {code})\nexitcode=$?\nset -e\n"
+    script += "if [ $exitcode -ne 0 ]; then\n    exit $exitcode\nfi\n"
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    environment |= {"SLURM_CPUS_ON_NODE": "4"} | ({"SLURM_ARRAY_JOB_ID": "70"} if array else {})
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == ends, done.stderr
+    assert ((tmp_path / "did").read_text() if (tmp_path / "did").exists() else "") == did
+    assert ("saved; requeued" in done.stdout) == did.startswith("scontrol")
