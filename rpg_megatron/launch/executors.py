@@ -148,14 +148,17 @@ def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any, home: 
 
 
 def _start(experiment: Experiment, *, detach: bool) -> None:
-    """Raises UserError if sbatch refuses the job; then nothing of it is kept."""
+    """Raises UserError if the job cannot be submitted or started; then nothing of it is kept."""
+    from docker.errors import DockerException
     from invoke.exceptions import UnexpectedExit
 
     try:
         experiment.run(detach=detach)
-    except UnexpectedExit as e:
+    except (UnexpectedExit, DockerException) as e:
         shutil.rmtree(experiment.jobs[0].executor.experiment_dir, ignore_errors=True)
-        raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
+        if isinstance(e, UnexpectedExit):
+            raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
+        raise UserError(f"Docker: {e}; is its daemon running, and may you use it (docker info)?") from None
 
 
 def _show(experiment: Experiment, kind: str, script: str) -> None:
