@@ -2,6 +2,8 @@
 
     pause -> start -> check -> apply -> finish -> reset the prefix cache -> resume
 
+and, for an engine that sleeps, memory for the weights before, and that of the KV cache after *finish*.
+
 Checksums are compared after *check* where memory is shared, and after *apply* where weights are sent. A
 failure up to *check* leaves the engine serving its old weights. A later one means that the engine may hold a
 mixture: it stays paused and must be restarted.
@@ -31,7 +33,7 @@ class SyncError(Exception):
 
 
 class CheckFailed(SyncError):
-    """Refused before anything was changed: the engine serves its old weights."""
+    """Refused before anything was changed: the engine serves its old weights, or still waits for some."""
 
 
 class EngineLost(SyncError):
@@ -54,7 +56,8 @@ class SyncReport:
     bytes_checked: tuple[int, ...] = ()
     """Bytes that each worker read, beforehand, to check them; 0 where they are checked as they come."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by phase: pause, start, check, apply, finish, resume."""
+    """Wall time by phase: pause, start, check, apply, finish, resume; and, of engines that sleep, wake and
+    wake KV cache."""
     workers: tuple[dict[str, Any], ...] = ()
     """The workers' own figures for *apply*."""
 
@@ -65,12 +68,19 @@ class SyncReport:
 
 
 async def sync_engine(
-    post: Post, manifest: Manifest, *, generation: int, engine_tensor: int, timeout: float
+    post: Post,
+    manifest: Manifest,
+    *,
+    generation: int,
+    engine_tensor: int,
+    timeout: float,
+    asleep: bool = False,
 ) -> SyncReport:
     """Move one engine to a published generation and let it serve again.
 
     engine_tensor: number of the engine's workers. timeout: seconds for each call. Published files must stay
-    unchanged until this returns.
+    unchanged until this returns. asleep: the engine may have been put to sleep and have no weights: memory
+    for them is taken first, that of the KV cache when they are there, and nothing is served without them.
     Raises CheckFailed (names tensor, rank and file; the engine goes on with its old weights), ApplyFailed or
     EngineLost (restart the engine). Do not run two syncs of one engine at a time. If this is cancelled, the
     engine stays paused, and the next sync finds its way from there.
@@ -86,6 +96,9 @@ async def sync_engine(
     }
 
     try:
+        if asleep:
+            with _clock(report, "wake"):
+                await call("/wake_up?tags=weights")
         with _clock(report, "pause"):
             await call("/pause?mode=keep")
         with _clock(report, "start"):
@@ -108,9 +121,12 @@ async def sync_engine(
             raise ApplyFailed(f"an earlier update stopped half way, and this one was refused: {problem}")
         try:
             await call("/collective_rpc", {"method": "rpg_abort"})
-            await call("/resume")
+            if not asleep:
+                await call("/resume")
         except _CallFailed as e:
             raise EngineLost(f"check failed ({problem}), and the engine did not resume: {e}") from None
+        if asleep:
+            raise CheckFailed(f"generation {generation} refused, the engine waits: {problem}")
         raise CheckFailed(f"generation {generation} refused, the old weights are served on: {problem}")
 
     try:
@@ -125,6 +141,9 @@ async def sync_engine(
                 raise _CallFailed(f"worker ranks {silent} do not say what they read")
         with _clock(report, "finish"):
             await call("/finish_weight_update")
+        if asleep:
+            with _clock(report, "wake KV cache"):
+                await call("/wake_up?tags=kv_cache")
         with _clock(report, "resume"):
             answer = await call("/reset_prefix_cache?reset_running_requests=true")
             if '"success":true' not in answer.replace(" ", ""):

@@ -22,10 +22,12 @@ import hmac
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -99,7 +101,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         self.ack = ack = {"rank": self.parallel_config.rank, "pid": os.getpid(), "ok": False, "sums": {}}
         try:
             ack.update({k: update_info.get(k) for k in ("session", "generation", "phase")})
-            self.receive_weights(self.parse_update_info(update_info), ack)
+            with _own_stream(self.device):
+                self.receive_weights(self.parse_update_info(update_info), ack)
             ack["ok"] = True
         except BaseException as e:
             ack["error"] = f"{type(e).__name__}: {e}"
@@ -190,6 +193,22 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             if self._plan.reason:
                 logger.warning("Loading whole tensors: %s", self._plan.reason)
         return self._plan
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """A block's work on a GPU goes to a stream of its own, after what is under way, and ends with the block.
+
+    Copies do not hold up the engine's default stream then, and a failure in them is raised here.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 class WorkerExtension:

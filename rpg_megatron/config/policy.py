@@ -106,12 +106,16 @@ class PrecisionSettings(Section):
 
 
 class MemorySettings(Section):
-    """What is computed again rather than kept."""
+    """What is computed again rather than kept, or kept elsewhere."""
 
     recompute: Literal["none", "selective", "full"] | None = None
     """Activations that backward computes again: none; selective: MLPs; full: whole layers, of which only the
-    input is kept. null: by the tokens that a rank computes at once, which is
-    training.tokens_per_microbatch / parallel.context: none up to 4096, selective up to 8192, else full."""
+    input is kept. null: by the most tokens that a rank computes at once, those of a full micro-batch or of
+    the longest sequence over parallel.context: none up to 4096, selective up to 8192, else full."""
+    offload_optimizer: float = Field(0.0, ge=0, le=1)
+    """Share of the optimizer's state (float32 weights and moments) that is in host memory, where the CPU
+    updates it: 12 bytes per parameter, over the data ranks, less on the GPU, and slower updates. With device
+    cuda, bfloat16 and the distributed AdamW only."""
 
     def recompute_for(self, tokens: int) -> Literal["none", "selective", "full"]:
         """What is recomputed in micro-batches of so many tokens on a rank."""
@@ -141,6 +145,9 @@ class OptimizerSettings(Section):
     """Largest global gradient norm; 0 switches clipping off."""
     distributed: bool = True
     """Cut optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
+    overlap: bool = True
+    """With several data or context ranks: reduce gradients while backward goes on and, if distributed, gather
+    new weights while the next update's forward pass does. The numbers are the same."""
 
     @model_validator(mode="after")
     def _schedule_free_is_not_cut(self) -> OptimizerSettings:

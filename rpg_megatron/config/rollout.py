@@ -111,10 +111,18 @@ class EngineSettings(Section):
     """Tensor-parallel workers of one engine; need not equal the trainer's."""
     max_sequences: int = Field(256, ge=1)
     """Sequences an engine decodes at once."""
+    colocated: bool = False
+    """Engines and trainer take turns on the same GPUs of one node, worker i on that of trainer rank i. While
+    the trainer works the engines sleep, without weights and KV cache; while they sample, its optimizer state
+    waits in host memory. On a CPU they take the same turns, but vLLM gives no memory back there."""
     kv_cache_gib: float = Field(1.0, gt=0)
-    """KV cache of one worker on a CPU, in GiB."""
+    """KV cache of one worker on a CPU, or of one that is colocated, in GiB. Elsewhere vLLM takes what is left
+    of its GPU."""
     cpu_threads: int | None = Field(None, ge=1)
     """Compute threads of one worker on a CPU; null: the machine's cores shared out over all workers."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the engine's weights and products are FP8, made from the trainers' weights at every sync. Samples
+    faster, from a policy that differs by more than rounding: watch mismatch/*, see guards and correction."""
     start_timeout: float = Field(600.0, gt=0)
     """Seconds an engine may take until it answers."""
     request_timeout: float = Field(1800.0, gt=0)

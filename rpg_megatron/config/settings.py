@@ -34,6 +34,7 @@ from rpg_megatron.config.policy import (
     ParallelSettings,
     PrecisionSettings,
 )
+from rpg_megatron.config.profile import ProfileSettings
 from rpg_megatron.config.rollout import (
     BridgeSettings,
     CheckpointSettings,
@@ -64,7 +65,7 @@ class Settings(Section):
     precision: PrecisionSettings = PrecisionSettings()
     """Number formats."""
     memory: MemorySettings = MemorySettings()
-    """Recomputation of activations."""
+    """Recomputation of activations, the optimizer in host memory."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW or Schedule-Free AdamW."""
     objective: ObjectiveSettings = RPGSettings()
@@ -99,6 +100,8 @@ class Settings(Section):
     """Checkpoints that a run is continued from."""
     cluster: ClusterSettings = ClusterSettings()
     """Several nodes."""
+    profile: ProfileSettings = ProfileSettings()
+    """Traces of single steps."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:
@@ -131,15 +134,48 @@ class Settings(Section):
             yield "objective.type gspo gives each sequence one loss; set aggregation.type to sequence_mean"
         if self.bridge.transport == "cuda_ipc" and self.device != "cuda":
             yield "bridge.transport cuda_ipc needs device cuda; use shared_memory"
+        if self.engine.colocated and self.bridge.transport == "process_group":
+            yield (
+                "engine.colocated does not go with bridge.transport process_group: NCCL takes one process a "
+                "GPU; use cuda_ipc (on a CPU shared_memory)"
+            )
+        workers = self.engine.replicas * self.engine.tensor
+        if self.engine.colocated and workers > self.parallel.world:
+            yield (
+                f"engine.colocated: {workers} engine workers (engine: replicas x tensor) share the GPUs of "
+                f"{self.parallel.world} trainer ranks (parallel: tensor x pipeline x context x data); lower "
+                "the first, or raise the second"
+            )
+        if self.device == "cpu" and (self.profile.memory or self.profile.nvtx):
+            yield f"profile.{'memory' if self.profile.memory else 'nvtx'} needs device cuda; set it to false"
+        if (rank := max(self.profile.ranks)) >= self.parallel.world:
+            yield f"profile.ranks: there is no rank {rank}; the last one is {self.parallel.world - 1}"
+        if self.device == "cpu" and self.engine.quantization is not None:
+            yield f"engine.quantization {self.engine.quantization} needs device cuda; set it to null"
         yield from self._what_needs_transformer_engine()
         if self.bridge.transport != "process_group":
             for key, field in BridgeSettings.model_fields.items():
-                if getattr(self.bridge, key) != field.default:
+                if key != "transport" and getattr(self.bridge, key) != field.default:
                     yield f"bridge.{key} has no effect unless bridge.transport is process_group"
+        if self.memory.offload_optimizer:
+            yield from self._offloading_problems()
         correction = self.correction
         unused = CorrectionSettings.model_fields["low"].default
         if correction is not None and correction.type == "truncate" and correction.low != unused:
             yield "correction.low has no effect with type truncate; remove it, or use icepop"
+
+    def _offloading_problems(self) -> Iterator[str]:
+        if self.device != "cuda":
+            yield (
+                "memory.offload_optimizer needs device cuda: on a CPU the optimizer is in host memory "
+                "anyway; set it to 0"
+            )
+        if self.optimizer.type != "adamw" or not self.optimizer.distributed:
+            yield "memory.offload_optimizer needs optimizer.type adamw with optimizer.distributed true"
+        if self.precision.dtype != "bfloat16":
+            yield "memory.offload_optimizer needs precision.dtype bfloat16; Megatron resumes no other"
+        if self.precision.fp8 is not None and self.precision.fp8.parameters:
+            yield "memory.offload_optimizer does not go with precision.fp8.parameters; take out one of them"
 
     def _what_needs_transformer_engine(self) -> Iterator[str]:
         fp8, wanted = self.precision.fp8, self.model.implementation
@@ -161,6 +197,12 @@ class Settings(Section):
                 f"precision.fp8.parameters does not go with anchor.type {self.anchor.type}, which puts other "
                 "weights in their place; set one of the two to false or old"
             )
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Most tokens that a trainer rank computes at once: a full micro-batch's or one sequence's."""
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return -(-max(self.training.tokens_per_microbatch, longest) // self.parallel.context)
 
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML."""

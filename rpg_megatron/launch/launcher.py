@@ -241,6 +241,9 @@ class Run:
             for rank in self._ranks:
                 if rank.exit_code() is None:
                     rank.warn()
+            if self._settings.engine.colocated:  # what the ranks save needs the GPUs' memory
+                for engine in self._engines:
+                    engine.stop(grace=2.0)
         elif time.monotonic() - self._warned > settings.grace:
             self._progress.status(
                 f"warning: {name}: nothing was saved within {settings.grace:.0f} s (checkpoint.grace)"

@@ -129,6 +129,8 @@ def share_of(settings: Settings, rank: int, count: int) -> Share:
     world, replicas, cluster = settings.parallel.world, settings.engine.replicas, settings.cluster
     if count == 1:
         return Share(range(world), range(replicas))
+    if settings.engine.colocated:
+        raise UserError(f"engine.colocated is for one node, and the job has {count}; set it to false")
     trainers, engines = cluster.trainer_nodes or count, cluster.engine_nodes or count
     for key, part in (("trainer_nodes", trainers), ("engine_nodes", engines)):
         if part > count:

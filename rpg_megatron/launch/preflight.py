@@ -72,6 +72,11 @@ def check_packages(device: str) -> None:
 def check_model(path: Path) -> ModelShape:
     """The checkpoint is whole and of a family we have a layout for. Reads headers, no weights."""
     shape = read_model_shape(path)
+    if [file.name for file in path.iterdir()] == ["config.json"]:
+        raise UserError(
+            f"model.path: {path} holds a config.json alone, which is enough to plan with; to train give "
+            "model.path=FOLDER of the whole checkpoint"
+        )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
@@ -181,6 +186,8 @@ def check_gpus(settings: Settings, share: Share) -> None:
             f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
         )
     ranks, engines = len(share.ranks), len(share.engines) * settings.engine.tensor
+    if settings.engine.colocated:
+        engines = 0
     if ranks + engines > count:
         raise UserError(
             f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "

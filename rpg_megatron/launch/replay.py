@@ -23,8 +23,8 @@ REQUEST, REPORT = "replay_request.json", "replay.json"
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
 """What another order of summation explains."""
 _ORDER = (
-    *("parallel", "device", "precision", "model.vocab_multiple"),
-    *("training.tokens_per_microbatch", "training.logprob_chunk"),
+    *("parallel", "device", "precision", "model.vocab_multiple", "optimizer.overlap"),
+    *("training.tokens_per_microbatch", "training.logprob_chunk", "memory.offload_optimizer"),
 )
 """Settings on which the order of summation depends."""
 

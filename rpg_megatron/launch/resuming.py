@@ -38,7 +38,7 @@ _LARGE = 10**9
 _STEP = re.compile(r"step_(\d{6,})")
 _FREE = (
     *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge", "cluster"),
-    *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple"),
+    *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
     *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
 )
 """Keys and sections that may change when a run is continued: they change where and how far it goes, and

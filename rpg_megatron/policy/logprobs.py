@@ -153,6 +153,10 @@ def logprob_head(
     ``labels`` [1, t]; ``context`` holds temperature, chunk and vocab. Returns [2, t]: log-probs and
     entropies, float32.
     """
+    # The layer lends its weight and is not called, so nobody else runs what Megatron hangs in front of its
+    # calls: waiting for that weight where it is still being gathered.
+    for hook in output_layer._forward_pre_hooks.values():
+        hook(output_layer, ())
     group = output_layer.tp_group
     weight = output_layer.weight if output_weight is None else output_weight
     if config.sequence_parallel:

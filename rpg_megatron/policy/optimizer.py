@@ -19,8 +19,9 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from rpg_megatron.config.policy import OptimizerSettings, PrecisionSettings
+from rpg_megatron.config.policy import MemorySettings, OptimizerSettings, PrecisionSettings
 from rpg_megatron.policy.model import DTYPES
 
 
@@ -84,6 +85,18 @@ class ScheduleFreeAdamW(schedulefree.AdamWScheduleFree):
         super().__init__(params, **settings)
 
 
+class OffloadingAdam(torch.optim.Adam):
+    """AdamW for what stays on the GPU when the rest of the optimizer's state is in host memory.
+
+    The fused optimizers keep ``step`` in the group, and Megatron, once it has loaded a checkpoint, would put
+    the loaded one back before every update. Torch's keeps it per parameter. Not AdamW by name, which Megatron
+    takes for the half in host memory.
+    """
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, decoupled_weight_decay=True, **settings)
+
+
 @contextmanager
 def _building_with(kind: str) -> Iterator[None]:
     """Make Megatron build its optimizers around the right class while the block runs.
@@ -93,6 +106,8 @@ def _building_with(kind: str) -> Iterator[None]:
     found = megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER
     if kind == "schedule_free_adamw":
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = ScheduleFreeAdamW, False
+    elif kind == "offloading":
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = OffloadingAdam, True
     elif not distributed_optimizer.HAVE_APEX_OR_TE:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = CpuAdam, False
         # These stay: they tell the distributed optimizer, for good, where CpuAdam keeps its step.
@@ -108,24 +123,61 @@ def _building_with(kind: str) -> Iterator[None]:
 
 
 def wrap_data_parallel(
-    chunks: Sequence[GPTModel], settings: OptimizerSettings, precision: PrecisionSettings
+    chunks: Sequence[GPTModel],
+    settings: OptimizerSettings,
+    precision: PrecisionSettings,
+    replicas: int,
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each chunk: gradients are accumulated and reduced in float32."""
+    """Megatron's DDP around each chunk: gradients are accumulated and reduced in float32.
+
+    replicas: data x context ranks. If there are several, and unless ``settings.overlap`` says otherwise,
+    gradients are reduced while backward goes on, and the distributed optimizer's new weights are gathered
+    only by the next forward pass, layer by layer, or by ``gather_weights``.
+    """
+    overlap = settings.overlap and replicas > 1
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.distributed,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and settings.distributed,
         fp8_param_gather=precision.fp8 is not None and precision.fp8.parameters,
     )
-    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    models = [
+        # Of virtual stages only the first one's reduction has nothing to hide behind, and is cut up.
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    if overlap:
+        # The schedule calls it around all micro-batches but the last, which completes the gradients.
+        waits = [model.no_sync for model in models]
+        for chunk in chunks:
+            chunk.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return models
 
 
-def build_optimizer(
-    chunks: list[DistributedDataParallel], settings: OptimizerSettings, precision: PrecisionSettings
-) -> MegatronOptimizer:
-    """AdamW over float32 master weights of all chunks, with gradient-norm clipping."""
+def gather_weights(models: Sequence[DistributedDataParallel]) -> None:
+    """Bring every weight up to date on every rank, where the next forward pass was to do it. Collective."""
+    for model in models:
+        if model.ddp_config.overlap_param_gather:
+            model.start_param_sync(force_sync=True)
+
+
+def optimizer_config(
+    settings: OptimizerSettings, precision: PrecisionSettings, memory: MemorySettings
+) -> OptimizerConfig:
+    """Megatron's configuration of AdamW with float32 main weights and moments."""
     dtype = DTYPES[precision.dtype]
-    config = OptimizerConfig(
+    offload: dict[str, Any] = {}
+    if memory.offload_optimizer:
+        offload = {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": memory.offload_optimizer,
+            # One optimizer for each tensor, whose copies go on while others are computed.
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            # Main weights are then the inner optimizer's; off-loading counts on it.
+            "use_precision_aware_optimizer": True,
+        }
+    return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
         weight_decay=settings.weight_decay,
@@ -137,12 +189,25 @@ def build_optimizer(
         bf16=dtype is torch.bfloat16,
         fp8_recipe=precision.fp8.recipe if precision.fp8 is not None else None,
         use_distributed_optimizer=settings.distributed,
+        **offload,
     )
-    with _building_with(settings.type):
+
+
+def build_optimizer(
+    chunks: list[DistributedDataParallel],
+    settings: OptimizerSettings,
+    precision: PrecisionSettings,
+    memory: MemorySettings,
+) -> MegatronOptimizer:
+    """AdamW over float32 master weights of all chunks, with gradient-norm clipping."""
+    config = optimizer_config(settings, precision, memory)
+    with _building_with("offloading" if memory.offload_optimizer else settings.type):
         optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
-    if settings.type == "schedule_free_adamw":
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if settings.type == "schedule_free_adamw":
             part.init_state_fn = _fill_schedule_free
+        elif memory.offload_optimizer:
+            part.init_state_fn = _fill_offloaded
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler, which we do not use
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer
@@ -154,6 +219,20 @@ def _fill_schedule_free(optimizer: torch.optim.Optimizer, config: object = None)
         for p in group["params"]:
             if not optimizer.state[p]:
                 optimizer.state[p] |= {"z": p.detach().clone(), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def _fill_offloaded(optimizer: HybridDeviceOptimizer, config: object = None) -> None:
+    """Likewise; Megatron would make an update with random gradients."""
+    for inner in optimizer.sub_optimizers:
+        for group in inner.param_groups:
+            for p in group["params"]:
+                if not inner.state[p]:
+                    inner.state[p] |= {
+                        "step": torch.zeros((), device=p.device),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+    optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def use_training_point(optimizer: MegatronOptimizer, training: bool) -> None:

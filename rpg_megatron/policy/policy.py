@@ -22,8 +22,14 @@ from rpg_megatron.policy.checkpoint import PlannedSave, load_weights, plan_save
 from rpg_megatron.policy.context import gather_places
 from rpg_megatron.policy.logprobs import logprob_head
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
-from rpg_megatron.policy.optimizer import build_optimizer, use_training_point, wrap_data_parallel
+from rpg_megatron.policy.optimizer import (
+    build_optimizer,
+    gather_weights,
+    use_training_point,
+    wrap_data_parallel,
+)
 from rpg_megatron.policy.packed import Pack, ResponseTokens, make_pack
+from rpg_megatron.policy.parking import Parking
 from rpg_megatron.policy.precision import (
     ServedWeights,
     loadable,
@@ -94,9 +100,7 @@ class Policy:
         Raises UserError if settings ask for layers or a precision that this machine does not have.
         """
         self.mesh, self.device, self.settings = mesh, device, settings
-        recompute = settings.memory.recompute_for(
-            settings.training.tokens_per_microbatch // settings.parallel.context
-        )
+        recompute = settings.memory.recompute_for(settings.tokens_at_once)
         fused = uses_transformer_engine(settings, device)
         config = transformer_config(
             shape, settings.parallel, settings.precision, recompute, device=device, fused=fused
@@ -105,11 +109,17 @@ class Policy:
         """This rank's GPTModels: one for each virtual stage."""
         load(self)
         quantise(self.named_parameters())
-        self._models = wrap_data_parallel(self.chunks, settings.optimizer, settings.precision)
-        self._optimizer = build_optimizer(self._models, settings.optimizer, settings.precision)
+        self._models = wrap_data_parallel(
+            self.chunks, settings.optimizer, settings.precision, mesh.data * mesh.context
+        )
+        self._optimizer = build_optimizer(
+            self._models, settings.optimizer, settings.precision, settings.memory
+        )
+        gather_weights(self._models)  # or the first forward pass would, though it is no update's
         self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
+        self.parking = Parking(self._models, self._optimizer)
         self.served = ServedWeights(self.named_parameters())
         self._align = token_multiple(settings)
 
@@ -198,10 +208,14 @@ class Policy:
         """Put the weights where ``update`` wants them; needed around updates, and around nothing else.
 
         Schedule-Free optimizers take gradients at one point and evaluate at another; others have just one.
+        After an update a rank may hold old weights where other ranks own them, which the next update gathers
+        as it goes. Only when the block has ended are all up to date, to be scored with, published and saved.
+        Collective, unless the block raises.
         """
         use_training_point(self._optimizer, True)
         try:
             yield
+            gather_weights(self._models)
         finally:
             use_training_point(self._optimizer, False)
 

@@ -103,6 +103,14 @@ class SamplerClient:
         """Bring the published weights into the engines; ``again``: into those that do not serve them yet."""
         return self._ask("sync", manifest=manifest, generation=generation, again=again)
 
+    def sleep(self, level: int) -> None:
+        """Have the engines leave their GPUs: 1, until ``wake``; 2, weights too, until the next ``sync``."""
+        self._ask("sleep", level=level)
+
+    def wake(self) -> None:
+        """Let engines that sleep by level 1 serve again."""
+        self._ask("wake")
+
     def evaluate(self) -> list[EvalResult] | WeightsWanted:
         """Sample and grade the whole held-out set, in its own order."""
         return self._ask("evaluate")

@@ -147,6 +147,13 @@ def engine_command(
             "--max-num-batched-tokens",
             str(max(context_length(settings), engine.max_sequences, 8192)),
         ]
+    elif engine.colocated:
+        # How much of the GPU is free while the engine starts says nothing: the trainer starts as well. So the
+        # KV cache is given in bytes, and vLLM's check of the free share is kept from refusing.
+        command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.05"]
+    if engine.quantization is not None:
+        command += ["--quantization", engine.quantization]
+    if settings.device == "cpu" or engine.colocated:
         command += ["--kv-cache-memory-bytes", str(int(engine.kv_cache_gib * _GIB))]
     return command + list(engine.arguments)
 
@@ -177,12 +184,14 @@ def engine_environment(
         "TOKENIZERS_PARALLELISM": "false",
     }
     if settings.device == "cuda":
-        # The trainer ranks have the first GPUs, the engines those behind them.
-        first = settings.parallel.world + index * settings.engine.tensor if first_gpu is None else first_gpu
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        gpus = list(range(first, first + settings.engine.tensor))
-        if settings.bridge.transport == "cuda_ipc":
-            gpus += range(settings.parallel.world)  # where the weights lie; vLLM computes on the first ones
+        # The trainer ranks have the first GPUs, the engines those behind them, or the same ones.
+        if first_gpu is None:
+            ranks = 0 if settings.engine.colocated else settings.parallel.world
+            first_gpu = ranks + index * settings.engine.tensor
+        visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
+        gpus = list(range(first_gpu, first_gpu + settings.engine.tensor))
+        if settings.bridge.transport == "cuda_ipc":  # where the weights lie; vLLM computes on the first ones
+            gpus += [gpu for gpu in range(settings.parallel.world) if gpu not in gpus]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
             visible[i].strip() if len(visible) > i else str(i) for i in gpus
         )

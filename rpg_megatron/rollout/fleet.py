@@ -127,7 +127,41 @@ class Fleet:
             generation=generation,
             engine_tensor=self._settings.tensor,
             timeout=self._settings.request_timeout,
+            asleep=self._settings.colocated,
         )
+
+    async def sleep(self, level: int) -> None:
+        """Have all engines leave their GPUs. Level 1: their weights wait in host memory. 2: they are gone,
+        and the next sync brings others.
+
+        To be called while nothing is asked of them. One that does not is reported to the launcher.
+        """
+        if level == 2:
+            for replica in self.replicas:
+                replica.version = None
+        await self._tell_all(f"/sleep?level={level}&mode=abort")
+
+    async def wake(self) -> None:
+        """After level 1: let all engines serve again what they served."""
+        await self._tell_all("/wake_up")
+
+    async def _tell_all(self, path: str) -> None:
+        async def one(replica: Replica) -> None:
+            life = replica.life
+            if not self.check(replica, life):
+                return  # away, or new and awake: it is put to sleep with the others the next time
+            try:
+                status, text = await replica.client.post(path)
+            except EngineError as e:
+                self.lose(replica, life, str(e))
+                return
+            if status != 200:
+                self.lose(
+                    replica, life, f"engine {replica.index} answered {path} with {status}: {text[:300]}"
+                )
+
+        self.refresh()
+        await run_all([one(replica) for replica in self.replicas])
 
     def expect(self, version: int | None) -> None:
         """Before requests are sent: the engines that take part are those that serve ``version``.

@@ -117,6 +117,14 @@ class Sampler:
         """Bring the published weights into the engines; see ``Fleet.sync``."""
         return await self._fleet.sync(manifest, generation, again=again)
 
+    async def sleep(self, level: int) -> None:
+        """Have the engines leave their GPUs; see ``Fleet.sleep``."""
+        await self._fleet.sleep(level)
+
+    async def wake(self) -> None:
+        """Let them serve again what they served."""
+        await self._fleet.wake()
+
     async def counts(self) -> dict[str, float]:
         """Metrics of what went wrong with engines since this was asked last."""
         return self._fleet.take_counts()
@@ -275,7 +283,7 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
 
 # -- the process ---------------------------------------------------------------------------------------------
 
-_METHODS = ("rollout", "sync", "evaluate", "go_on", "counts", "state", "restore")
+_METHODS = ("rollout", "sync", "sleep", "wake", "evaluate", "go_on", "counts", "state", "restore")
 
 
 def serve(listener: Listener, sampler: Sampler, loop: asyncio.AbstractEventLoop) -> None:

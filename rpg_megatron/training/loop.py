@@ -30,9 +30,10 @@ def train_to_the_end(run: Run) -> None:
         conclude(run, done)
 
     for step in range(done + 1, run.steps + 1):
-        with run.time("step"):
+        with run.profile(step), run.time("step"):
             with run.time("collect"):
                 batch = run.collect(step)  # x ~ pi_old, rewards, advantages; each rank gets its share
+            run.take_gpus()  # engines that share them go to sleep
             with run.time("logprobs"):
                 run.score(batch)  # log pi_old and the anchor's, by the trainer itself
             run.journal(step, batch)

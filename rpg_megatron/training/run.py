@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,14 @@ from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.training.checkpoints import read_state, rollouts_file
 from rpg_megatron.training.journal import write_rollouts
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
+from rpg_megatron.training.profiling import Profiler
 from rpg_megatron.training.serving import Serving
 from rpg_megatron.training.state import Saver
 from rpg_megatron.training.stopping import StopRequest
 from rpg_megatron.training.trainer import Batch, Trainer
+
+_ENGINES_END_SECONDS = 60.0
+"""How long engines may take to give their memory back, when a run is stopped."""
 
 
 class Run:
@@ -62,6 +66,7 @@ class Run:
         self._started = time.monotonic()
         self._stop = StopRequest()
         self.events = EventSender(work / EVENTS)
+        self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
         self._placement = Placement(
@@ -90,6 +95,8 @@ class Run:
                 work / SOCKET, token, timeout=settings.engine.start_timeout, while_waiting=self._stop.check
             )
         self._serving = Serving(publisher, sampler, self._stop)
+        if settings.engine.colocated and checkpoint is None:  # else it is read into the state first
+            self.policy.parking.leave()
         # What a checkpoint would hold now: the last step whose updates are done, its row of metrics while
         # that is not written, and the sampler's state after it.
         self._reached = 0
@@ -102,9 +109,14 @@ class Run:
         """Add the seconds of a block to ``time/<phase>`` of the step. Not collective."""
         start = time.monotonic()
         try:
-            yield
+            with self._profiler.phase(phase):
+                yield
         finally:
             self._times[f"time/{phase}"] += time.monotonic() - start
+
+    def profile(self, step: int) -> AbstractContextManager[None]:
+        """Record a block if ``profile.steps`` names the step. Not collective."""
+        return self._profiler.step(step, self.warn)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
@@ -141,6 +153,7 @@ class Run:
         """
         self.finish_saving()
         if self._saved != self._reached:
+            self._take_gpus_back()
             self._save()
             self.finish_saving()
         if self._saved != self._reached:
@@ -148,6 +161,17 @@ class Run:
                 f"stopped, but step {self._reached} could not be saved; the warning above says why. The same "
                 "command goes on from the newest checkpoint"
             )
+
+    def _take_gpus_back(self) -> None:
+        """After Stopped, when no engine is spoken to any more: the launcher ends those on our GPUs."""
+        end = time.monotonic() + _ENGINES_END_SECONDS
+        while True:
+            try:
+                return self.policy.parking.come_back()
+            except torch.OutOfMemoryError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1.0)
 
     def finish_saving(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint under way is whole, or for so many seconds. Not collective."""
@@ -166,8 +190,20 @@ class Run:
             }
 
         self._phase("checkpoint")
-        with self.time("checkpoint"):
+        with self.time("checkpoint"), self._state_at_hand():
             self._saver.start(self._reached, rest)
+
+    @contextmanager
+    def _state_at_hand(self) -> Iterator[None]:
+        """What is to be saved is on the GPU, and if that is shared, engines that serve sleep meanwhile."""
+        away = self.policy.parking.away
+        if away:
+            self._serving.sleep(1)
+            self.policy.parking.come_back()
+        yield
+        if away:
+            self.policy.parking.leave()
+            self._serving.wake()
 
     def _tell_of_saves(self) -> dict[str, float]:
         """Metrics of the saves that have ended since; those that failed are warned of. Not collective."""
@@ -192,6 +228,9 @@ class Run:
         """
         self._serving.check_stop()
         self._version = version
+        if self.settings.engine.colocated:
+            with self.time("handover"):
+                self.policy.parking.leave()
         if self.mesh.rank == 0:
             self.events.phase("sync", 0, self.settings.engine.replicas)
         start = time.monotonic()
@@ -214,6 +253,16 @@ class Run:
         if rollouts and state:
             batch.metrics, batch.sampler = rollouts.metrics, state
         return batch
+
+    def take_gpus(self) -> None:
+        """Engines and trainer share GPUs: have the engines leave them, and take the optimizer's state back.
+
+        The run can stop while it waits; it is the next sync that wakes the engines.
+        """
+        if self.settings.engine.colocated:
+            with self.time("handover"):
+                self._serving.sleep(2)
+                self.policy.parking.come_back()
 
     def score(self, batch: Batch) -> None:
         """Fill in ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""

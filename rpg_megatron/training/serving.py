@@ -51,6 +51,14 @@ class Serving:
         assert not isinstance(answer, WeightsWanted | Stopped)
         return answer
 
+    def sleep(self, level: int) -> None:
+        """Have the engines leave the GPUs (see ``Fleet.sleep``); no rank returns before they have."""
+        _agree(False, isinstance(self._ask(lambda sampler: sampler.sleep(level)), Stopped))
+
+    def wake(self) -> None:
+        """Let engines serve again that sleep by level 1."""
+        _agree(False, isinstance(self._ask(lambda sampler: sampler.wake()), Stopped))
+
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if any of them was asked to."""
         asked = [None] * dist.get_world_size()

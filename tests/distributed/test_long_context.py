@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, {"tensor": 2}),
     "TP2+SP": (2, {"tensor": 2, "sequence": True}),
     "PP2": (2, {"pipeline": 2}),
+    "PP2xVPP2": (2, {"pipeline": 2, "virtual": 2}),
     "CP2": (2, {"context": 2}),
     "DP2": (2, {"data": 2}),
     "TP2xPP2": (4, {"tensor": 2, "pipeline": 2}),
@@ -35,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "CP2xTP2": (4, {"context": 2, "tensor": 2}),
     "CP2xTP2+SP": (4, {"context": 2, "tensor": 2, "sequence": True}),
     "CP2xPP2": (4, {"context": 2, "pipeline": 2}),
+    "CP2xPP2xVPP2": (4, {"context": 2, "pipeline": 2, "virtual": 2}),
     "CP4": (4, {"context": 4}),
 }
 

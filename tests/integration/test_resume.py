@@ -70,8 +70,8 @@ class Run:
         self.parent, self.name, self.folder = folder, name, folder / f"{name}-001"
         self.now: Command | None = None
 
-    def start(self) -> Command:
-        places = [f"runs={self.parent}", f"name={self.name}"]
+    def start(self, *more: str) -> Command:
+        places = [f"runs={self.parent}", f"name={self.name}", *more]
         self.now = Command(self.parent, "train", str(QUICKSTART), *SETTINGS, *places)
         return self.now
 

@@ -82,8 +82,10 @@ def published(tmp_path):
     return pub, pub.publish(4)
 
 
-def sync(engine, manifest, generation=4):
-    return asyncio.run(sync_engine(engine.post, manifest, generation=generation, engine_tensor=2, timeout=5))
+def sync(engine, manifest, generation=4, **options):
+    return asyncio.run(
+        sync_engine(engine.post, manifest, generation=generation, engine_tensor=2, timeout=5, **options)
+    )
 
 
 def test_a_sync_makes_these_calls_in_this_order(published):
@@ -105,6 +107,32 @@ def test_a_sync_makes_these_calls_in_this_order(published):
     assert report.generation == 4
     assert report.mode == "slices"
     assert list(report.seconds) == ["pause", "start", "check", "apply", "finish", "resume"]
+
+
+def test_a_sleeping_engine_has_weights_before_it_has_a_kv_cache(published):
+    """VLLM serves again as soon as all its memory is there: it must not be before the weights are."""
+    _, manifest = published
+    engine = StandInEngine(Path(manifest.place["manifest"]).parent)
+    report = sync(engine, manifest, asleep=True)
+    assert engine.calls[:2] == ["/wake_up?tags=weights", "/pause?mode=keep"]
+    assert engine.calls[-4:] == [
+        "/finish_weight_update",
+        "/wake_up?tags=kv_cache",
+        "/reset_prefix_cache?reset_running_requests=true",
+        "/resume",
+    ]
+    assert {"wake", "wake KV cache"} < set(report.seconds)
+
+
+def test_a_sleeping_engine_that_refuses_weights_has_none_and_is_not_resumed(published):
+    _, manifest = published
+    engine = StandInEngine(Path(manifest.place["manifest"]).parent, fail=("check", 1))
+    with pytest.raises(CheckFailed, match="the engine waits: worker rank 1"):
+        sync(engine, manifest, asleep=True)
+    assert engine.calls[-1] == "rpg_abort"
+    engine.fail = None
+    sync(engine, manifest, asleep=True)
+    assert engine.calls[-1] == "/resume"
 
 
 @pytest.mark.parametrize(

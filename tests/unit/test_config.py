@@ -56,12 +56,13 @@ def test_unknown_key_names_the_nearest_valid_one(config_file: Path, override: st
         (["training.tokens_per_microbatch=16384"], "full"),
         (["training.tokens_per_microbatch=16384", "parallel.context=2"], "selective"),
         (["training.tokens_per_microbatch=16384", "memory.recompute=none"], "none"),
+        (["training.tokens_per_microbatch=4096", "rollout.max_response_tokens=4096"], "selective"),
+        (["training.tokens_per_microbatch=4096", "rollout.max_response_tokens=16384"], "full"),
     ],
 )
 def test_what_is_recomputed_goes_by_length(config_file: Path, overrides: list[str], wanted: str):
     settings = load_settings(config_file, overrides)
-    tokens = settings.training.tokens_per_microbatch // settings.parallel.context
-    assert settings.memory.recompute_for(tokens) == wanted
+    assert settings.memory.recompute_for(settings.tokens_at_once) == wanted
     assert settings.parallel.world == settings.parallel.context
 
 

@@ -17,7 +17,13 @@ import torch
 import yaml
 
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
-from rpg_megatron.config.policy import FP8Settings, OptimizerSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.config.policy import (
+    FP8Settings,
+    MemorySettings,
+    OptimizerSettings,
+    ParallelSettings,
+    PrecisionSettings,
+)
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launch.preflight import check_precision
 from rpg_megatron.policy import optimizer, precision
@@ -73,14 +79,17 @@ def test_recipe_reaches_model_gradients_and_optimizer(
     assert (config.bf16, config.params_dtype) == (True, torch.bfloat16)
 
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(optimizer, "DistributedDataParallel", lambda _, ddp, chunk: seen.update(ddp=ddp))
+    monkeypatch.setattr(
+        optimizer, "DistributedDataParallel", lambda _, ddp, chunk, disable_bucketing: seen.update(ddp=ddp)
+    )
     monkeypatch.setattr(
         optimizer,
         "get_megatron_optimizer",
         lambda config, *_: seen.update(optimizer=config) or SimpleNamespace(param_groups=[]),
     )
-    optimizer.wrap_data_parallel([SimpleNamespace(config=config)], OptimizerSettings(), wanted)  # type: ignore[list-item]
-    optimizer.build_optimizer([], OptimizerSettings(), wanted)
+    chunk: Any = SimpleNamespace(config=config)
+    optimizer.wrap_data_parallel([chunk], OptimizerSettings(), wanted, 1)
+    optimizer.build_optimizer([], OptimizerSettings(), wanted, MemorySettings())
     assert seen["ddp"].fp8_param_gather == bool(fp8 and fp8.parameters)
     assert seen["optimizer"].fp8_recipe == (fp8.recipe if fp8 else None)
 

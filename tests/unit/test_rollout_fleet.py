@@ -39,6 +39,8 @@ class Engine:
         self.asked = 0
         self.fail: Callable[[int], str | None] = lambda request: None
         self.sync_error: Exception | None = None
+        self.posted: list[str] = []
+        self.status = 200
 
     async def generate(self, prompt: np.ndarray, *, n: int, seed: int, **_: Any) -> list[Sample]:
         self.asked += 1
@@ -49,8 +51,11 @@ class Engine:
         answers = [np.array([weights, (seed + i) % 1000], np.int32) for i in range(n)]
         return [Sample(tokens, np.zeros(2, np.float32), "stop") for tokens in answers]
 
-    async def post(self, path: str, body: Any, timeout: float) -> tuple[int, str]:
-        raise NotImplementedError
+    async def post(self, path: str, body: Any = None, timeout: float | None = None) -> tuple[int, str]:
+        if not self.up:
+            raise EngineGone(f"engine {self.index} is gone")
+        self.posted.append(path)
+        return self.status, "no"
 
     async def health(self, timeout: float = 5.0) -> bool:
         return self.up
@@ -133,6 +138,30 @@ def test_the_others_finish_what_a_lost_engine_began(tmp_path: Path) -> None:
         engines[1].restart()
         await until(lambda: fleet.replicas[1].wants_weights)
         assert fleet.take_counts() == {"engine/restarts": 1, "engine/requests_resent": 0}
+
+    play(scene)
+
+
+def test_engines_that_share_gpus_are_put_to_sleep_or_lost(tmp_path: Path) -> None:
+    """An engine that stays awake holds memory that the trainer counts on."""
+
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 3)
+        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sleep(1)
+        await fleet.wake()
+        assert [e.posted for e in engines] == [["/sleep?level=1&mode=abort", "/wake_up"]] * 3
+        assert await sample(fleet) == expected(5)
+        engines[1].status, engines[2].up = 500, False
+        await fleet.sleep(2)
+        assert [e.posted[2:] for e in engines] == [["/sleep?level=2&mode=abort"]] * 2 + [[]]
+        assert [take_request(tmp_path, i, 0) for i in range(3)] == [
+            None,
+            "engine 1 answered /sleep?level=2&mode=abort with 500: no",
+            "engine 2 is gone",
+        ]
+        assert [r.version for r in fleet.replicas] == [None] * 3
+        assert len((await fleet.sync(NOTHING, 6, again=False)).reports) == 1
 
     play(scene)
 

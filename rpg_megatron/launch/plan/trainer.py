@@ -136,7 +136,8 @@ def rank_memory(
     parts = [
         Part("parameters", round(weights * count), "exact"),
         Part("gradients", round(gradients * count), "exact"),
-        Part("optimizer", round(state * count), "exact"),
+        Part("optimizer", round(state * count * (1 - settings.memory.offload_optimizer)), "exact"),
+        *_offloaded_parts(settings, state * count),
         *_bridge_parts(settings, round(weights * count), publishes=publishes, device=device),
     ]
     if settings.anchor.type != "old":
@@ -170,10 +171,18 @@ def rank_memory(
     return RankMemory(stage, publishes, count, tuple(parts))
 
 
+def _offloaded_parts(settings: Settings, state: float) -> list[Part]:
+    """The share of the optimizer's state in host memory, and the float32 gradients copied there."""
+    share = settings.memory.offload_optimizer
+    if not share:
+        return []
+    # Whole tensors are moved until the share is reached. To 12 bytes of state come 4 of gradient.
+    return [Part("optimizer off the GPU", round(share * state * 16 / 12), "estimated", host=True)]
+
+
 def recomputation(settings: Settings) -> Recompute:
     """What the policy recomputes with these settings."""
-    per_rank = settings.training.tokens_per_microbatch // settings.parallel.context
-    return settings.memory.recompute_for(per_rank)
+    return settings.memory.recompute_for(settings.tokens_at_once)
 
 
 def activation_bytes(

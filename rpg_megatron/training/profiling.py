@@ -1,0 +1,78 @@
+"""What is recorded of a step on request: a trace, the GPU's allocations, phases by name for Nsight."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rpg_megatron.config.profile import ProfileSettings
+
+_EVENTS = 200_000
+"""Allocations of a step that are kept, the last ones."""
+
+
+class Profiler:
+    """One rank's recordings. Nothing here is collective."""
+
+    def __init__(self, settings: ProfileSettings, folder: Path, rank: int, device: torch.device) -> None:
+        """folder: of the run."""
+        self._settings, self._folder = settings, folder / "profile"
+        self._rank, self._device = rank, device
+        self._tracing = False
+
+    @contextmanager
+    def step(self, number: int, warn: Callable[[str], None]) -> Iterator[None]:
+        """Record the block, if this step is to be recorded on this rank; its files appear at its end, whole.
+
+        A block that raises leaves none. warn: told if they cannot be written.
+        """
+        settings = self._settings
+        if number not in settings.steps or self._rank not in settings.ranks:
+            yield
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with ExitStack() as stack:
+            if settings.memory:
+                torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+                stack.callback(torch.cuda.memory._record_memory_history, None)
+            self._tracing = True
+            try:
+                with profile(activities=activities, acc_events=True) as found:
+                    yield
+            finally:
+                self._tracing = False
+            name = self._folder / f"step_{number:06d}_rank_{self._rank}"
+            try:
+                self._folder.mkdir(exist_ok=True)
+                _write(name.with_suffix(".json.gz"), found.export_chrome_trace)
+                if settings.memory:
+                    _write(name.with_suffix(".pickle"), torch.cuda.memory._dump_snapshot)
+            except OSError as e:
+                warn(f"step {number} was traced, but {e}")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Give the block a name in what is recorded."""
+        with ExitStack() as stack:
+            if self._tracing:
+                stack.enter_context(record_function(name))
+            if self._settings.nvtx:
+                torch.cuda.nvtx.range_push(name)
+                stack.callback(torch.cuda.nvtx.range_pop)
+            yield
+
+
+def _write(file: Path, write: Callable[[str], None]) -> None:
+    part = file.with_name("part." + file.name)  # the profiler goes by the last suffix
+    try:
+        write(str(part))
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)

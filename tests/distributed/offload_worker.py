@@ -1,0 +1,75 @@
+"""One rank of test_offload: resume_worker on a machine whose CPU passes for a GPU and its host."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import resume_worker  # first: it starts the process as a trainer rank does
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
+
+_IS_CUDA = Tensor.is_cuda.__get__
+
+
+class TwoDevices(torch.overrides.TorchFunctionMode):
+    """Has every tensor pass for one on a GPU, but for copies to the host and what is made of those."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_CUDA:
+            return not getattr(args[0], "on_host", False)
+        if func is Tensor.pin_memory:
+            return args[0]
+        moved = func is Tensor.cpu or (func is Tensor.to and args[1:] in (("cpu",), ("cuda",)))
+        if moved and not kwargs:
+            copy = args[0].detach().clone()
+            copy.on_host = args[1:] != ("cuda",)
+            return copy
+        out = func(*args, **(kwargs or {}))
+        if func in (Tensor.detach, Tensor.clone, Tensor.float) and getattr(args[0], "on_host", False):
+            out.on_host = True
+        return out
+
+
+class DoneAtOnce:
+    """A stream and its events where everything has been done when a call returns."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def record_event(self) -> DoneAtOnce:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+
+def main() -> None:
+    torch.cuda.Stream = DoneAtOnce  # type: ignore[misc,assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    start_device = resume_worker.start_device
+
+    def start(device: str) -> torch.device:
+        found = start_device(device)
+        torch.cuda.current_stream = lambda device=None: DoneAtOnce()  # type: ignore[assignment,return-value]
+        return found
+
+    step = HybridDeviceOptimizer.step
+
+    def told(self: HybridDeviceOptimizer, closure: None = None) -> None:
+        groups = self.gpu_optimizer.param_groups if self.gpu_optimizer else []
+        print(f"update: {len(self.cpu_optimizers)} off, {sum(len(g['params']) for g in groups)} on")
+        step(self, closure)
+
+    resume_worker.start_device = start
+    HybridDeviceOptimizer.step = told
+    with TwoDevices():
+        resume_worker.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""One rank of test_overlap: updates with and without overlapped communication."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import pickle
+import sys
+from pathlib import Path
+
+from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
+
+import torch
+import torch.distributed as dist
+from layout_worker import cut_unevenly
+from megatron.core import parallel_state as mpu
+
+from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.policy import optimizer
+from rpg_megatron.policy.model import start_mesh
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training.objective import build_aggregator, build_loss
+
+BUCKET = 1000
+"""Parameters of a bucket at least: about one tensor in each, where by default all would share one."""
+
+
+def run(case: dict, folder: Path, device: torch.device) -> dict:
+    settings = Settings.model_validate(case["settings"])
+    mesh = start_mesh(settings.parallel)
+    shape = read_model_shape(settings.model.path)
+
+    def load(policy: Policy) -> None:
+        load_hf_weights(
+            settings.model.path,
+            policy.named_parameters(),
+            layout_for(shape),
+            tensor=mesh.tensor,
+            tensor_rank=mesh.tensor_rank,
+            vocab_multiple=settings.model.vocab_multiple,
+        )
+
+    policy = Policy(settings, shape, mesh, device, load)
+    batch = pickle.loads((folder / "batch.pkl").read_bytes())
+    packs = [policy.pack(micro) for micro in cut_unevenly(batch, case["microbatches"], mesh)]
+
+    def replicas_agree() -> bool:
+        """Whether the ranks that should hold the same weights do."""
+        mine = [hashlib.md5(p.detach().numpy().tobytes()).digest() for _, p in policy.named_parameters()]
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        everyone: list = [None] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+        agree = torch.tensor([int(all(other == everyone[0] for other in everyone))])
+        dist.all_reduce(agree, op=dist.ReduceOp.MIN)
+        return bool(agree)
+
+    reports, within = [], []
+    for _ in range(2):
+        with policy.updating():
+            for _ in range(2):
+                update = policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-2)
+                reports.append([update.loss, update.grad_norm])
+                within.append(replicas_agree())
+        assert replicas_agree(), "replicas differ outside of an update"
+    scored = [values.tolist() for values in policy.logprobs([policy.pack([t]) for t in batch])]
+    weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    buckets = sum(len(model.bucket_groups) for model in policy._models)
+    everyone: list = [None] * mesh.world
+    dist.all_gather_object(everyone, weights)
+    mpu.destroy_model_parallel()
+    return {"reports": reports, "within": within, "scored": scored, "weights": everyone, "buckets": buckets}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    device = start_device("cpu")
+    start_process_group(device)
+    optimizer.DistributedDataParallelConfig = functools.partial(  # type: ignore[misc,assignment]
+        optimizer.DistributedDataParallelConfig, bucket_size=BUCKET
+    )
+    cases = json.loads((folder / "cases.json").read_text())
+    results = {name: run(case, folder, device) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        torch.save(results, folder / "results.pt")
+        (folder / "result.json").write_text("{}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""An optimizer of which a share is in host memory makes the same updates, and checkpoints pass to and fro.
+
+Why: Megatron's off-loading optimizer has a way of its own through updates and checkpoints, with traps in it
+(see ``policy/optimizer.py``). Proved: with everything off-loaded, or half, three updates end at the weights,
+main weights and moments of the optimizer on the device, and so does the third after a checkpoint of the
+second was taken up by the other kind, or by another share.
+The CPU passes for both devices here (see ``offload_worker``), so the arithmetic, the dealing out of tensors
+and the checkpoints are Megatron's own and real. Not covered: what the test replaces, which is copies between
+devices, pinned memory and streams; and that anything is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpg_megatron.training.checkpoints import step_folder
+from tests.distributed.spawn import run_ranks
+from tests.distributed.test_resume_layouts import compare, make_resume_case, write_batch
+
+
+def make_offload_case(
+    folder: Path, share: float, data: int, load: str | None, then: list[str | None]
+) -> dict[str, Any]:
+    case = make_resume_case(folder, "distributed", {"data": data}, load, then)
+    case["settings"] |= {
+        "device": "cuda",
+        "precision": {"dtype": "bfloat16"},
+        "memory": {"offload_optimizer": share},
+    }
+    return case
+
+
+@pytest.mark.parametrize(
+    ("data", "share"), [(1, 0.5), *(pytest.param(2, s, marks=pytest.mark.long) for s in (0.5, 1))]
+)
+def test_the_same_updates_and_checkpoints_for_each_other(tmp_path: Path, data: int, share: float) -> None:
+    write_batch(tmp_path)
+
+    def make(of: float, load: str | None, then: list[str | None]) -> dict[str, Any]:
+        return make_offload_case(tmp_path, of, data, load, then)
+
+    cases = {
+        "on the device": make(0, None, [None, "second", "third"]),
+        "off": make(share, None, [None, "off second", "off third"]),
+        "off, from off": make(share, "off second", ["off from off"]),
+        "off, from on": make(share, "second", ["off from on"]),
+        "on, from off": make(0, "off second", ["on from off"]),
+        "another share, from off": make(0.25, "off second", ["another from off"]),
+    }
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    results = run_ranks("offload_worker", data, tmp_path)
+    found = re.findall(r"update: (\d+) off, (\d+) on", (tmp_path / "rank_0.log").read_text())
+    halves = [(int(off), int(on)) for off, on in found]
+    assert len(halves) == 3 + 1 + 1 + 1
+    assert all(off and bool(on) == (share < 1) for off, on in halves[:5]), halves
+    wanted = results["on the device"]
+    for name, reports in results.items():
+        for got, report in zip(reports[::-1], wanted[::-1], strict=False):
+            assert got == pytest.approx(report, rel=1e-5), name
+    made = tmp_path / "distributed"
+    for name in ("off third", "off from off", "off from on", "on from off", "another from off"):
+        compare(step_folder(made / "third", 1), step_folder(made / name, 1), 1e-6)

@@ -1,0 +1,89 @@
+"""Engines and trainer that take turns give, bit for bit, what they give side by side.
+
+Why: an engine that is woken before it has its weights, a moment that is lost on its way to host memory, or a
+checkpoint of a state that is away would each train on without an error. Proved on a CPU with real engines and
+two trainer ranks, fp32: a run of four steps whose engines sleep and wake around every update ends with the
+weights, rollouts, evaluations and metrics of one whose engines stay awake; so does one that was warned in the
+middle, saved, and went on. vLLM's states and routes are its own, but on a CPU its workers keep their memory.
+Not covered: GPUs (tests/gpu), where the memory is really given away.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rpg_megatron.rollout import processes
+from rpg_megatron.training.journal import read_rollouts
+from tests.integration.test_bad_input import Command
+from tests.integration.test_resume import SAME, Run
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+
+STEPS = 4
+SETTINGS = [
+    f"training.steps={STEPS}",
+    "evaluation.every=2",
+    "optimizer.distributed=true",
+]
+COLOCATED = ["engine.colocated=true", "checkpoint={every: 1, keep: 1}"]
+
+
+class ShortRun(Run):
+    """A run of these settings and more."""
+
+    def __init__(self, folder: Path, name: str, *more: str):
+        super().__init__(folder, name)
+        self.more = [*SETTINGS, *more]
+
+    def start(self, *more: str) -> Command:
+        """The command, once more."""
+        return super().start(*self.more, *more)
+
+
+def results(run: Run) -> tuple[list[dict], dict[str, torch.Tensor], list[list[int]]]:
+    rows = [{k: v for k, v in row.items() if k.startswith(SAME)} for row in run.rows()]
+    weights = load_file(run.folder / f"hf/step_{STEPS:06d}/model.safetensors")
+    files = [run.folder / f"rollouts/step_{step:06d}.jsonl.zst" for step in range(1, STEPS + 1)]
+    return rows, weights, [t.response.tolist() for file in files for t in read_rollouts(file)]
+
+
+def assert_same(one: Run, other: Run) -> None:
+    (rows, weights, rollouts), (wanted, others, drawn) = results(one), results(other)
+    assert rollouts == drawn
+    assert rows == wanted
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
+
+
+def test_turns_change_nothing(tmp_path: Path) -> None:
+    side_by_side = ShortRun(tmp_path, "side")
+    in_turns = ShortRun(tmp_path, "turns", *COLOCATED)
+    stopped = ShortRun(tmp_path, "stopped", *COLOCATED)
+    try:
+        for run in (side_by_side, in_turns):
+            run.start()
+            run.finish()
+        log = (in_turns.folder / "logs" / "engine_0.log").read_text()
+        for tags in ("['weights']", "['kv_cache']"):
+            assert log.count(f"wake up the engine with tags: {tags}") == STEPS + 1
+        assert log.count("sleep mode is not supported on CPU") > 0
+        assert all("time/handover" in row for row in in_turns.rows()[1:])
+        assert_same(in_turns, side_by_side)
+        stopped.start()
+        stopped.wait_in_step(2)
+        stopped.warn(signal.SIGUSR1, everyone=False)
+        stopped.start()
+        stopped.finish()
+        assert_same(stopped, side_by_side)
+    finally:
+        for run in (side_by_side, in_turns, stopped):
+            if run.now is not None and run.now.process.poll() is None:
+                processes.send(run.now.sessions if run.now.processes() else [], signal.SIGKILL)
+                run.now.process.wait()
+    assert json.loads((stopped.folder / "summary.json").read_text())["steps"] == STEPS

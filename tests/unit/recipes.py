@@ -1,0 +1,52 @@
+"""The example and recipe files, and how each is cut down to the quickstart's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rpg_megatron.config import Settings, load_settings
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAPER = EXAMPLES / "paper"
+ROWS = sorted(PAPER.glob("table*/*.yaml"))
+H100 = sorted(EXAMPLES.glob("*_dapo_math_*.yaml"))
+REHEARSED = [*sorted(PAPER.glob("table8*/*.yaml")), EXAMPLES / "qwen3_4b_dapo_math_2k.yaml"]
+"""All others are the same runs as one of these when their sizes are overridden."""
+
+SIZES = [
+    f"model.path={EXAMPLES}/quickstart/model",
+    f"data.path={EXAMPLES}/quickstart/train.jsonl",
+    "data.preset=null",
+    "data.chat=false",
+    "data.thinking=null",
+    'data.template="{prompt}"',
+    "data.max_prompt_tokens=32",
+    f"evaluation={{data: {{path: {EXAMPLES}/quickstart/heldout.jsonl, max_prompt_tokens: 32, limit: 8}}}}",
+    "device=cpu",
+    "precision.dtype=float32",
+    "parallel={}",
+    "cluster={}",
+    "bridge={}",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_tokens=48",
+    "training.steps=2",
+    "training.minibatches=2",
+    "training.tokens_per_microbatch=512",
+    "engine={max_sequences: 32, kv_cache_gib: 0.25}",
+    "checkpoint.every=null",
+]
+
+
+def shrink(file: Path) -> list[str]:
+    """The overrides with which a file trains the quickstart's model on one rank.
+
+    Loss, advantage, anchor, optimizer, sampling and reward stay its own.
+    """
+    overlong = load_settings(file).reward.overlong is not None
+    return [*SIZES, "reward.overlong.buffer=8"] if overlong else SIZES
+
+
+def shrunk(file: Path) -> Settings:
+    """A file's settings with its sizes overridden."""
+    return load_settings(file, shrink(file))

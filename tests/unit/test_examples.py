@@ -1,0 +1,228 @@
+"""The examples and the paper's recipes: each is what it says, and fits its cards.
+
+Why: nobody can afford to run them all, so a wrong value would be found by a wrong result, weeks later. The
+tables here were written from the paper (arXiv 2505.17508) and its scripts, not from the files. Not covered:
+whether a row's figure comes out; nothing here has run on GPUs. That each loss of the files trains is shown by
+tests/integration/test_recipe_runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.config import UserError, load_settings, read_model_shape
+from rpg_megatron.launch.nodes import share_of
+from rpg_megatron.launch.plan.plan import make_plan
+from rpg_megatron.launch.preflight import check_model
+from tests.unit.recipes import EXAMPLES, H100, PAPER, REHEARSED, ROWS, shrunk
+
+GIB = 1024**3
+
+# Table -> model, longest response, the buffer of the penalty on long ones, rows.
+QWEN3_ROWS = ["grpo", "dapo", "rpg-ufkl", "rpg-urkl", "rpg-reinforce-ufkl", "rpg-reinforce-urkl"]
+RPG_ROWS = [f"{kind}-{d}" for kind in ("rpg", "rpg-reinforce") for d in ("fkl", "rkl", "ufkl", "urkl")]
+TABLES = {
+    "table3_8k": ("Qwen3-4B-Base", 8192, 2048, QWEN3_ROWS),
+    "table5_4k": ("Qwen3-4B-Base", 4096, 1024, [*QWEN3_ROWS, "reinforce++", "reinforce++-baseline"]),
+    "table6_2k": ("Qwen3-4B-Base", 2048, 512, QWEN3_ROWS),
+    "table8_qwen2.5-7b": (
+        "Qwen2.5-7B-Instruct",
+        2048,
+        512,
+        ["grpo", "dapo", "reinforce++", "reinforce++-baseline", *RPG_ROWS],
+    ),
+}
+# Row -> loss, beta, low and high bound of the clip, advantage, anchor.
+BASELINES = {
+    "grpo": ("grpo", 1e-3, 0.2, 0.2, "grpo", "fixed"),
+    "dapo": ("dapo", None, 0.2, 0.28, "grpo", "old"),
+    "reinforce++": ("reinforce_plus_plus", 1e-4, 0.2, 0.28, "reinforce_plus_plus", "old"),
+    "reinforce++-baseline": ("reinforce_plus_plus", 1e-4, 0.2, 0.28, "reinforce_plus_plus_baseline", "old"),
+}
+RPG = ("rpg", 1e-4, 0.2, 0.28, "rpg", "old")
+
+PARAMETERS = {  # as published
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen3-4B-Base": 4_022_468_096,
+    "Qwen3-8B-Base": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+}
+
+
+def label(file: Path) -> str:
+    return str(file.relative_to(EXAMPLES))
+
+
+def test_every_row_of_the_tables_has_its_file_and_no_other() -> None:
+    named = {f"paper/{table}/{row}.yaml" for table, (*_, rows) in TABLES.items() for row in rows}
+    assert {label(file) for file in ROWS} == named
+    assert len(named) == 32
+
+
+@pytest.mark.parametrize("file", ROWS, ids=label)
+def test_a_row_is_what_the_paper_says(file: Path) -> None:
+    model, response, buffer, _ = TABLES[file.parent.name]
+    row = file.stem
+    loss, beta, low, high, advantage, anchor = BASELINES.get(row, RPG)
+    settings = load_settings(file)
+    objective, optimizer = settings.objective, settings.optimizer
+    assert settings.model.path.resolve() == EXAMPLES / "models" / model
+    assert (objective.type, getattr(objective, "beta", None)) == (loss, beta)
+    assert (objective.clip.kind, objective.clip.low, objective.clip.high, objective.clip.c) == (
+        "dual",
+        low,
+        high,
+        10.0,
+    )
+    if row in RPG_ROWS:
+        estimator, divergence = row.rsplit("-", 1)
+        reinforce = estimator == "rpg-reinforce"
+        assert objective.divergence == divergence
+        assert objective.estimator == ("reinforce" if reinforce else "differentiable")
+        assert objective.kl_placement == ("folded" if reinforce else "additive")
+        assert objective.ratio == "token"
+    if row == "grpo":
+        assert not objective.corrected
+    assert (settings.advantage.type, settings.anchor.type) == (advantage, anchor)
+    assert settings.aggregation.type == "token_mean"
+    assert settings.correction is None
+    assert (settings.data.max_prompt_tokens, settings.rollout.max_response_tokens) == (response, response)
+
+    dynamic, overlong = settings.rollout.dynamic, settings.reward.overlong
+    if row == "grpo":
+        assert dynamic is None
+        assert overlong is None
+    else:
+        assert (dynamic.rounds, dynamic.oversample) == (20, 3.0)
+        assert (overlong.buffer, overlong.factor) == (buffer, 1.0)
+    assert (settings.reward.correct, settings.reward.wrong, settings.reward.format) == (1.0, -1.0, 0.0)
+
+    assert (settings.rollout.prompts_per_step, settings.rollout.samples_per_prompt) == (512, 16)
+    assert (settings.training.minibatches, settings.training.steps) == (16, 400)
+    assert not settings.training.mask_truncated
+    assert (optimizer.type, optimizer.lr, optimizer.warmup_steps) == ("adamw", 1e-6, 10)
+    assert (optimizer.beta1, optimizer.beta2) == (0.9, 0.999)
+    assert (optimizer.weight_decay, optimizer.clip_grad) == (0.1, 1.0)
+    assert (settings.rollout.temperature, settings.precision.dtype) == (1.0, "bfloat16")
+    assert (settings.data.preset, settings.data.too_long) == ("dapo-math-17k", "cut")
+    assert settings.evaluation is not None
+    assert (settings.evaluation.samples, settings.evaluation.temperature) == (32, 1.0)
+    assert settings.evaluation.every == 10
+    assert [part.name for part in settings.evaluation.heldout] == ["aime24", "aime25", "amc23"]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes_are_those_of_the_published_models(name: str) -> None:
+    (file,) = (EXAMPLES / "models" / name).iterdir()
+    assert set(json.loads(file.read_text())) == {
+        "architectures", "dtype", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings",
+        "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps",
+        "rope_theta", "tie_word_embeddings", "vocab_size",
+    } | ({"head_dim"} if "Qwen3" in name else {"use_sliding_window"})  # fmt: skip
+    settings = load_settings(ROWS[0], [f"model.path={file.parent}", "parallel={}"])
+    assert make_plan(settings).parameters == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("file", [*ROWS, *H100], ids=label)
+def test_each_fits_its_cards(file: Path) -> None:
+    plan = make_plan(load_settings(file))
+    assert plan.problems == ()
+    assert (plan.target.device, plan.target.name) == ("cuda", "h100-80")
+    check_margin(plan)
+
+
+def check_margin(plan) -> None:
+    """No figure of a GPU has been measured, so something is left free; and engines hold a real batch."""
+    assert plan.rank_total < plan.target.nbytes - 8 * GIB
+    assert plan.engine.total <= 0.93 * plan.target.nbytes
+    assert plan.engine.full_sequences > 24
+
+
+def documented_layouts() -> list[tuple[str, int, list[str]]]:
+    """Model, number of cards and overrides of each line of the table in examples/README.md."""
+    found = []
+    for line in (EXAMPLES / "README.md").read_text().splitlines():
+        if match := re.fullmatch(r"\| `(\S+)` \| (\d+) \| (.*) \|", line):
+            overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])
+            found.append((match[1], int(match[2]), overrides))
+    return found
+
+
+@pytest.mark.parametrize("length", ["2k", "4k", "8k"])
+@pytest.mark.parametrize(("model", "cards", "overrides"), documented_layouts())
+def test_each_documented_layout_fits_and_fills_its_cards(
+    model: str, cards: int, overrides: list[str], length: str
+) -> None:
+    settings = load_settings(EXAMPLES / f"{model}_dapo_math_{length}.yaml", overrides)
+    plan = make_plan(settings)
+    assert plan.problems == ()
+    check_margin(plan)
+    tensor = settings.parallel.tensor
+    for node in range(nodes := cards // 8):
+        share = share_of(settings, node, nodes)  # refuses what cannot be dealt out
+        assert len(share.ranks) + len(share.engines) * settings.engine.tensor == 8
+        assert len(share.ranks) % tensor == 0  # tensor ranks stay on a node
+
+
+def test_every_example_has_its_layouts_documented() -> None:
+    rows = documented_layouts()
+    assert {file.name.split("_dapo_math")[0] for file in H100} == {model for model, _, _ in rows}
+    assert len(H100) == 12
+    assert {cards for _, cards, _ in rows} == {8, 16, 64}
+    defaults = [(model, cards) for model, cards, overrides in rows if not overrides]
+    assert defaults == [("qwen3_4b", 8), ("qwen2.5_7b", 16), ("qwen3_8b", 16), ("qwen3_32b", 64)]
+
+
+@pytest.mark.parametrize("file", H100, ids=label)
+def test_an_example_has_the_lengths_of_its_name(file: Path) -> None:
+    settings = load_settings(file)
+    response = int(file.stem[-2]) * 1024
+    assert settings.rollout.max_response_tokens == response
+    assert settings.reward.overlong is not None
+    assert settings.reward.overlong.buffer == response // 4
+    assert settings.training.tokens_per_microbatch >= settings.data.max_prompt_tokens + response
+    assert settings.name == file.stem.replace("_", "-")
+    assert settings.evaluation is not None
+    assert {part.data.thinking for part in settings.evaluation.heldout} == {settings.data.thinking}
+    assert {part.data.template for part in settings.evaluation.heldout} == {settings.data.template}
+
+
+def test_names_of_runs_differ() -> None:
+    names = [load_settings(file).name for file in [*ROWS, *H100]]
+    assert len(set(names)) == len(names) == 44
+
+
+def test_with_sizes_overridden_every_file_is_one_of_the_rehearsed_runs() -> None:
+    def run(file: Path) -> str:
+        return shrunk(file).model_copy(update={"name": "run"}).to_yaml()
+
+    rehearsed = {run(file) for file in REHEARSED}
+    assert len(rehearsed) == len(REHEARSED)
+    assert {run(file) for file in [*ROWS, *H100]} == rehearsed
+
+
+def test_plan_of_a_recipe_by_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rpg_megatron.cli", "plan", str(PAPER / "table3_8k" / "rpg-ufkl.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4.02B parameters" in done.stdout
+    assert done.stdout.rstrip().endswith("fits")
+
+
+def test_a_model_that_is_not_there_is_told_from_a_wrong_one(tmp_path: Path) -> None:
+    settings = load_settings(ROWS[0], ["model.path=Qwen/Qwen3-4B-Base"])
+    with pytest.raises(UserError, match=r"not a directory.*downloaded.*plan reads its config.json alone"):
+        make_plan(settings)
+    with pytest.raises(UserError, match=r"Qwen3-32B holds a config.json alone.*model.path="):
+        check_model(EXAMPLES / "models" / "Qwen3-32B")
+    assert read_model_shape(EXAMPLES / "models" / "Qwen3-32B").num_layers == 64
