@@ -16,7 +16,7 @@ import psutil
 
 from rpg_megatron.config import UserError
 from rpg_megatron.launch.jobs import SLURM, check_job, gpus_a_node, read_options, training_script
-from rpg_megatron.launch.supervision import RunFailed, tail
+from rpg_megatron.launch.supervision import Interrupted, RunFailed, tail
 
 if TYPE_CHECKING:
     from nemo_run import Executor, Experiment
@@ -32,7 +32,8 @@ def launch(
 
     kind: one of KINDS. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the job calls.
     dryrun: print what would be run, and keep the files that it names. Raises UserError before anything is
-    submitted if the settings cannot work on so many nodes, RunFailed if a run here or in Docker ends badly.
+    submitted if the settings cannot work on so many nodes, RunFailed if a run here or in Docker ends badly,
+    Interrupted after a signal that came before it had started.
     """
     run = _nemo_run()
     if kind not in KINDS:
@@ -86,8 +87,11 @@ def _signals_passed_on(kind: str) -> Iterator[None]:
     """While a run is under way here, its launcher gets the signals: NeMo-Run would leave it running."""
 
     def pass_on(number: int, _: object) -> None:
-        for child in psutil.Process().children():
+        children = psutil.Process().children()
+        for child in children:
             child.send_signal(number)
+        if not children:
+            raise Interrupted(number)
 
     if kind != "local":
         yield
