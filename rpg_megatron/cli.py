@@ -167,7 +167,7 @@ def launch(
     """
     from rpg_megatron.launch import executors
     from rpg_megatron.launch.nodes import leave_to_first_node
-    from rpg_megatron.launch.supervision import RunFailed
+    from rpg_megatron.launch.supervision import Interrupted, RunFailed
 
     leave_to_first_node("launch")
     try:
@@ -175,6 +175,9 @@ def launch(
     except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
+    except Interrupted as e:
+        print(f"stopped: {e}", file=sys.stderr)
+        raise typer.Exit(e.exit_code) from None
 
 
 @app.command()
