@@ -208,6 +208,7 @@ def build_optimizer(
             part.init_state_fn = _fill_schedule_free
         elif memory.offload_optimizer:
             part.init_state_fn = _fill_offloaded
+            _fill_offloaded(part.optimizer)
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler, which we do not use
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer
@@ -222,7 +223,7 @@ def _fill_schedule_free(optimizer: torch.optim.Optimizer, config: object = None)
 
 
 def _fill_offloaded(optimizer: HybridDeviceOptimizer, config: object = None) -> None:
-    """Likewise; Megatron would make an update with random gradients."""
+    """Likewise. Megatron, if it loads a checkpoint and finds none, makes an update with random gradients."""
     for inner in optimizer.sub_optimizers:
         for group in inner.param_groups:
             for p in group["params"]:
