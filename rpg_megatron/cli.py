@@ -12,6 +12,7 @@ import typer.core
 
 import rpg_megatron
 from rpg_megatron.cli_convert import convert
+from rpg_megatron.cli_eval import evaluate
 from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(convert)
+app.command("eval")(evaluate)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file with the settings of the run.")]
 Overrides = Annotated[
@@ -165,7 +167,7 @@ def launch(
     """
     from rpg_megatron.launch import executors
     from rpg_megatron.launch.nodes import leave_to_first_node
-    from rpg_megatron.launch.supervision import RunFailed
+    from rpg_megatron.launch.supervision import Interrupted, RunFailed
 
     leave_to_first_node("launch")
     try:
@@ -173,6 +175,9 @@ def launch(
     except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
+    except Interrupted as e:
+        print(f"stopped: {e}", file=sys.stderr)
+        raise typer.Exit(e.exit_code) from None
 
 
 @app.command()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,8 @@ from rpg_megatron.data.results import EvalResult
 from rpg_megatron.rewards import spelling
 
 Floats = npt.NDArray[np.float64]
-_CHUNK = 500
-"""Resamples at a time, so that memory stays small however many problems there are."""
+_CHUNK = 1 << 20
+"""Numbers that are drawn at a time, so that memory stays small however many problems there are."""
 
 
 def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
@@ -86,11 +87,45 @@ def bootstrap_intervals(
     table = np.stack(list(values.values()), axis=1)  # [problems, columns]
     problems = len(table)
     rng = np.random.Generator(np.random.PCG64(seed))
-    even = np.full(problems, 1 / problems)
-    sizes = [min(_CHUNK, resamples - start) for start in range(0, resamples, _CHUNK)]
-    means = np.concatenate([rng.multinomial(problems, even, size=size) @ table for size in sizes])
-    edges = np.quantile(means / problems, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    chunk = max(1, _CHUNK // table.size)
+    sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
+    means = [table[rng.integers(problems, size=(size, problems))].mean(axis=1) for size in sizes]
+    edges = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2], axis=0)
     return {key: (float(low), float(high)) for key, low, high in zip(values, *edges, strict=True)}
+
+
+def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
+    """All that is reported of one set, for JSON: ``problems``, ``samples``, and
+
+    - ``metrics``: each metric of ``per_problem`` with its ``value`` and 95% interval ``low`` to ``high``;
+    - ``length``: ``mean``, ``p50``, ``p99`` and ``max``, in tokens, over all responses;
+    - ``truncated``: share of the responses that were cut (``frac``), how many problems have one, and the
+      share of right ones among them (null if there is none);
+    - ``unanswered_frac``: share of the responses in which no answer was found.
+
+    seed: of the bootstrap. Raises ValueError as ``score_results`` does.
+    """
+    values = per_problem(results)
+    intervals = bootstrap_intervals(values, seed=seed)
+    lengths = describe_lengths(results)
+    cut = [c for r in results for c, finish in zip(r.correct, r.finishes, strict=True) if finish == "length"]
+    answers = [answer for r in results for answer in r.extracted]
+    return {
+        "problems": len(results),
+        "samples": len(results[0].correct),
+        "metrics": {
+            key: {"value": float(column.mean()), "low": intervals[key][0], "high": intervals[key][1]}
+            for key, column in values.items()
+        },
+        "length": {name: lengths[f"length_{name}"] for name in ("mean", "p50", "p99")}
+        | {"max": max(length for r in results for length in r.lengths)},
+        "truncated": {
+            "frac": lengths["truncated_frac"],
+            "problems": sum("length" in r.finishes for r in results),
+            "correct_frac": sum(cut) / len(cut) if cut else None,
+        },
+        "unanswered_frac": sum(answer is None for answer in answers) / len(answers),
+    }
 
 
 def pass_at(n: int, right: int, k: int) -> float:
@@ -125,7 +160,7 @@ def write_results(path: Path, results: Sequence[EvalResult]) -> None:
     """Write one JSON object a line for each problem, as a whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for result in results:
             file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
     partial.replace(path)

@@ -16,7 +16,7 @@ import psutil
 
 from rpg_megatron.config import UserError
 from rpg_megatron.launch.jobs import SLURM, check_job, gpus_a_node, read_options, training_script
-from rpg_megatron.launch.supervision import RunFailed, tail
+from rpg_megatron.launch.supervision import Interrupted, RunFailed, tail
 
 if TYPE_CHECKING:
     from nemo_run import Executor, Experiment
@@ -32,7 +32,8 @@ def launch(
 
     kind: one of KINDS. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the job calls.
     dryrun: print what would be run, and keep the files that it names. Raises UserError before anything is
-    submitted if the settings cannot work on so many nodes, RunFailed if a run here or in Docker ends badly.
+    submitted if the settings cannot work on so many nodes, RunFailed if a run here or in Docker ends badly,
+    Interrupted after a signal that came before it had started.
     """
     run = _nemo_run()
     if kind not in KINDS:
@@ -86,8 +87,11 @@ def _signals_passed_on(kind: str) -> Iterator[None]:
     """While a run is under way here, its launcher gets the signals: NeMo-Run would leave it running."""
 
     def pass_on(number: int, _: object) -> None:
-        for child in psutil.Process().children():
+        children = psutil.Process().children()
+        for child in children:
             child.send_signal(number)
+        if not children:
+            raise Interrupted(number)
 
     if kind != "local":
         yield
@@ -148,14 +152,17 @@ def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any, home: 
 
 
 def _start(experiment: Experiment, *, detach: bool) -> None:
-    """Raises UserError if sbatch refuses the job; then nothing of it is kept."""
+    """Raises UserError if the job cannot be submitted or started; then nothing of it is kept."""
+    from docker.errors import DockerException
     from invoke.exceptions import UnexpectedExit
 
     try:
         experiment.run(detach=detach)
-    except UnexpectedExit as e:
+    except (UnexpectedExit, DockerException) as e:
         shutil.rmtree(experiment.jobs[0].executor.experiment_dir, ignore_errors=True)
-        raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
+        if isinstance(e, UnexpectedExit):
+            raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
+        raise UserError(f"Docker: {e}; is its daemon running, and may you use it (docker info)?") from None
 
 
 def _show(experiment: Experiment, kind: str, script: str) -> None:

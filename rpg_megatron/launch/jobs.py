@@ -137,7 +137,7 @@ def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, 
     """Arguments of an executor from KEY=VALUE, values as YAML unless text is wanted.
 
     known: what the executor takes, with types. Raises UserError for what it does not take, and for secrets
-    among ``env_vars``, which anybody could read in the job's script.
+    among ``env_vars``, which others could read in the job's script.
     """
     names = [name for name in known if name not in OURS]
     read: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, 
             raise UserError(f"--option {key}: {text!r}: {first}") from None
     if secret := [name for name in read.get("env_vars", {}) if _SECRET.search(name)]:
         raise UserError(
-            f"--option env_vars: {secret[0]} would stand in the job's script, which others can read; "
-            "export it before: the job takes over this environment"
+            f"--option env_vars: {secret[0]} would stand in files that others can read, the job's script for "
+            "one; export it before, which a job here or of Slurm takes over, or mount a file into a container"
         )
     return read

@@ -41,8 +41,18 @@ class Progress:
     """Receives events and shows them. All of it happens in ``pump``; there is no thread."""
 
     def __init__(
-        self, work: Path, *, steps: int, metrics: Path | None = None, console: Console | None = None
+        self,
+        work: Path,
+        *,
+        steps: int,
+        metrics: Path | None = None,
+        console: Console | None = None,
+        line_seconds: float | None = None,
     ):
+        """line_seconds: without a terminal, say this often how far a phase is; None: only that it begins."""
+        self._line_seconds = line_seconds
+        self._said = 0.0
+        self._begun = (0.0, 0)
         self.console = console or Console(file=sys.stdout)
         self.steps = steps
         self.step = -1
@@ -133,8 +143,17 @@ class Progress:
         new = self._phase is None or self._phase[0] != name
         self._phase = (name, done, total)
         self.text = name
-        if new and self._live is None and not self.started_training:
+        now = time.monotonic()
+        if new:
+            self._begun, self._said = (now, done), now
+        if self._live is not None or self.started_training:
+            return
+        if new:
             self._print(name)
+        elif self._line_seconds is not None and now - self._said >= self._line_seconds:
+            self._said = now
+            pace = (now - self._begun[0]) / max(done - self._begun[1], 1)
+            self._print(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
 
     def _read_metrics(self) -> None:
         """Take the rows whose events were lost: a datagram is, when the queue is full."""

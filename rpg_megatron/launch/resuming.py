@@ -75,7 +75,7 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
         return _make(settings, origin="")
     notes: list[str] = []
     for folder in list_runs(settings):
-        lock = _hold(folder)
+        lock = hold_folder(folder)
         if lock is None:
             continue  # at work in another process
         if (folder / SUMMARY).exists():
@@ -102,7 +102,7 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
 
 def _make(settings: Settings, origin: str | None = None) -> OpenRun:
     folder = create_run(settings)
-    lock = _hold(folder)
+    lock = hold_folder(folder)
     if lock is None:  # another launcher has looked at it in this very moment, and will let go
         lock = (folder / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -157,13 +157,21 @@ def _newest_whole(folder: Path, notes: list[str]) -> Path | None:
     return None
 
 
+def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """What differs between two blocks of plain values: dotted key -> one line that names both."""
+    old, new = _flat(then), _flat(now)
+    return {
+        key: f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
 def _compare(settings: Settings, checkpoint: Path) -> str:
     """What has changed, in words, if it may; UserError if it may not."""
-    then = _flat(yaml.safe_load(resolved_yaml(load_settings(checkpoint / CONFIG))))
-    now = _flat(yaml.safe_load(resolved_yaml(settings)))
-    changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
-    lines = {key: f"{key}: {_text(then.get(key))} -> {_text(now.get(key))}" for key in changed}
-    bad = [lines[key] for key in changed if not any(key == f or key.startswith(f"{f}.") for f in _FREE)]
+    then, now = load_settings(checkpoint / CONFIG), settings
+    lines = list_changes(*(yaml.safe_load(resolved_yaml(each)) for each in (then, now)))
+    bad = [line for key, line in lines.items() if not any(key == f or key.startswith(f"{f}.") for f in _FREE)]
     if bad:
         raise UserError(
             f"{shown(checkpoint)} was written with other settings, which change what is learnt\n  "
@@ -193,8 +201,8 @@ def _rewind(folder: Path, state: dict[str, Any]) -> None:
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
-def _hold(folder: Path) -> IO[str] | None:
-    """The lock of a run's folder; None if another process has it."""
+def hold_folder(folder: Path) -> IO[str] | None:
+    """The lock of a folder; None if another process has it."""
     try:
         lock = (folder / LOCK).open("w")
     except OSError:

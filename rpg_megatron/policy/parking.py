@@ -53,6 +53,9 @@ class Parking:
             storage.resize_(0)
         for model in self._models:
             model.offload_grad_buffers(empty_cache=False)
+            for module in model.modules():
+                # Weights in FP8 that Transformer Engine keeps of a batch; the next one makes them anew.
+                getattr(module, "_fp8_workspaces", {}).clear()
         torch.cuda.empty_cache()  # torch would keep what was freed for itself
         return sum(host.nbytes for _, host in self._away)
 

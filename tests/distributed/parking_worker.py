@@ -41,6 +41,12 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
     parking.leave()
     parking.come_back()
     kept = places == {id(b) for buffers in parking._buffers.values() for b in buffers}
+    here, away = [], []
+    for _ in range(5 if device.type == "cuda" else 0):
+        here.append(torch.cuda.memory_allocated())
+        parking.leave()
+        away.append(torch.cuda.memory_allocated())
+        parking.come_back()
     for trainer in (one, other):
         train(trainer, 2, folder)
     everyone = gather_objects(
@@ -51,6 +57,7 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
             "returned": returned,
             "apart": differing(state(one), state(other)),
             "kept": kept,
+            "memory": [here, away],
         }
     )
     mpu.destroy_model_parallel()
@@ -59,7 +66,7 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    device = start_device("cpu")
+    device = start_device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
     start_process_group(device)
     cases = json.loads((folder / "cases.json").read_text())
     results = {name: measure(case, folder, device) for name, case in cases.items()}

@@ -83,6 +83,7 @@ class Launch:
             "NEMORUN_HOME": str(self.home),
             "RPG_MEGATRON": str(self.echo),
             "WANDB_API_KEY": SECRET,
+            "DOCKER_HOST": f"unix://{folder}/no-docker",
         }
         self.command = [python, "-m", "rpg_megatron.cli", "launch", str(QUICKSTART)]
 
@@ -151,14 +152,18 @@ def test_what_cannot_be_is_one_line(here: Launch) -> None:
         (["-o", "noodes=2"], "has no such setting; did you mean nodes?"),
         (["--executor", "pbs"], "is none of slurm, local, docker"),
         (["--executor", "docker"], "needs an image"),
-        (["-o", f"env_vars={{WANDB_API_KEY: {SECRET}}}"], "WANDB_API_KEY would stand in the job's script"),
+        (["--executor", "docker", "-o", "container_image=x"], "Docker: "),
+        (
+            ["-o", f"env_vars={{WANDB_API_KEY: {SECRET}}}"],
+            "WANDB_API_KEY would stand in files that others can read",
+        ),
     ):
         err = here(*words, "parallel.tensor=1", code=2)
         assert told in err
         assert err.startswith("error: ")
         assert err.count("\n") == 1
         assert SECRET not in err
-    assert not (here.home / "experiments").exists()
+    assert list(here.home.rglob("*.sh")) == []
 
 
 def test_a_dry_run_starts_nothing(here: Launch) -> None:

@@ -129,6 +129,23 @@ def test_conversions_get_their_words(slurm: Slurm, tmp_path: Path, echo: Path) -
     ]
 
 
+@pytest.mark.long
+@needs_slurm
+def test_an_evaluation_gets_its_words_and_goes_on_when_it_was_warned(
+    slurm: Slurm, tmp_path: Path, echo: Path
+) -> None:
+    words = ("a model", "--suite", "aime24,amc23", "-n", "32")
+    job = Job(slurm, tmp_path, "eval", *words, launcher=wanting_to_save(echo))
+    job.wait_for("waiting")
+    slurm.run("scancel", "--signal=USR1", job.number)
+    job.wait_for("requeued")
+    job.wait_for_restart()
+    facts = job.wait_for_end(120)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
+    given = ["<eval>", "<--engines>", "<8>", *(f"<{word}>" for word in words)]
+    assert [line for line in job.said.splitlines() if line[0] == "<"] == 2 * given
+
+
 # -- two launchers -------------------------------------------------------------------------------------------
 
 
@@ -209,7 +226,7 @@ def test_containers_by_one_variable(tmp_path: Path) -> None:
         "CONTAINER_IMAGE": "an image.sqsh",
         "CONTAINER_MOUNTS": "/a b:/a b",
     }
-    for script in ("train_single_node", "train_multi_node", "train_disaggregated", "convert"):
+    for script in ("train_single_node", "train_multi_node", "train_disaggregated", "convert", "eval"):
         environment |= {"SLURM_JOB_NUM_NODES": "2"}
         done = subprocess.run(
             ["bash", ROOT / "slurm" / f"{script}.sbatch", "x"],
@@ -226,7 +243,7 @@ def test_containers_by_one_variable(tmp_path: Path) -> None:
             f"<--container-workdir={tmp_path}>",
             "<--ntasks-per-node=1>",
         } <= set(words)
-        assert words[words.index("<rpg-megatron>") + 1] in ("<train>", "<convert>")
+        assert words[words.index("<rpg-megatron>") + 1] in ("<train>", "<convert>", "<eval>")
 
 
 # -- outside of a job script ---------------------------------------------------------------------------------

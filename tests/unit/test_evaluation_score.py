@@ -1,17 +1,25 @@
 """The numbers of an evaluation.
 
-Why: they are what a run is judged by. pass@k is checked against enumeration of all draws. Not covered:
-sampling.
+Why: they are what a run is judged by. pass@k is checked against enumeration of all draws, the intervals
+against the normal ones and by how often they hold the truth. Not covered: sampling.
 """
 
 import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rpg_megatron.data.results import EvalResult
-from rpg_megatron.evaluation.score import majority_correct, pass_at, score_results, write_results
+from rpg_megatron.evaluation.score import (
+    bootstrap_intervals,
+    describe_set,
+    majority_correct,
+    pass_at,
+    score_results,
+    write_results,
+)
 
 
 def result(answers: list[str | None], gold: str = "1", finishes: list[str] | None = None) -> EvalResult:
@@ -83,7 +91,61 @@ def test_unequal_or_no_results_are_refused() -> None:
 
 def test_results_are_written_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "eval" / "step_000000.jsonl"
-    write_results(path, [result(["1", None]), result(["é"])])
-    rows = [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()]
-    assert [EvalResult(**row) for row in rows] == [result(["1", None]), result(["é"])]
+    write_results(path, [result(["1", None]), result(["é\ud800"])])
+    rows = [json.loads(row) for row in path.read_bytes().splitlines()]
+    assert [EvalResult(**row) for row in rows] == [result(["1", None]), result(["é\ud800"])]
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_intervals_are_those_of_the_normal_distribution_where_that_holds() -> None:
+    values = np.random.default_rng(3).normal(5.0, 2.0, 400)
+    low, high = bootstrap_intervals({"x": values}, seed=1)["x"]
+    half = 1.96 * values.std() / np.sqrt(400)
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.06 * half)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """60 problems, each right with a chance of 0.3: the interval holds 0.3 in about 94 of 100 cases."""
+    rng = np.random.default_rng(5)
+    columns = {str(i): rng.random(60) < 0.3 for i in range(300)}
+    found = [
+        bootstrap_intervals({"x": column.astype(float)}, seed=7, resamples=1000)["x"]
+        for column in columns.values()
+    ]
+    covered = np.mean([low <= 0.3 <= high for low, high in found])
+    assert 0.90 <= covered <= 0.98
+
+
+def test_intervals_by_seed_and_for_all_metrics_from_the_same_draws() -> None:
+    values = np.random.default_rng(1).random(40)
+    columns = {"a": values, "b": values, "c": 1 - values}
+    one, again, other = (bootstrap_intervals(columns, seed=s, resamples=700) for s in (4, 4, 5))
+    assert one == again
+    assert one != other
+    assert one["a"] == one["b"] == pytest.approx((1 - one["c"][1], 1 - one["c"][0]))
+    assert one["a"][0] < values.mean() < one["a"][1]
+
+
+def test_an_interval_of_problems_that_are_all_alike_has_no_width() -> None:
+    for values in (np.ones(5), np.zeros(1)):
+        assert bootstrap_intervals({"x": values}, seed=0)["x"] == (values[0], values[0])
+
+
+def test_all_that_is_reported_of_a_set() -> None:
+    results = [
+        result(["1", "2", None, "1"], finishes=["stop", "length", "length", "stop"]),
+        result(["2", "2", "3", "1"], finishes=["stop", "stop", "stop", "length"]),
+    ]
+    told = describe_set(results, seed=2)
+    assert (told["problems"], told["samples"]) == (2, 4)
+    assert told["metrics"]["avg@4"] == {
+        "value": 3 / 8,
+        "low": 1 / 4,
+        "high": 1 / 2,
+    }  # of two values, the ends
+    assert list(told["metrics"]) == ["avg@4", "pass@1", "pass@2", "pass@4", "maj@4"]
+    assert told["length"] == {"mean": 25.0, "p50": 25.0, "p99": 40.0, "max": 40}
+    assert told["truncated"] == {"frac": 3 / 8, "problems": 2, "correct_frac": 1 / 3}
+    assert told["unanswered_frac"] == 1 / 8
+    assert describe_set([result(["1"])], seed=0)["truncated"]["correct_frac"] is None
+    json.dumps(told)

@@ -417,6 +417,31 @@ def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: 
     assert progress.started_training
 
 
+def test_a_long_phase_says_how_far_it_is_where_that_is_asked(tmp_path: Path):
+    with (tmp_path / "out").open("w") as out:
+        progress = Progress(tmp_path, steps=0, console=Console(file=out, width=40), line_seconds=0.0)
+        sender = EventSender(tmp_path / EVENTS)
+        for done in (0, 2, 4):
+            sender.send({"kind": "phase", "name": "evaluation", "done": done, "total": 4})
+        progress.pump(0.5)
+        progress.close()
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines == ["evaluation", "evaluation 2/4  left 0:00", "evaluation 4/4  left 0:00"]
+
+
+def test_the_summary_tells_of_each_held_out_set(tmp_path: Path):
+    facts = {
+        "accuracy_before": {"aime24": 0.1, "amc23": 0.5},
+        "accuracy_after": {"aime24": 0.2, "amc23": 0.4},
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(facts))
+    lines = [line.split(maxsplit=2) for line in summarise(tmp_path).splitlines() if "before" in line]
+    assert lines == [
+        ["accuracy,", "aime24", "10.0% before, 20.0% after (+10.0 points)"],
+        ["accuracy,", "amc23", "50.0% before, 40.0% after (-10.0 points)"],
+    ]
+
+
 def test_a_step_whose_event_was_lost_is_read_from_the_metrics_and_shown_once(tmp_path: Path):
     metrics, file = tmp_path / "metrics.jsonl", tmp_path / "out"
     with file.open("w") as out:

@@ -86,7 +86,10 @@ def test_options_have_the_executors_types() -> None:
         ("nodes=two", "--option nodes: 'two': Input should be a valid integer"),
         ("ntasks_per_node=8", "has no such setting"),  # one launcher a node
         ("container_mounts=[", "--option container_mounts: '\\['"),
-        ("env_vars={WANDB_API_KEY: x}", "WANDB_API_KEY would stand in the job's script.*export it before"),
+        (
+            "env_vars={WANDB_API_KEY: x}",
+            "WANDB_API_KEY would stand in files that others can read.*export it before",
+        ),
     ],
 )
 def test_options_that_cannot_be(option: str, told: str) -> None:

@@ -25,7 +25,9 @@ from rpg_megatron.config.policy import (
     PrecisionSettings,
 )
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.launch.preflight import check_precision
+from rpg_megatron.launch import preflight
+from rpg_megatron.launch.doctor.gpu import has_gpu
+from rpg_megatron.launch.preflight import check, check_precision
 from rpg_megatron.policy import optimizer, precision
 from rpg_megatron.policy.model import transformer_config
 from rpg_megatron.policy.packed import make_pack
@@ -186,6 +188,20 @@ def test_layers_are_chosen_by_device_precision_and_what_is_installed(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     with pytest.raises(UserError, match=r"A100 has compute capability 8\.0, and FP8 training needs 9\.0"):
         chosen("precision.fp8={}")
+
+
+@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_told_so_in_one_line(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings(config_file, ["device=cuda"])
+    with pytest.raises(UserError, match=r"^device is cuda, but this environment holds .* and not vllm; pip"):
+        check(settings)
+    monkeypatch.setattr(preflight, "check_packages", lambda device: None)
+    with pytest.raises(
+        UserError, match=r"^device is cuda, but this machine has no NVIDIA GPU; set device=cpu"
+    ):
+        check(settings)
 
 
 def test_sizes_that_fp8_does_not_take(tmp_path: Path, checkpoint: Path) -> None:

@@ -27,7 +27,7 @@ from rpg_megatron.launch.report import write_report
 from rpg_megatron.launch.report.health import check_health, find_changes
 from rpg_megatron.launch.report.runs import name_runs, read_run, thin_rows
 from rpg_megatron.launch.report.samples import _parse_rollout, choose_samples
-from rpg_megatron.launch.resuming import _hold
+from rpg_megatron.launch.resuming import hold_folder
 from tests.unit.report_runs import HOSTILE, PROBLEMS, make_run
 
 
@@ -153,14 +153,14 @@ def test_an_empty_run_and_damaged_files_make_a_page_all_the_same(run: Path, tmp_
 
 def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
     folder = rows_of(tmp_path / "run", [{"step": 3}])
-    lock = _hold(folder)
+    lock = hold_folder(folder)
     assert lock is not None
     assert read_run(folder).running
     assert verdicts(folder)["end"] == "good"
     lock.close()
     assert not read_run(folder).running
     assert verdicts(folder)["end"] == "warn"
-    assert _hold(folder) is not None, "a look at a run must not hold it"
+    assert hold_folder(folder) is not None, "a look at a run must not hold it"
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,10 @@ def _warnings(plan: Plan) -> list[str]:
         )
     if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
         found.append("optimizer.distributed cuts nothing with one replica")
+    if plan.settings.engine.colocated:
+        found.append("engine.colocated: engines and trainer share cards, and here each has cards of its own")
+    if plan.settings.precision.fp8 is not None:
+        found.append("precision.fp8: the layers' weights in FP8, up to 2 bytes each, are not counted")
     return found
 
 

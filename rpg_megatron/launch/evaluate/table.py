@@ -1,0 +1,42 @@
+"""What came of an evaluation, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def show_summary(summary: dict[str, Any]) -> str:
+    """The table of all sets: a column for each, percentages with their 95% intervals."""
+    sets: dict[str, dict[str, Any]] = summary["sets"]
+    metrics = list(dict.fromkeys(key for part in sets.values() for key in part["metrics"]))
+    rows = [["", *sets], ["problems", *(f"{part['problems']:,}" for part in sets.values())]]
+    rows += [[key, *(_interval(part["metrics"].get(key)) for part in sets.values())] for key in metrics]
+    for title, key in (("length mean", "mean"), ("length p50", "p50"), ("length p99", "p99")):
+        rows.append([title, *(f"{part['length'][key]:,.0f}" for part in sets.values())])
+    rows.append(["truncated", *(_truncated(part["truncated"]) for part in sets.values())])
+    rows.append(["no answer", *(f"{part['unanswered_frac']:.1%}" for part in sets.values())])
+    if any(part["left_out"] for part in sets.values()):
+        rows.append(["left out or cut", *(_left_out(part["left_out"]) for part in sets.values())])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    head = (
+        f"{summary['model']}\n{summary['samples']} responses to each problem, temperature "
+        f"{summary['temperature']:g}, top-p {summary['top_p']:g}, at most {summary['max_response_tokens']:,} "
+        f"tokens, seed {summary['seed']}\n"
+    )
+    return "\n".join([head, *lines, "", "in %; in brackets 95% intervals, bootstrap over problems"])
+
+
+def _interval(metric: dict[str, float] | None) -> str:
+    if metric is None:
+        return "-"
+    value, low, high = (100 * metric[key] for key in ("value", "low", "high"))
+    return f"{value:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def _truncated(found: dict[str, Any]) -> str:
+    return f"{found['frac']:.1%}, in {found['problems']} problems" if found["problems"] else "none"
+
+
+def _left_out(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {why}" for why, count in counts.items()) or "none"

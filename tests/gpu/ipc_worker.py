@@ -1,0 +1,71 @@
+"""The processes of test_cuda_ipc: a trainer that publishes, and a reader as an engine has one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.plan import Box
+
+
+def publish(folder: Path) -> None:
+    from benchmarks.gpu_policies import SHAPES, build, start
+
+    device, mesh = start("cuda")
+    from rpg_megatron.bridge.cuda_ipc import CudaIpcPublisher
+    from rpg_megatron.bridge.plan import Placement
+
+    shape = SHAPES["tiny"]
+    policy = build(shape, mesh, device, "bf16")
+    bridge = folder / "bridge"
+    bridge.mkdir(mode=0o700)
+    place = Placement(
+        rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
+    )
+    params = policy.served.tensors
+    publisher = CudaIpcPublisher(bridge, place, params, layout_for(shape), torch.bfloat16)
+    command = [sys.executable, "-m", "tests.gpu.ipc_worker", str(folder), "read"]
+    for generation in (1, 2):
+        with torch.no_grad():
+            for p in params.values():
+                p.normal_()
+        manifest = publisher.publish(generation)
+        assert manifest is not None
+        told = json.dumps([manifest.place, generation, {n: t.checksum for n, t in manifest.tensors.items()}])
+        subprocess.run([*command, told], check=True, env=os.environ)
+        wanted = {name: p.detach().cpu() for name, p in params.items()}
+        save_file(wanted, folder / f"wanted_{generation}.safetensors")
+        publisher.retract()
+    publisher.close()
+    (folder / "result.json").write_text("true")
+
+
+def read(folder: Path, told: str) -> None:
+    from rpg_megatron.bridge.reader import ShardReader
+
+    place, generation, sums = json.loads(told)
+    reader = ShardReader(folder / "bridge")
+    manifest = reader.open(place, generation)
+    wanted = [(name, Box.whole(tensor.shape)) for name, tensor in manifest.tensors.items()]
+    found = reader.check(wanted)
+    assert {name: total for name, (total, _) in found.items()} == sums
+    reader.begin()
+    save_file(
+        {name: reader.whole(name).cpu() for name, _ in wanted}, folder / f"read_{generation}.safetensors"
+    )
+    reader.end()
+    reader.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        read(Path(sys.argv[1]), sys.argv[3])
+    else:
+        publish(Path(sys.argv[1]))

@@ -1,0 +1,91 @@
+"""The process of test_fused_layers: models of Transformer Engine's layers, their names and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from benchmarks.gpu_policies import SHAPES, start
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.policy import FP8Settings, ModelSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.policy.checkpoint import load_weights, save_weights
+from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
+
+SHAPE = SHAPES["tiny"]
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": {"qk_norm": False, "qkv_bias": True},
+    "llama": {"qk_norm": False, "tied_embeddings": False},
+}
+
+
+class Builder:
+    """Makes models on one device."""
+
+    def __init__(self, device: torch.device, mesh: Mesh):
+        self.device, self.mesh = device, mesh
+
+    def __call__(self, shape: ModelShape, fp8: FP8Settings | None, *, fused: bool) -> GPTModel:
+        """A model with random weights."""
+        precision = PrecisionSettings(fp8=fp8)
+        config = transformer_config(shape, ParallelSettings(), precision, device=self.device, fused=fused)
+        (model,) = build_model(shape, config, ModelSettings(path=Path()), self.mesh)
+        return model.to(self.device)
+
+
+def names(shape: ModelShape, model: GPTModel) -> list[str]:
+    """What the layout does not know, or has in another shape, or the model lacks."""
+    layout, problems, held = layout_for(shape), [], set()
+    for name, p in named_parameters([model]):
+        if layout.local_shape(name, tensor=1, vocab_multiple=1) != tuple(p.shape):
+            problems.append(f"{name} has shape {tuple(p.shape)}")
+        pieces = layout.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1)
+        held |= {piece.hf_name for piece in pieces}
+    return problems + sorted(held ^ set(layout.hf_tensors()))
+
+
+def same(a: GPTModel, b: GPTModel, build: Builder, folder: Path) -> bool:
+    """Whether b has a's weights after it has loaded a's checkpoint, whoever's layers they are of."""
+    folder.mkdir()
+    save_weights(folder, [a])
+    load_weights(folder, [b], SHAPE.vocab_size)
+    again = folder.with_suffix(".again")
+    again.mkdir()
+    save_weights(again, [b])
+    other = build(SHAPE, None, fused=False)
+    load_weights(again, [other], SHAPE.vocab_size)
+    wanted = build(SHAPE, None, fused=False)
+    load_weights(folder, [wanted], SHAPE.vocab_size)
+    return all(
+        bool((p == q).all())
+        for (_, p), (_, q) in zip(named_parameters([other]), named_parameters([wanted]), strict=True)
+    )
+
+
+def main() -> None:
+    folder, build = Path(sys.argv[1]), Builder(*start("cuda"))
+    found: dict[str, object] = {}
+    for family, changes in FAMILIES.items():
+        shape = replace(SHAPE, family=family, **changes)
+        for recipe in (None, "blockwise", "tensorwise", "delayed"):
+            model = build(shape, FP8Settings(recipe=recipe) if recipe else None, fused=True)
+            found[f"{family} {recipe}"] = names(shape, model)
+    delayed = FP8Settings(recipe="delayed")
+    kinds = {"own": (None, False), "fused": (None, True), "delayed": (delayed, True)}
+    for one, (fp8, fused) in kinds.items():
+        for other, (others, too) in kinds.items():
+            source, target = build(SHAPE, fp8, fused=fused), build(SHAPE, others, fused=too)
+            found[f"{one} -> {other}"] = same(source, target, build, folder / f"{one}-{other}")
+    (folder / "result.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

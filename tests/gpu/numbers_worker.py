@@ -1,0 +1,40 @@
+"""The process of test_numbers_of_recipes: one checkpoint through transformers and the policy's precisions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.gpu_numbers import by_transformers, numbers, policy_of
+from benchmarks.gpu_policies import SHAPES, batch_of, forget, start, write_checkpoint
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    device, mesh = start(sys.argv[2] if len(sys.argv) > 2 else "cuda")
+    shape = replace(SHAPES["tiny"], num_layers=4, hidden_size=256, ffn_hidden_size=512, num_heads=4)
+    model = write_checkpoint(folder / "model", shape)
+    batch = batch_of([40, 300, 123], shape.vocab_size)
+    recipes = ["blockwise", "tensorwise", "delayed", "blockwise+params"] if device.type == "cuda" else []
+    found = {}
+    for name in ("fp32", "bf16", *recipes):
+        forget()
+        found[name] = numbers(policy_of(model, shape, mesh, device, name), batch)
+    gaps = {}
+    for name, base in (("bf16", "fp32"), *((recipe, "bf16") for recipe in recipes)):
+        (logp, grad), (other, others) = found[name], found[base]
+        gaps[name] = [float((logp - other).abs().mean()), float((grad - others).norm() / others.norm())]
+    gaps["transformers"] = [
+        float((by_transformers(model, batch, device) - found["fp32"][0]).abs().mean()),
+        0.0,
+    ]
+    (folder / "result.json").write_text(json.dumps(gaps))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

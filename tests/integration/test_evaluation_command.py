@@ -1,0 +1,176 @@
+"""``rpg-megatron eval`` with a real engine: its figures, ended in the middle and gone on with, nothing left.
+
+Why: the figures are what a model is judged by, so they are computed once more here, from the responses on
+disk and by other means; and an evaluation that is ended must neither lose what it has nor leave processes.
+The quickstart's model. Not covered: GPUs, tensor parallelism, models that need hours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rpg_megatron.rewards import grade
+from tests.integration.test_bad_input import Command, command
+
+__all__ = ["command"]
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+N = 4
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """A small evaluation on two sets that takes a few seconds once its engine is up."""
+    lines = (QUICKSTART / "heldout.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join(lines[:24]))
+    (tmp_path / "b.jsonl").write_text("".join(lines[24:40]))
+    files = ["--data", str(tmp_path / "a.jsonl"), "--data", f"sums={tmp_path / 'b.jsonl'}"]
+    sizes = ["engine.max_sequences=4", "engine.kv_cache_gib=0.25", "--max-response-tokens", "48"]
+    return ["eval", str(QUICKSTART / "model"), *files, *sizes, "--device", "cpu", "-n", str(N), "--seed", "5"]
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    file = folder / f"{name}.jsonl"
+    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def wait_for_results(one: Command, folder: Path, count: int) -> None:
+    end = time.monotonic() + 500
+    while sum(len(rows(folder, name)) for name in ("a", "sums")) < count:
+        assert one.process.poll() is None, one.finish()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def pass_by_enumeration(flags: list[bool], k: int) -> float:
+    draws = list(itertools.combinations(flags, k))
+    return sum(map(any, draws)) / len(draws)
+
+
+def majority(row: dict) -> bool:
+    answers = [a for a in row["extracted"] if a is not None]
+    if not answers:
+        return False
+    votes = Counter(answers)
+    first = max(votes.values())
+    winner = next(a for a in answers if votes[a] == first)
+    return row["correct"][row["extracted"].index(winner)]
+
+
+def assert_figures(told: dict, found: list[dict]) -> None:
+    assert told["problems"] == len(found)
+    expected = {f"avg@{N}": statistics.mean(sum(r["correct"]) / N for r in found)}
+    expected |= {
+        f"pass@{k}": statistics.mean(pass_by_enumeration(r["correct"], k) for r in found) for k in (1, 2, 4)
+    }
+    expected[f"maj@{N}"] = statistics.mean(majority(r) for r in found)
+    assert {key: part["value"] for key, part in told["metrics"].items()} == pytest.approx(expected)
+    for part in told["metrics"].values():
+        assert part["low"] <= part["value"] <= part["high"]
+    lengths = [length for r in found for length in r["lengths"]]
+    assert told["length"] == pytest.approx(
+        {
+            "mean": statistics.mean(lengths),
+            "p50": statistics.median(lengths),
+            "p99": np.quantile(lengths, 0.99),
+            "max": max(lengths),
+        }
+    )
+    assert told["truncated"]["frac"] == sum(f == "length" for r in found for f in r["finishes"]) / len(
+        lengths
+    )
+
+
+def assert_graded(folder: Path, name: str, data: Path) -> None:
+    """Every problem is there once, in order, with its verdicts."""
+    problems = [json.loads(line) for line in data.read_text().splitlines()]
+    found = rows(folder, name)
+    assert [r["prompt_id"] for r in found] == list(range(len(problems)))
+    for row, problem in zip(found, problems, strict=True):
+        assert (row["prompt"], row["answer"]) == (problem["prompt"], problem["answer"])
+        verdicts = [grade(text, problem["answer"]) for text in row["responses"]]
+        assert row["correct"] == [v.correct for v in verdicts]
+        assert row["extracted"] == [v.extracted for v in verdicts]
+
+
+def test_ended_in_the_middle_it_goes_on_and_its_figures_are_right(
+    command, options: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    options += ["--out", str(out)]
+    one: Command = command(*options)
+    wait_for_results(one, out, 3)
+    segments = one.shared_memory()
+    os.kill(one.process.pid, signal.SIGTERM)
+    code, told = one.finish(timeout=120)
+    assert code == 75, told
+    assert "problems graded so far: " in told
+    one.assert_nothing_left()
+    assert [file for file in segments if file.exists()] == []
+    before = {name: rows(out, name) for name in ("a", "sums")}
+    assert 3 <= sum(map(len, before.values())) < 40
+    assert not (out / "summary.json").exists()
+
+    refused: Command = command(*options, "--temperature", "0.5")
+    code, told = refused.finish()
+    assert (code, refused.out.read_text()) == (2, "")
+    assert "evaluation.temperature: 1.0 -> 0.5" in told
+
+    again: Command = command(*options, "--json")
+    code, progress = again.finish(timeout=600)
+    assert code == 0, progress
+    again.assert_nothing_left()
+    summary = json.loads(again.out.read_text())
+    assert summary["folder"] == str(out)
+    for name, data in (("a", "a.jsonl"), ("sums", "b.jsonl")):
+        found = rows(out, name)
+        assert_figures(summary["sets"][name], found)
+        assert_graded(out, name, tmp_path / data)
+        assert all(row in found for row in before[name]), "what was graded is kept, not sampled again"
+    assert summary["sets"]["a"]["metrics"][f"avg@{N}"]["value"] > 0.1, "it has learnt some sums"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["launcher", "evaluator", "engine"])
+def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
+    command, options: list[str], tmp_path: Path, victim: str
+) -> None:
+    whole: Command = command(*options, "--out", str(tmp_path / "whole"))
+    code, told = whole.finish(timeout=600)
+    assert code == 0, told
+    assert "avg@4" in whole.out.read_text()
+    out = tmp_path / "out"
+    options += ["--out", str(out)]
+    one: Command = command(*options)
+    wait_for_results(one, out, 3)
+    pids = {"launcher": one.process.pid}
+    for pid in one.processes():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"rpg_megatron.evaluation.evaluator" in words:
+            pids["evaluator"] = pid
+        if b"vllm.entrypoints.openai.api_server" in words:
+            pids["engine"] = pid
+    os.kill(pids[victim], signal.SIGKILL)
+    code, told = one.finish(timeout=120)
+    assert code == (-9 if victim == "launcher" else 1), told
+    if victim != "launcher":
+        assert "the same command goes on" in told
+        assert ("engine 0 died" if victim == "engine" else "evaluator was killed") in told
+    one.assert_nothing_left(30)
+    again: Command = command(*options, "--engines", "2")
+    code, told = again.finish(timeout=600)
+    assert code == 0, told
+    again.assert_nothing_left()
+    for name in ("a", "sums"):
+        same = [a == b for a, b in zip(rows(tmp_path / "whole", name), rows(out, name), strict=True)]
+        assert sum(same) >= 0.9 * len(same)  # a batch of another size may round another way

@@ -1,0 +1,333 @@
+"""``rpg-megatron eval`` before and between its starts: options, the folder, what is done already.
+
+Why: an evaluation of hours that starts over, or that mixes the responses of two models or two temperatures
+without a word, is worse than none. Not covered: engines and processes (integration/test_evaluation_command).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rpg_megatron import cli
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.data.prompts import Prompt
+from rpg_megatron.data.results import EvalResult
+from rpg_megatron.evaluation.evaluator import SUMMARY
+from rpg_megatron.evaluation.record import append_result, read_results
+from rpg_megatron.evaluation.score import describe_set
+from rpg_megatron.launch.evaluate.folder import Folder, open_folder
+from rpg_megatron.launch.evaluate.request import Request, find_sets, make_request
+from rpg_megatron.launch.evaluate.table import show_summary
+from rpg_megatron.launch.resuming import hold_folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "sums.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(5))
+    )
+    return file
+
+
+@pytest.fixture
+def request_(checkpoint: Path, data: Path) -> Request:
+    return Request(checkpoint, files=[str(data)], samples=4, device="cpu")
+
+
+def prompts(count: int = 3) -> list[Prompt]:
+    return [Prompt(2 * i, f"{i}+{i}=", str(2 * i), np.array([i + 1], np.int32)) for i in range(count)]
+
+
+def result(prompt: Prompt, samples: int = 2) -> EvalResult:
+    texts = [f"Answer: {i}\ud800" for i in range(samples)]  # models write whatever they like
+    flags = [text == f"Answer: {prompt.answer}" for text in texts]
+    return EvalResult(
+        prompt.id,
+        prompt.answer,
+        prompt.text,
+        texts,
+        flags,
+        [None] * samples,
+        [3] * samples,
+        ["stop"] * samples,
+        "s",
+    )
+
+
+# -- results -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_done_is_read_in_the_order_of_the_data(tmp_path: Path) -> None:
+    file, (first, second, third) = tmp_path / "s.jsonl", prompts()
+    assert read_results(file, prompts(), 2) == []
+    for prompt in (third, first):
+        append_result(file, result(prompt))
+    assert read_results(file, prompts(), 2) == [result(first), result(third)]
+    append_result(file, result(second))
+    assert read_results(file, prompts(), 2) == [result(p) for p in prompts()]
+
+
+def test_a_line_that_was_never_finished_is_done_again(tmp_path: Path) -> None:
+    file = tmp_path / "s.jsonl"
+    for prompt in prompts(2):
+        append_result(file, result(prompt))
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for cut in (1, len(lines[1]) // 2, len(lines[1]) - 1):
+        file.write_bytes(lines[0] + lines[1][:cut])
+        assert read_results(file, prompts(), 2) == [result(prompts()[0])]
+        append_result(file, result(prompts()[1]))
+        assert file.read_bytes() == whole
+
+
+def test_results_of_other_problems_are_refused(tmp_path: Path) -> None:
+    file, mine = tmp_path / "s.jsonl", prompts()
+    append_result(file, result(mine[1]))
+    for now in ([mine[0]], [replace(mine[1], text="other")], [replace(mine[1], answer="7")]):
+        with pytest.raises(
+            UserError, match=r"s.jsonl:1: was made from another problem .* choose another --out"
+        ):
+            read_results(file, now, 2)
+
+
+@pytest.mark.parametrize("line", [b"{}", b"[1]", b"\xff", b'{"prompt_id": 0, "answer": "0"}', b"null"])
+def test_damaged_lines_are_named(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "s.jsonl"
+    append_result(file, result(prompts()[0]))
+    file.write_bytes(file.read_bytes() + line + b"\n")
+    with pytest.raises(UserError, match=r"s.jsonl:2: is not a problem with 2 responses; delete the line"):
+        read_results(file, prompts(), 2)
+
+
+# -- the folder ----------------------------------------------------------------------------------------------
+
+
+def opened(request: Request, out: Path | None) -> Folder:
+    settings, label = make_request(request)
+    return open_folder(out, settings, label)
+
+
+def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
+    tmp_path: Path, request_: Request
+) -> None:
+    out = tmp_path / "a" / "b"
+    first = opened(request_, out)
+    assert first.made
+    assert not first.finished
+    with pytest.raises(UserError, match="another evaluation is at work there"):
+        opened(request_, out)
+    first.close()
+    opened(replace(request_, engines=2, overrides=["engine.max_sequences=7"]), out).close()
+    for other, lines in (
+        (replace(request_, samples=8), ["evaluation.samples: 4 -> 8"]),
+        (replace(request_, temperature=0.5, seed=3), ["evaluation.temperature: 1.0 -> 0.5", "seed: 0 -> 3"]),
+        (
+            replace(request_, overrides=["data.template=Q {prompt}"]),
+            ['evaluation.sets.sums.template: "{prompt}" -> "Q {prompt}"'],
+        ),
+        (replace(request_, overrides=["engine.arguments=[--x]"]), ['engine.arguments: [] -> ["--x"]']),
+        (replace(request_, overrides=["reward.type=boxed"]), ['reward.type: "auto" -> "boxed"']),
+    ):
+        with pytest.raises(UserError, match="holds an evaluation with other settings") as caught:
+            opened(other, out)
+        assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == lines
+    assert not opened(request_, out).made
+
+
+def test_other_weights_in_the_same_place_are_refused(
+    tmp_path: Path, request_: Request, make_checkpoint: Callable[..., Path]
+) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    mine = replace(request_, model=model)
+    opened(mine, tmp_path / "out").close()
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    with pytest.raises(UserError, match=r"the model's files have changed since: model\.safetensors"):
+        opened(mine, tmp_path / "out")
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, request_: Request) -> None:
+    (tmp_path / "out").mkdir()
+    opened(request_, tmp_path / "out").close()  # an empty one is not
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"holds thesis\.tex and no evaluation"):
+        opened(request_, other)
+    assert hold_folder(other) is not None, "nobody holds it"
+    with pytest.raises(UserError, match=r"--out: .*thesis\.tex"):
+        opened(request_, other / "thesis.tex")
+
+
+def test_without_a_folder_the_settings_name_it(
+    tmp_path: Path, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = set()
+    for one in (request_, request_, replace(request_, samples=8), replace(request_, engines=3)):
+        folder = opened(one, None)
+        folder.close()
+        names.add(str(folder.path.relative_to(tmp_path)))
+    assert len(names) == 2
+    assert {name.split("-")[0] for name in names} == {"evals/model"}
+
+
+def test_a_new_folder_without_results_can_be_removed(tmp_path: Path, request_: Request) -> None:
+    folder = opened(request_, tmp_path / "out")
+    folder.discard = True
+    folder.close()
+    assert not (tmp_path / "out").exists()
+    folder = opened(request_, tmp_path / "out")
+    folder.discard = True
+    append_result(folder.path / "sums.jsonl", result(prompts()[0]))
+    folder.close()
+    assert folder.graded() == 1
+
+
+def test_what_is_finished_is_shown_without_an_engine(
+    tmp_path: Path, request_: Request, data: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, _ = make_request(request_)
+    opened(request_, tmp_path / "out").close()
+    (tmp_path / "out" / SUMMARY).write_text(json.dumps(summary_of(settings)))
+    options = [
+        str(checkpoint),
+        "--data",
+        str(data),
+        "-n",
+        "4",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *options, "--json"])
+    assert ended.value.code == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["sets"]["sums"]["metrics"]["avg@2"]["value"] == pytest.approx(1 / 6)
+    with pytest.raises(SystemExit):
+        cli.main(["eval", *options])
+    assert "avg@2            16.7 [0.0, 50.0]" in capsys.readouterr().out
+
+
+def summary_of(settings: Settings) -> dict[str, object]:
+    part = describe_set([result(prompt) for prompt in prompts()], 0)
+    part["metrics"]["avg@2"] = {"value": 1 / 6, "low": 0.0, "high": 0.5}
+    return {
+        "model": str(settings.model.path),
+        **{"samples": 4, "temperature": 1.0, "top_p": 1.0, "max_response_tokens": 16, "seed": 0},
+        "sets": {"sums": part | {"left_out": {"too long": 2}}},
+    }
+
+
+def test_the_table_has_a_column_for_each_set(request_: Request) -> None:
+    summary = summary_of(make_request(request_)[0])
+    part = summary["sets"]["sums"]
+    summary["sets"] = {"sums": part, "other": part | {"left_out": {}}}
+    lines = show_summary(summary).splitlines()
+    (accuracy,) = [line for line in lines if line.startswith("avg@2")]
+    assert accuracy.split("  ", 1)[1].count("16.7 [0.0, 50.0]") == 2
+    assert any(line.split()[:5] == ["left", "out", "or", "cut", "2"] for line in lines)
+
+
+# -- options -------------------------------------------------------------------------------------------------
+
+
+def test_suites_and_files_become_sets(tmp_path: Path) -> None:
+    for name in ("aime24.jsonl", "gsm8k_test.jsonl", "mine.jsonl"):
+        (tmp_path / name).touch()
+    assert find_sets("aime24,gsm8k,amc23=x.jsonl", [f"own={tmp_path}/mine.jsonl", "b.parquet"], tmp_path) == [
+        {"name": "aime24", "preset": "aime24", "path": str(tmp_path / "aime24.jsonl")},
+        {"name": "gsm8k", "preset": "gsm8k", "path": str(tmp_path / "gsm8k_test.jsonl")},
+        {"name": "amc23", "preset": "amc23", "path": str(Path("x.jsonl").absolute())},
+        {"name": "own", "path": str(tmp_path / "mine.jsonl")},
+        {"name": "b", "path": str(Path("b.parquet").absolute())},
+    ]
+    assert find_sets("gsm8k", [], None) == [{"name": "gsm8k", "preset": "gsm8k", "split": "test"}]
+
+
+def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
+    tmp_path: Path, request_: Request, config_file: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    run = tmp_path / "runs" / "tiny-001"
+    for step in (2, 10):
+        make_checkpoint(run / "hf" / f"step_{step:06d}")
+    style = "data.template='Q {prompt}'"
+    text = config_file.read_text().replace("train.jsonl", str(tmp_path / "train.jsonl"))
+    (run / "config.yaml").write_text(text + "reward: {type: boxed}\n")
+    for model in (run, run / "hf" / "step_000002"):
+        settings, label = make_request(replace(request_, model=model, overrides=[style]))
+        newest = model == run
+        assert label == ("tiny-001-step_000010" if newest else "tiny-001-step_000002")
+        assert settings.model.path.name == label.removeprefix("tiny-001-")
+        assert settings.reward.type == "boxed"
+        (part,) = settings.evaluation.heldout
+        assert part.data.template == "Q {prompt}"
+        assert settings.precision.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/nowhere", "--data", "DATA"], "MODEL: /nowhere does not exist"),
+        (["DATA", "--data", "DATA"], "is a file"),
+        (["EMPTY", "--data", "DATA"], "holds no config.json"),
+        (["RUN", "--data", "DATA"], "has neither a model in hf/ nor a checkpoint"),
+        (["MEGATRON", "--data", "DATA"], "rpg-megatron convert megatron-to-hf --megatron"),
+        (["MODEL"], "there is nothing to evaluate on; give --suite"),
+        (["MODEL", "--suite", "aime26"], "--suite: 'aime26' is not known; did you mean 'aime2"),
+        (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "holds no file of aime24"),
+        (["MODEL", "--suite", "aime24", "--data-dir", "/nowhere"], "--data-dir: /nowhere is not a folder"),
+        (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are called aime24"),
+        (["MODEL", "--data", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
+        (["MODEL", "--data", "a b.jsonl"], "'a b' is no name for a set; give NAME=a b.jsonl"),
+        (["MODEL", "--data", "DATA", "--temperature", "0", "-n", "2"], "use -n 1"),
+        (["MODEL", "--data", "DATA", "--max-response-tokens", "512"], "512 leave no room for a prompt"),
+        (["MODEL", "--data", "DATA", "data.max_prompt_tokens=500"], "model's 512 positions"),
+        (["MODEL", "--data", "DATA", "--tensor", "3"], "--tensor: tensor=3"),
+        (["MODEL", "--data", "DATA", "--device", "tpu"], "device: "),
+        (["MODEL", "--data", "DATA", "optimizer.lr=1"], "has no effect on an evaluation"),
+        (["MODEL", "--data", "DATA", "data.path=x"], "name the problems with --suite or --data"),
+        (["MODEL", "--data", "DATA", "data.tempalte=x"], "did you mean 'data.template'"),
+        (["MODEL", "--data", "BAD"], "bad.jsonl:2: 'answer' is empty"),
+    ],
+)
+def test_each_mistake_is_one_message(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    data: Path,
+    checkpoint: Path,
+    config_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = {name: tmp_path / name.lower() for name in ("EMPTY", "RUN", "MEGATRON")}
+    for folder in places.values():
+        folder.mkdir()
+    (places["RUN"] / "config.yaml").write_text(config_file.read_text())
+    (places["MEGATRON"] / "metadata.json").write_text("{}")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+1", "answer": ""}\n')
+    places |= {"MODEL": checkpoint, "DATA": data, "BAD": bad}
+    words = [str(places.get(word, word)) for word in arguments]
+    if "--device" not in words:
+        words += ["--device", "cpu"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *words])
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: ")
+    assert said in told.err
+    assert told.err.count("error: ") == 1
+    assert told.out == ""
+    assert not (tmp_path / "evals").exists()
