@@ -28,7 +28,8 @@ run_4b_8k|3 colocated run, 4B shape, 8K responses
 update_4b|4 FP8 against BF16, 4B-shaped layers
 update_8b|4 FP8 against BF16, 8B-shaped layers
 logprobs|4 chunked log-probs against plain ones, 8K x 151,936
-quickstart|5 the quickstart learns on the GPU'
+quickstart|5 the quickstart learns on the GPU, in float32 as on a CPU
+quickstart_bf16|5 the same in BF16, with Transformer Engine'
 
 say() { printf '%s\n' "$*"; }
 fail() { say "error: $*" >&2; exit 2; }
@@ -136,7 +137,7 @@ bench() {
 quickstart() {
     (cd "$RESULTS" && "$PYTHON" -m rpg_megatron.cli train "$ROOT/examples/quickstart.yaml" device=cuda \
         parallel.tensor=1 engine.colocated=true engine.kv_cache_gib=4 bridge.transport=cuda_ipc \
-        "runs=$RESULTS/runs" name=gpu)
+        "runs=$RESULTS/runs" "$@")
 }
 
 part() {
@@ -154,7 +155,8 @@ part() {
         update_4b) bench gpu_update --shape 4b --layers 12 ;;
         update_8b) bench gpu_update --shape 8b --layers 8 ;;
         logprobs) bench gpu_logprobs ;;
-        quickstart) quickstart ;;
+        quickstart) quickstart name=float32 ;;
+        quickstart_bf16) quickstart name=bf16 precision.dtype=bfloat16 ;;
     esac
 }
 

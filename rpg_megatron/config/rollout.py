@@ -68,15 +68,15 @@ class RewardSettings(Section):
 
 
 class DynamicSamplingSettings(Section):
-    """Train on groups with right and wrong responses alone (DAPO): draw prompts until a step is full of them.
-
-    What is over is kept for the next step.
-    """
+    """Train on groups with right and wrong responses alone (DAPO): draw prompts until a step is full."""
 
     rounds: int = Field(20, ge=1)
     """The run stops if a step is not full after so many rounds."""
     oversample: float = Field(1.0, ge=1)
     """Prompts drawn in a round, relative to the groups that are missing."""
+    surplus: Literal["keep", "drop"] = "keep"
+    """Groups that are over. keep: the next step begins with them, though weights before its own sampled them;
+    drop: every step is sampled by its own weights alone, as in the scripts of arXiv 2505.17508."""
 
 
 class RolloutSettings(Section):

@@ -1,7 +1,7 @@
 """Dynamic sampling: which groups a step trains on, how many more prompts it takes, what the next step gets.
 
 A group whose responses are all right or all wrong has advantage 0 and teaches nothing (DAPO). Such groups go;
-prompts are drawn until the step is full. What is over is kept for the next step, where it comes first.
+prompts are drawn until the step is full. What is over comes first in the next step, or is dropped.
 """
 
 from __future__ import annotations
@@ -63,13 +63,12 @@ class Selection:
         """The step's trajectories, groups numbered from 0, and the groups that the next step gets."""
         count = self._settings.prompts_per_step
         used = [replace(t, group=number) for number, group in enumerate(self._groups[:count]) for t in group]
-        return used, self._groups[count:]
+        return used, self._over()
 
     def metrics(self) -> dict[str, float]:
         """``sampling/*``, in groups; empty unless sampling is dynamic."""
         if self._dynamic is None:
             return {}
-        over = max(len(self._groups) - self._settings.prompts_per_step, 0)
         counts = {
             "rounds": self._rounds,
             "generated": self._generated,
@@ -77,10 +76,15 @@ class Selection:
             "all_wrong": self._all_wrong,
             "kept": len(self._groups) - self._before,
             "carried_in": self._before,
-            "carried_over": over,
+            "carried_over": len(self._over()),
         }
         shares = {"sampling/accuracy": self._right / self._responses} if self._responses else {}
         return {f"sampling/{name}": float(count) for name, count in counts.items()} | shares
+
+    def _over(self) -> list[Group]:
+        """What the next step begins with."""
+        drop = self._dynamic is not None and self._dynamic.surplus == "drop"
+        return [] if drop else self._groups[self._settings.prompts_per_step :]
 
     def _starved(self, step: int, rounds: int) -> str:
         easy = self._all_right > self._all_wrong

@@ -4,7 +4,7 @@ Why: a main weight that lost its place among the model's, or a moment that came 
 without an error. Proved with real Megatron over gloo: while they are away nothing of them is left but the
 weights, which still score; after their return, and after the next update, weights, main weights, moments and
 steps are those of a trainer that never parked; host memory is used again. For bfloat16 and float32, where
-main weights are the weights, distributed and plain. Not covered: GPUs, with another memory (tests/gpu).
+main weights are the weights. Not covered: GPUs, with another memory (tests/gpu).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tests.distributed.test_layouts import make_batch, make_case, make_model
 
 CASES = {
     "bfloat16, distributed": ("bfloat16", True),
-    "bfloat16, plain": ("bfloat16", False),
     "float32, distributed": ("float32", True),
 }
 

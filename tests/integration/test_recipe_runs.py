@@ -33,6 +33,11 @@ def test_the_quickstart_model_runs_through(file: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = tmp_path.iterdir()
+    check_run(run, file)
+
+
+def check_run(run: Path, file: Path) -> None:
+    """The folder of a run is that of two steps of this file, and its numbers are sound."""
     settings = load_settings(run / "config.yaml")
     assert run.name == f"{load_settings(file).name}-001"
     assert settings.objective == load_settings(file).objective
@@ -45,6 +50,6 @@ def test_the_quickstart_model_runs_through(file: Path, tmp_path: Path) -> None:
         assert all(math.isfinite(value) for value in row.values())
         assert row["policy/grad_norm"] > 0
         assert ("sampling/kept" in row) == (settings.rollout.dynamic is not None)
-        assert row["mismatch/tokens"] == 0 or row["mismatch/logp_max"] < 1e-3
-    assert steps[0]["mismatch/tokens"] > 0
+        assert row["mismatch/tokens"] > 0 or row["sampling/carried_in"] > 0
+        assert row.get("mismatch/logp_max", 0) < 1e-3
     assert (run / "hf" / "step_000002" / "config.json").is_file()

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "gpu_check.sh"
-PARTS = 15
+PARTS = 16
 PYTHON = """#!/bin/sh
 case "$*" in
     *benchmarks.gpu_update*8b*) echo "no such kernel"; exit 3 ;;

@@ -282,6 +282,18 @@ def test_dynamic_sampling_counts_and_carries_over(settings: Settings) -> None:
 
 
 @pytest.mark.usefixtures("rewards")
+def test_surplus_that_is_dropped_is_never_trained_on(settings: Settings) -> None:
+    batches = run_steps(dynamic(settings, "mixed", oversample=3.0, surplus="drop"), 6)
+    over = 0.0
+    for version, batch in enumerate(batches, 1):
+        m = batch.metrics
+        assert m["sampling/carried_in"] == m["sampling/carried_over"] == 0
+        assert {v for t in batch.trajectories for v in t.versions.tolist()} == {version}
+        over += m["sampling/kept"] - 4
+    assert over > 0  # there was something to drop
+
+
+@pytest.mark.usefixtures("rewards")
 def test_an_easy_mixture_takes_one_round_and_every_seed_is_its_own(settings: Settings) -> None:
     fakes = engines(1)
     sampler = sampler_with(dynamic(settings, "even", oversample=2.0), fakes)
