@@ -45,7 +45,9 @@ def run(case: dict, folder: Path, device: torch.device) -> dict:
 
     policy = Policy(settings, shape, mesh, device, load)
     batch = pickle.loads((folder / "batch.pkl").read_bytes())
-    packs = [policy.pack(micro) for micro in cut_unevenly(batch, case["microbatches"], mesh)]
+    # Megatron counts in the first update how often a gradient is added to; later ones have other numbers.
+    cuts = [cut_unevenly(batch, count, mesh) for count in (case["microbatches"], case["microbatches"] - 4)]
+    minibatches = [[policy.pack(micro) for micro in cut] for cut in cuts]
 
     def replicas_agree() -> bool:
         """Whether the ranks that should hold the same weights do."""
@@ -60,7 +62,7 @@ def run(case: dict, folder: Path, device: torch.device) -> dict:
     reports, within = [], []
     for _ in range(2):
         with policy.updating():
-            for _ in range(2):
+            for packs in minibatches:
                 update = policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-2)
                 reports.append([update.loss, update.grad_norm])
                 within.append(replicas_agree())
