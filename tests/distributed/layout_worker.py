@@ -40,9 +40,8 @@ def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
     return mine + [[]] * (-(-count // mesh.data) - len(mine))
 
 
-def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
+def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.device) -> dict:
     settings = Settings.model_validate(case["settings"])
-    mesh = start_mesh(settings.parallel)
     shape = read_model_shape(settings.model.path)
     layout = layout_for(shape)
 
@@ -119,7 +118,6 @@ def measure(name: str, case: dict, folder: Path, device: torch.device) -> dict:
     dist.all_gather_object(everyone, scored if mesh.reports else {})
     names: list = [None] * mesh.world
     dist.all_gather_object(names, [name for name, _ in policy.named_parameters()])
-    mpu.destroy_model_parallel()
     return {
         "scored": {k: v for part in everyone for k, v in part.items()},
         "after": after,
@@ -141,7 +139,15 @@ def main() -> None:
     for what in ("weights", "gradients"):
         (folder / what).mkdir(exist_ok=True)
     cases = json.loads((folder / "cases.json").read_text())
-    results = {name: measure(name, case, folder, device) for name, case in cases.items()}
+    results: dict[str, dict] = {}
+    cut, mesh = None, None
+    for name, case in cases.items():
+        parallel = Settings.model_validate(case["settings"]).parallel
+        if mesh is None or parallel != cut:  # threads of gloo outlive their groups: no new ones without need
+            if mesh is not None:
+                mpu.destroy_model_parallel()
+            cut, mesh = parallel, start_mesh(parallel)
+        results[name] = measure(name, case, mesh, folder, device)
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -105,7 +105,7 @@ def test_intervals_are_those_of_the_normal_distribution_where_that_holds() -> No
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """60 problems, each right with a chance of 0.3: the interval holds 0.3 in about 94 of 100 cases."""
+    """60 problems, each right with a chance of 0.3: it is 0.3 that the interval should hold."""
     rng = np.random.default_rng(5)
     columns = {str(i): rng.random(60) < 0.3 for i in range(300)}
     found = [

@@ -115,6 +115,8 @@ def test_a_job_that_can_work(config_file: Path, command: str) -> None:
     assert gpus_a_node(settings, 2) == 0
     on_gpus = settings.model_copy(update={"device": "cuda"})
     assert gpus_a_node(on_gpus, 2) == 1 + 2
+    shared = on_gpus.engine.model_copy(update={"colocated": True})
+    assert gpus_a_node(on_gpus.model_copy(update={"engine": shared}), 1) == 2
     apart = on_gpus.cluster.model_copy(update={"trainer_nodes": 1, "engine_nodes": 1})
     assert gpus_a_node(on_gpus.model_copy(update={"cluster": apart}), 2) == 4
 
