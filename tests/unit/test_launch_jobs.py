@@ -52,7 +52,7 @@ def test_the_script_gives_every_word_as_it_was_given(tmp_path: Path, monkeypatch
 
 def test_a_script_that_nemo_run_would_change_is_refused() -> None:
     with pytest.raises(UserError, match="puts its own folder in place of /nemo_run"):
-        training_script(Path("/work/nemo_run_jobs/c.yaml"))
+        training_script(Path("/data/nemo_run_jobs/c.yaml"))
 
 
 # -- what the executor is asked for --------------------------------------------------------------------------
