@@ -70,7 +70,11 @@ def rows_of(run: Path) -> list[dict]:
 
 def mine() -> set[str]:
     """What a run of this test may leave behind."""
-    found = {str(p.pid) for p in psutil.process_iter() if "test_a_run_trains_on" in " ".join(p.cmdline())}
+    found = {  # asked for like this, processes that end meanwhile have no words
+        str(p.pid)
+        for p in psutil.process_iter(["cmdline"])
+        if "test_a_run_trains_on" in " ".join(p.info["cmdline"] or ())
+    }
     return found | {name for name in os.listdir("/dev/shm") if name.startswith("rpg-")}
 
 
