@@ -68,20 +68,20 @@ def rows_of(run: Path) -> list[dict]:
     return [json.loads(row) for row in whole.splitlines()]
 
 
-def mine() -> set[str]:
-    """What a run of this test may leave behind."""
-    found = {  # asked for like this, processes that end meanwhile have no words
-        str(p.pid)
-        for p in psutil.process_iter(["cmdline"])
-        if "test_a_run_trains_on" in " ".join(p.info["cmdline"] or ())
-    }
-    return found | {name for name in os.listdir("/dev/shm") if name.startswith("rpg-")}
+def words_of_processes() -> list[list[str]]:
+    """The command lines of what runs for this test. Asked for like this, ends meanwhile do no harm."""
+    lines = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+    return [words for words in lines if "test_a_run_trains_on" in " ".join(words)]
+
+
+def shared_memory() -> set[Path]:
+    """The folders that this test's run shares between its processes; other runs may be there too."""
+    return {Path(w) for words in words_of_processes() for w in words if w.startswith("/dev/shm/rpg-")}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path: Path) -> None:
-    before = mine()
     run, log = disk / "full-001", tmp_path / "log"
     command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(QUICKSTART), *SETTINGS]
     command += [f"runs={disk}", "name=full"]
@@ -101,6 +101,8 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
     process = start()
     try:
         wait_for(lambda: len(rows_of(run)) >= 3 and bool(list_steps(run)))
+        shared = shared_memory()
+        assert any(place.exists() for place in shared)
         fill(disk, 1_000_000)
         wait_for(lambda: any(row.get("checkpoint/failed") for row in rows_of(run)))
         failed = next(row["step"] for row in rows_of(run) if row.get("checkpoint/failed"))
@@ -114,7 +116,8 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
     told = log.read_text()
     assert "Traceback" not in told, told
     assert "cannot be written ([Errno 28] No space left on device" in told
-    assert mine() <= before
+    assert words_of_processes() == []
+    assert not any(place.exists() for place in shared)
     steps = list_steps(run)
     assert steps
     assert not any(find_problems(place) for place in steps.values())
@@ -126,6 +129,8 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
     command.append(f"training.steps={last + 1}")
     process = start()
     try:
+        wait_for(lambda: bool(shared_memory()))
+        shared = shared_memory()
         assert process.wait(TIMEOUT) == 0, log.read_text()
     finally:
         process.kill()
@@ -133,4 +138,5 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
     assert f"from step {newest};" in log.read_text()
     assert [row["step"] for row in rows_of(run)] == list(range(last + 2))
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest.json", f"step_{last + 1:06d}"]
-    assert mine() <= before
+    assert words_of_processes() == []
+    assert not any(place.exists() for place in shared)
