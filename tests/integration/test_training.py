@@ -238,7 +238,7 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     ]
     command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(QUICKSTART), *overrides]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env=environment(""), check=False
+        command, capture_output=True, text=True, timeout=560, env=environment(""), check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out accuracy" in done.stdout
@@ -295,7 +295,7 @@ def test_real_problems_take_the_same_path(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(config)]
     command += [f"data.path={GSM8K}", f"runs={tmp_path}", "name=gsm8k"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env=environment(""), check=False
+        command, capture_output=True, text=True, timeout=560, env=environment(""), check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "gsm8k-001" / "metrics.jsonl").read_text().splitlines()]
