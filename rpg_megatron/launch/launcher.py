@@ -18,7 +18,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launch.guardian import Guardian
 from rpg_megatron.launch.nodes import free_port, share_of
 from rpg_megatron.launch.progress import Progress
-from rpg_megatron.launch.ranks import RANK, Start, base_environment, rank_starts
+from rpg_megatron.launch.ranks import RANK, Start, base_environment, cluster_environment, rank_starts
 from rpg_megatron.launch.resuming import ORIGIN, open_run
 from rpg_megatron.launch.run_directory import LOGS, METRICS
 from rpg_megatron.launch.summary import shown
@@ -68,6 +68,7 @@ class Run:
     ):
         self._settings = settings
         self._team = team
+        self._share = team.share if team else share_of(settings, 0, 1)
         self._engine_settings = engine_settings or settings
         self._job = job
         self._signals = signals
@@ -125,9 +126,12 @@ class Run:
         self._guardian.dismiss()
 
     def start(self) -> None:
-        """Start all processes at once: each spends its first seconds importing."""
+        """Start all processes at once: each spends its first seconds importing.
+
+        Where they share GPUs the engines come first, and the ranks when those sleep.
+        """
         settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
-        team, share = self._team, self._team.share if self._team else share_of(settings, 0, 1)
+        team, share = self._team, self._share
         token = team.token if team else secrets.token_urlsafe(32)
         elsewhere = team.prepare(self.folder) if team else {}
         write_addresses(work, elsewhere)
@@ -139,6 +143,8 @@ class Run:
                 f"trainer ranks {settings.parallel.world}"
             )
             self._start_rollouts(token, elsewhere)
+            if settings.engine.colocated:
+                self._have_engines_sleep()
         address = team.address if team else "127.0.0.1"
         start = Start(
             folder=str(self.folder),
@@ -173,6 +179,26 @@ class Run:
         sampler = [sys.executable, "-m", SAMPLER, *places]
         self._supervisor.start("sampler", sampler, base_environment(settings, token))
 
+    def _have_engines_sleep(self) -> None:
+        """Wait until all engines are up, and have them give their memory away.
+
+        An engine takes weights, KV cache and a largest batch's activations while it starts, a rank all of its
+        state while it builds: together they may be more than the GPU has, though neither is when it is used.
+        """
+        while len(self._healthy) < len(self._engines):
+            self._progress.pump(0.2)
+            self._check_signals()
+            self._check_nodes()
+            self._check_children()
+            self._check_engines()
+        for engine in self._engines:
+            try:
+                engine.sleep()
+            except RuntimeError as e:
+                end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
+                raise RunFailed(self._keep(f"engine {engine.index} {e}; {end}")) from None
+        self._progress.status("engines sleep; starting trainer ranks")
+
     def _make_engine(self, index: int, token: str) -> EngineProcess:
         return EngineProcess(
             self._engine_settings,
@@ -181,7 +207,8 @@ class Run:
             log=self.folder / LOGS / f"engine_{index}.log",
             bridge_dir=self._workspace.bridge,
             token=token,
-            **(self._team.engine_options(index) if self._team else {}),
+            gpus=self._share.gpus(self._settings, index),
+            extra=cluster_environment(self._team.address) if self._team else None,
         )
 
     def _adopt(self, engine: EngineProcess | RemoteEngine) -> None:
