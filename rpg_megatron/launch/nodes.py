@@ -177,8 +177,8 @@ def _check_colocated(settings: Settings, count: int, each: int, some: int) -> No
     for key in ("trainer_nodes", "engine_nodes"):
         if getattr(settings.cluster, key) not in (None, count):
             raise UserError(
-                f"cluster.{key} ({getattr(settings.cluster, key)}) does not go with engine.colocated, where all "
-                f"{count} nodes of the job train and sample; remove it"
+                f"cluster.{key} ({getattr(settings.cluster, key)}) does not go with engine.colocated, where "
+                f"all {count} nodes of the job train and sample; remove it"
             )
     if engine.tensor > each:
         raise UserError(
@@ -202,8 +202,8 @@ def _check_colocated(settings: Settings, count: int, each: int, some: int) -> No
         }
         if len(held) < parallel.tensor * parallel.pipeline:
             raise UserError(
-                f"bridge.transport {transport} stays within a node, and the {each} trainer ranks of node {node} "
-                f"hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
+                f"bridge.transport {transport} stays within a node, and the {each} trainer ranks of node "
+                f"{node} hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
                 f"{parallel.pipeline}); set it to process_group, or lower one of the two"
             )
 

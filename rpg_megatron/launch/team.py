@@ -18,7 +18,7 @@ import yaml
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launch.control import Host
 from rpg_megatron.launch.nodes import Nodes, share_of
-from rpg_megatron.launch.ranks import Start, cluster_environment
+from rpg_megatron.launch.ranks import Start
 from rpg_megatron.launch.run_directory import LOGS, resolved_yaml
 from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
 from rpg_megatron.rollout.engine import health, put_to_sleep, tail_of

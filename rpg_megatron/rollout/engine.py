@@ -83,7 +83,7 @@ def health(address: Path | str, token: str, timeout: float) -> int | None:
 
 
 def put_to_sleep(address: Path | str, token: str, timeout: float = 120.0) -> None:
-    """Have an engine that serves nobody yet give its weights and KV cache away, until a sync brings weights.
+    """Have an engine that serves nobody yet give weights and KV cache away, until a sync brings new ones.
 
     Raises RuntimeError if it does not.
     """
@@ -166,8 +166,7 @@ def engine_command(
         ]
     elif engine.colocated:
         # vLLM would take a share of the whole GPU, most of which is the trainer's: so the KV cache is given in
-        # bytes. And it would refuse to start where less than that share is free, as after a restart in the
-        # middle of a run.
+        # bytes. And it would refuse to start where less than that share is free, as after a restart.
         command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.05"]
     if engine.quantization is not None:
         command += ["--quantization", engine.quantization]
