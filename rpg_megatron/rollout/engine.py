@@ -165,8 +165,8 @@ def engine_command(
             str(max(context_length(settings), engine.max_sequences, 8192)),
         ]
     elif engine.colocated:
-        # vLLM would take a share of the whole GPU, most of which is the trainer's: so the KV cache is given in
-        # bytes. And it would refuse to start where less than that share is free, as after a restart.
+        # vLLM would take a share of the whole GPU, most of which is the trainer's: so the KV cache is given
+        # in bytes. It would also refuse to start where less than that share is free, as after a restart.
         command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.05"]
     if engine.quantization is not None:
         command += ["--quantization", engine.quantization]

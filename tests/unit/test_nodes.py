@@ -127,9 +127,8 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
         seen = [share.gpus(settings, engine) for engine in share.engines]
         assert seen == [[0, 1, 2, 3], [2, 3, 0, 1]]
     sent = load_settings(config_file, [*on, "parallel.pipeline=4", "bridge.transport=process_group"])
-    assert [[share.gpus(sent, e) for e in share.engines] for share in shares(sent, 2)] == [
-        [[0, 1], [2, 3]]
-    ] * 2
+    for share in shares(sent, 2):
+        assert [share.gpus(sent, engine) for engine in share.engines] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
         ),
         (
             ["engine={tensor: 2, replicas: 4}", "parallel.data=3"],
-            "2 engines of 2 workers a node .* share the GPUs of its 3 trainer ranks; set engine.replicas to 2",
+            "2 engines of 2 workers a node .* share the GPUs of its 3 trainer ranks; .*engine.replicas to 2",
         ),
         (["cluster.engine_nodes=1"], r"cluster.engine_nodes \(1\) does not go with engine.colocated"),
         (

@@ -171,7 +171,7 @@ def test_colocated_engines_have_the_ranks_gpus_and_can_sleep(config_file: Path, 
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2 * 1024**3)
     on_cpu = engine_command(load_settings(config_file, overrides), 0, tmp_path / "e.sock")
     assert "--enable-sleep-mode" not in on_cpu  # vLLM refuses it there
-    with pytest.raises(UserError, match="6 engine workers .* share the GPUs of 4 trainer ranks"):
+    with pytest.raises(UserError, match=r"6 engine workers .* share the GPUs of 4 trainer ranks"):
         load_settings(config_file, [*gpu, "engine.replicas=3", "engine.tensor=2"])
 
 
