@@ -1,13 +1,13 @@
 """Colocated engines on two nodes give, bit for bit, what they give on one.
 
-Why: an engine that was told to sleep but never heard it, or that has the weights of another step, samples on
-without an error. Two launchers on one machine are two nodes: each has folders, a trainer rank and an engine of
-its own; the second engine is reached over TCP, and no node reads the other's memory. Proved with real ranks and
-engines in fp32, two steps with a checkpoint after each, against a run on one node with the same layout:
-rollouts, metrics and final weights are the same bits; all engines sleep and wake as often. Weights travel in
-shared memory within each node, where each holds all of them, and by messages: from ranks of both nodes, where
-each holds half, and from the node's own rank, where that holds all. Not covered: GPUs (so no CUDA IPC, no
-NCCL), two machines.
+Why: an engine that was told to sleep but never heard it, or that has the weights of another step, samples
+on without an error. Two launchers on one machine are two nodes: each has folders, a trainer rank and an
+engine of its own; the second engine is reached over TCP, and no node reads the other's memory. Proved with
+real ranks and engines in fp32, two steps with a checkpoint after each, against a run on one node with the
+same layout: rollouts, metrics and final weights are the same bits; all engines sleep and wake as often.
+Weights travel in shared memory within each node, where each holds all of them, and by messages: from ranks of
+both nodes, where each holds half, and from the node's own rank, where that holds all. Not covered: GPUs (so
+no CUDA IPC, no NCCL), two machines.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
     else:
-        yield ok("memory", f"{gib(plan.rank_total)} a rank planned, for {plan.target.name}")
+        yield ok("memory", f"{gib(plan.need)} a rank planned, for {plan.target.name}")
 
 
 def probe_limits(subject: Subject) -> Iterator[Check]:
