@@ -50,8 +50,9 @@ class Run:
     """Everything that a run holds while it is under way; leaving the context gives it all back.
 
     job: what the ranks do, see ``training/rank.py``. engine_settings: the engines' settings, where they are
-    not the run's. fresh, source: see ``training.train``. console: where progress is shown, if not on stdout.
-    team: the other nodes, if there are some.
+    not the run's. synced: whether engines get the ranks' weights; else they keep what they load. fresh,
+    source: see ``training.train``. console: where progress is shown, if not on stdout. team: the other
+    nodes, if there are some.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Run:
         *,
         job: str = "train",
         engine_settings: Settings | None = None,
+        synced: bool = True,
         fresh: bool = False,
         source: Path | None = None,
         console: Console | None = None,
@@ -69,7 +71,7 @@ class Run:
         self._settings = settings
         self._team = team
         self._share = team.share if team else share_of(settings, 0, 1)
-        self._engine_settings = engine_settings or settings
+        self._engine_settings, self._synced = engine_settings or settings, synced
         self._job = job
         self._signals = signals
         self._opened = open_run(settings, fresh=fresh, source=source)
@@ -143,7 +145,7 @@ class Run:
                 f"trainer ranks {settings.parallel.world}"
             )
             self._start_rollouts(token, elsewhere)
-            if settings.engine.colocated:
+            if settings.engine.colocated and self._synced:
                 self._have_engines_sleep()
         address = team.address if team else "127.0.0.1"
         start = Start(
