@@ -36,7 +36,13 @@ from rpg_megatron.launch.team import RemoteEngine, RemoteRank, Team
 from rpg_megatron.launch.workspace import create_workspace
 from rpg_megatron.rollout import processes
 from rpg_megatron.rollout.engine import EngineProcess, engine_socket, write_addresses
-from rpg_megatron.rollout.lives import begin_life, has_answered, take_request
+from rpg_megatron.rollout.lives import (
+    begin_life,
+    give_turn,
+    has_answered,
+    is_trainers_turn,
+    take_request,
+)
 from rpg_megatron.training.checkpoints import list_steps
 from rpg_megatron.training.stopping import REQUEUE, WARNINGS
 
@@ -82,6 +88,8 @@ class Run:
         # Only training goes on with an engine that comes back; elsewhere its weights would be random.
         self._most_restarts = settings.engine.restarts if job == "train" else 0
         self._restarts: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        """Engines to be started when the ranks leave the GPUs that they share."""
         self._started: dict[int, float] = {}
         self._discard = False
         self._all_started = False
@@ -199,6 +207,7 @@ class Run:
             except RuntimeError as e:
                 end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
                 raise RunFailed(self._keep(f"engine {engine.index} {e}; {end}")) from None
+        give_turn(self._workspace.work, trainers=True)
         self._progress.status("engines sleep; starting trainer ranks")
 
     def _make_engine(self, index: int, token: str) -> EngineProcess:
@@ -327,6 +336,10 @@ class Run:
 
     def _check_engines(self, closely: bool = False) -> None:
         for engine in self._engines:
+            if engine.index in self._waiting:
+                if not is_trainers_turn(self._workspace.work):
+                    self._start_again(engine)
+                continue
             reason = take_request(self._workspace.work, engine.index, self._restarts[engine.index])
             # The exit code says nothing (a dead engine exits with 0), so it is not shown.
             if engine.index in self._healthy and (
@@ -350,20 +363,29 @@ class Run:
             end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
             raise RunFailed(self._keep(f"{reason}{limit}; {end}"))
         self._progress.status(f"warning: {reason}; restart {done + 1} of {most}; log: {shown(engine.log)}")
+        was_up = index in self._healthy or has_answered(self._workspace.work, index, done)
         self._healthy.discard(index)
         engine.stop(grace=0)
         with engine.log.open("a", encoding="utf-8") as log:
             log.write(f"---- {reason}; restart {done + 1} of {most} ----\n")
         self._restarts[index] = done + 1
-        begin_life(self._workspace.work, index, done + 1)
+        # The sampler lets nobody have the GPUs while an engine is starting, so that one may go on trying.
+        if was_up and is_trainers_turn(self._workspace.work):
+            self._waiting.add(index)
+        else:
+            self._start_again(engine)
+
+    def _start_again(self, engine: EngineProcess | RemoteEngine) -> None:
+        self._waiting.discard(engine.index)
+        begin_life(self._workspace.work, engine.index, self._restarts[engine.index])
         engine.start()
         self._adopt(engine)
-        self._started[index] = time.monotonic()
+        self._started[engine.index] = time.monotonic()
 
     def _probe(self) -> None:
         self._probed = time.monotonic()
         for engine in self._engines:
-            if engine.index in self._healthy:
+            if engine.index in self._healthy | self._waiting:
                 continue
             seconds = self._probed - self._started[engine.index]
             life = self._restarts[engine.index]

@@ -303,6 +303,22 @@ def test_an_engine_on_the_other_node_is_restarted_there(pair) -> None:
     assert one.finish() == [130, 1]
 
 
+def test_a_colocated_engine_is_restarted_when_the_ranks_have_left_its_gpu(pair) -> None:
+    dies = "time.sleep(0.5); (here / 'go').unlink(missing_ok=True); os._exit(0)"
+    one = pair(engine_1=dies)
+    one.begin("engine.colocated=true", acts=7)
+    (turn,) = [file for folder in one.folders() for file in folder.glob("trainers-turn")]
+    one.go()
+    wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in one.out(0), 30, one.told)
+    time.sleep(2.0)
+    assert one.acted().count("engine_1") == 1
+    turn.unlink()
+    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
+    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
+    one.launchers[0].send_signal(signal.SIGINT)
+    assert one.finish() == [130, 1]
+
+
 def test_nodes_with_other_settings_are_refused(pair) -> None:
     one = pair()
     one.start(0)
