@@ -57,7 +57,8 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
     else:
-        yield ok("memory", f"{gib(plan.rank_total)} a rank planned, for {plan.target.name}")
+        what = "rank" if plan.card is None else "card"
+        yield ok("memory", f"{gib(plan.need)} a {what} planned, for {plan.target.name}")
 
 
 def probe_limits(subject: Subject) -> Iterator[Check]:
