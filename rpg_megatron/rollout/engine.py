@@ -183,6 +183,9 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if settings.device == "cuda" and settings.precision.dtype == "float32":
+        # vLLM's attention for float32 is written in Triton, whose products would be TF32 otherwise.
+        environment["TRITON_F32_DEFAULT"] = "ieee"
     if settings.device == "cuda":
         # The trainer ranks have the first GPUs, the engines those behind them, or the same ones.
         if first_gpu is None:
