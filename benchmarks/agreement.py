@@ -1,6 +1,6 @@
 """What the grader makes of answers written in other ways: the table of docs/rewards.md.
 
-``python benchmarks/agreement.py DATA`` takes reference answers from the files of GSM8K (test), AIME 2024,
+``python -m benchmarks.agreement DATA`` takes reference answers from the files of GSM8K (test), AIME 2024,
 AIME 2025 and AMC 2023 in the folder DATA, writes each in every way below and prints how often the verdict is
 the one that it should be; ``--write`` puts the table into the page. Both verdicts matter: a grader that takes
 everything would be wrong in the rows of wrong answers.

@@ -1,7 +1,7 @@
 """How long new weights take from the trainers into an engine, and what memory that takes, against two other
 ways.
 
-``python benchmarks/bridge.py`` makes a random bfloat16 model of Qwen2.5-0.5B's shape (988 MB), cuts it over
+``python -m benchmarks.bridge`` makes a random bfloat16 model of Qwen2.5-0.5B's shape (988 MB), cuts it over
 trainer ranks as Megatron does (no training, so no Megatron), starts one real vLLM engine, and syncs it by
 shared memory and by process group. In the same run and with the same engine:
 

@@ -1,6 +1,6 @@
 """What a checkpoint costs training: its time on the critical path against its total, in two ways.
 
-``python benchmarks/checkpoint.py`` builds a random bfloat16 policy with the distributed optimizer on
+``python -m benchmarks.checkpoint`` builds a random bfloat16 policy with the distributed optimizer on
 --tensor x --data ranks of this machine's CPUs (--layers and --hidden set its size), and saves it --repeat
 times each way into a temporary folder (--folder: on the disk that is of interest). Critical is what training
 waits for; total ends when the manifest is written and the checkpoint has its name. Updates are made while a

@@ -1,6 +1,6 @@
 """Peak memory of each process of a checkpoint conversion, against 2 x its own shard + 1 bucket.
 
-``python benchmarks/convert.py`` writes a random bfloat16 model (--layers sets its size) to a temporary
+``python -m benchmarks.convert`` writes a random bfloat16 model (--layers sets its size) to a temporary
 folder, converts it to Megatron and back in several layouts, checks that every tensor is what it was, and
 prints a table. Peak is the resident set at most (VmHWM, mapped files included) less the resident set after
 imports; a bucket is the largest HF file.

@@ -1,6 +1,6 @@
 """Chunked log-probs against plain ones on a GPU: time and peak memory, forward and backward.
 
-``python benchmarks/gpu_logprobs.py``: 8,192 tokens of hidden size 4,096, a vocabulary of 151,936, BF16.
+``python -m benchmarks.gpu_logprobs``: 8,192 tokens of hidden size 4,096, a vocabulary of 151,936, BF16.
 Plain: all logits in float32, log_softmax, gather, the entropy from the same. Median of ten after two; memory
 above what the inputs take. Not yet run on a GPU.
 """

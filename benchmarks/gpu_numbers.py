@@ -1,6 +1,6 @@
 """How far the policy's numbers are apart in BF16 and FP8: log-probs and gradients, against float32 and BF16.
 
-``python benchmarks/gpu_numbers.py`` gives one random checkpoint (``--layers`` of ``--shape``) to transformers
+``python -m benchmarks.gpu_numbers`` gives one random checkpoint (``--layers`` of ``--shape``) to transformers
 in BF16, to the policy in float32 with Megatron's own layers, as on a CPU, and to the policy in BF16 and each
 FP8 recipe with Transformer Engine's. Log-probs: mean and largest difference, in nats, over all tokens.
 Gradients: norm of the difference over the norm, all parameters together. Not yet run on a GPU.

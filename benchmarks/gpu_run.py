@@ -1,6 +1,6 @@
 """A whole run on one GPU that engine and trainer share: where a step's time goes, and whether memory is flat.
 
-``python benchmarks/gpu_run.py --shape 0.6b --response 2048`` makes a random checkpoint of the shape, runs
+``python -m benchmarks.gpu_run --shape 0.6b --response 2048`` makes a random checkpoint of the shape, runs
 ``rpg-megatron train`` on it for a few steps, colocated, and reads the run's metrics. Random weights hardly
 ever sample an end: nearly all responses have full length, and no reward is earned, which costs the same.
 Memory is what nvidia-smi says of the card, all processes together, looked at five times a second; phases are

@@ -1,6 +1,6 @@
 """How fast updates are in FP8 relative to BF16, in one run: forward, backward and optimizer of whole layers.
 
-``python benchmarks/gpu_update.py --shape 4b --layers 12`` times updates of a random model of the shape's
+``python -m benchmarks.gpu_update --shape 4b --layers 12`` times updates of a random model of the shape's
 layers (fewer of them, where the card does not hold all), each of ``--micro`` packs of ``--tokens`` tokens.
 Median of ``--repeat`` updates, after three. MFU is relative to the card's dense BF16 rate, for FP8 too, and
 leaves recomputation out. Not yet run on a GPU.

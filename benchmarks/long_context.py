@@ -1,6 +1,6 @@
 """What packing and the chunked log-prob head save: speed and memory of an update at 1K to 8K tokens.
 
-``python benchmarks/long_context.py`` prints two tables; ``--write`` puts them into docs/long-context.md.
+``python -m benchmarks.long_context`` prints two tables; ``--write`` puts them into docs/long-context.md.
 
 1. Forward and backward passes over the same ragged batches, three ways, on one process and one thread: our
    packed rows, as long as the longest sequence; the same model on rows of four sequences, each padded to the

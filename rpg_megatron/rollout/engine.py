@@ -41,6 +41,7 @@ KEEP_ALIVE_SECONDS = 600
 _ADDRESSES = "engines.json"
 _PLUGIN = "rpg_megatron.bridge.vllm_plugin"
 _TRANSFER = '{"backend": "rpg_pull"}'
+_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _SOCKET_LIMIT = 107  # bytes of a unix socket's path, the closing zero not counted
 _GIB = 1024**3
 # (Worker pid=12) ERROR 01-02 03:04:05 [file.py:6] module.SomeError: what happened
@@ -140,6 +141,10 @@ def engine_command(
     command += ["--disable-uvicorn-access-log"]
     if settings.device == "cpu":
         command += ["--enforce-eager"]
+        if engine.tensor == 1:
+            # vLLM gives even a single CPU worker a process of its own, to bind its threads. Ours are not
+            # bound, and a process less saves its imports at each start and a copy of every batch.
+            command += ["--distributed-executor-backend", _ONE_PROCESS]
         # A prompt that is cut over two batches makes vLLM take back a random number, which a CPU generator
         # cannot do: any seeded request would kill the engine. So prompts go in whole.
         command += ["--no-enable-chunked-prefill"]
@@ -206,6 +211,9 @@ def engine_environment(
             "OMP_WAIT_POLICY": "PASSIVE",
             # vLLM's own binding pins every engine to the same cores and refuses two workers on one NUMA node.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Eager mode still compiles a few small functions of the sampler, with a C++ compiler, longer than
+            # all else of the start takes together.
+            "TORCH_COMPILE_DISABLE": "1",
             # Each sync needs scratch memory as large as the largest module, and memory for packed weights.
             # malloc is to keep what it was given back: new pages from the kernel cost more than the copying.
             "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),

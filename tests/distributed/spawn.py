@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
+import multiprocessing.process
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 HERE = Path(__file__).parent
 
@@ -27,8 +33,14 @@ def free_port() -> int:
             return port
 
 
-def run_ranks(worker: str, world: int, folder: Path, *args: str, timeout: float = 240) -> Any:
-    """Run ``tests/distributed/<worker>.py FOLDER ARGS`` as ``world`` ranks; return FOLDER/result.json."""
+def run_ranks(
+    worker: str, world: int, folder: Path, *args: str, timeout: float = 240, fresh: bool = False
+) -> Any:
+    """Run ``tests/distributed/<worker>.py FOLDER ARGS`` as ``world`` ranks; return FOLDER/result.json.
+
+    Ranks are forked from a process that has imported Megatron and nothing else, which saves most of their
+    start; fresh: each is an interpreter of its own, for what measures memory or wants a GPU.
+    """
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     shared = {
@@ -40,18 +52,63 @@ def run_ranks(worker: str, world: int, folder: Path, *args: str, timeout: float 
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")])),
     }
     logs = [folder / f"rank_{r}.log" for r in range(world)]
-    ranks = []
+    script = (HERE / f"{worker}.py").resolve()
+    ranks: list[Any] = []
     for r, log in enumerate(logs):
-        env = {**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}
-        command = [sys.executable, str(HERE / f"{worker}.py"), str(folder), *args]
-        with log.open("w") as out:
-            ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+        environment = {**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}
+        start = _start_fresh if fresh else _start_forked
+        ranks.append(start(script, [str(folder), *args], environment, log))
+    end = time.monotonic() + timeout
     try:
-        codes = [p.wait(timeout) for p in ranks]
+        codes = [_wait(rank, end) for rank in ranks]
     finally:
-        for p in ranks:
-            p.kill()
-            p.wait()
+        for rank in ranks:
+            rank.kill()
+            _wait(rank, end + 60)
     told = "\n".join(f"--- rank {r}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
     assert codes == [0] * world, told
     return json.loads(result.read_text())
+
+
+def _start_fresh(
+    script: Path, arguments: list[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    with log.open("w") as out:
+        return subprocess.Popen(
+            [sys.executable, str(script), *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def _start_forked(
+    script: Path, arguments: list[str], environment: dict[str, str], log: Path
+) -> multiprocessing.process.BaseProcess:
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["rpg_megatron.policy.runtime", "rpg_megatron.training.run"])
+    rank = server.Process(target=_be_rank, args=(script, arguments, environment, log))
+    rank.start()
+    return rank
+
+
+def _be_rank(script: Path, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """What ``python SCRIPT ARGUMENTS`` does, in a forked process."""
+    with log.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    torch.set_num_threads(1)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _wait(rank: Any, end: float) -> int | None:
+    """Exit code of either kind of process; None if it has none by then."""
+    left = max(0.0, end - time.monotonic())
+    if not isinstance(rank, subprocess.Popen):
+        rank.join(left)
+        return rank.exitcode
+    try:
+        return rank.wait(left)
+    except subprocess.TimeoutExpired:
+        return None

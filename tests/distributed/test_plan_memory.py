@@ -92,7 +92,7 @@ def check(settings: Settings, folder: Path, bridge: Path) -> None:
         "microbatches": microbatches,
     }
     (folder / "case.json").write_text(json.dumps(case))
-    ranks = run_ranks("plan_memory_worker", settings.parallel.world, folder, timeout=550)
+    ranks = run_ranks("plan_memory_worker", settings.parallel.world, folder, timeout=550, fresh=True)
     shape = read_model_shape(settings.model.path)
     told = []
     for found in ranks:

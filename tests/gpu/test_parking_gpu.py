@@ -29,7 +29,7 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     }
     case = make_case(tmp_path / "model", {}, 0, settings)
     (tmp_path / "cases.json").write_text(json.dumps({"one GPU": case}))
-    (rank,) = run_ranks("parking_worker", 1, tmp_path, "cuda")["one GPU"]["ranks"]
+    (rank,) = run_ranks("parking_worker", 1, tmp_path, "cuda", fresh=True)["one GPU"]["ranks"]
     assert rank["returned"] == rank["apart"] == []
     assert rank["released"]
     here, away = rank["memory"]

@@ -102,12 +102,16 @@ def test_command_line(config_file: Path, tmp_path: Path) -> None:
     assert flags["--generation-config"] == "vllm"
     assert flags["--seed"] == "8"
     assert "--enforce-eager" in command
+    assert "--distributed-executor-backend" not in command
+    one = engine_command(load_settings(config_file), 0, tmp_path / "e.sock")
+    assert "UniProcExecutor" in one[one.index("--distributed-executor-backend") + 1]
     assert str(2**28) in command
     assert command[-2:] == ["--swap-space", "0"]
     loaded = engine_command(settings, 1, tmp_path / "e.sock", weights="checkpoint")
     assert loaded[loaded.index("--load-format") + 1] == "auto"
     on_gpu = engine_command(settings.model_copy(update={"device": "cuda"}), 0, tmp_path / "e.sock")
     assert "--enforce-eager" not in on_gpu
+    assert "--distributed-executor-backend" not in on_gpu
     assert "--kv-cache-memory-bytes" not in on_gpu
 
 
@@ -124,6 +128,7 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert not {"VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"} & set(environment)
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["OMP_NUM_THREADS"] == "12"
+    assert environment["TORCH_COMPILE_DISABLE"] == "1"
     assert "secret" not in " ".join(engine_command(settings, 0, tmp_path / "e.sock"))
     more = settings.model_copy(
         update={"engine": settings.engine.model_copy(update={"replicas": 2, "tensor": 2})}
@@ -135,6 +140,7 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert gpu["OMP_NUM_THREADS"] == "64"
     assert gpu["TRITON_F32_DEFAULT"] == "ieee"  # or attention would be in TF32, and the guard stop the run
     assert "TRITON_F32_DEFAULT" not in environment
+    assert "TORCH_COMPILE_DISABLE" not in gpu
 
 
 def test_engines_have_the_gpus_behind_the_ranks(
