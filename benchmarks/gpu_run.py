@@ -109,6 +109,9 @@ def run(config: Path, folder: Path) -> tuple[list[dict[str, Any]], list[float], 
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
             rows = read_rows(folder)
+            for row in rows[len(seen) :]:  # should the run not come to its end, this is all that is known
+                spans = {key: f"{value:.1f} s" for key, value in row.items() if key.startswith("time/")}
+                print(f"step {row['step']}: {spans}, sync {row.get('sync/seconds', 0.0):.2f} s", flush=True)
             seen += [time.time()] * (len(rows) - len(seen))
             time.sleep(0.1)
     rows = read_rows(folder)
@@ -116,7 +119,7 @@ def run(config: Path, folder: Path) -> tuple[list[dict[str, Any]], list[float], 
     watch.close()
     if process.returncode:
         logs = sorted((folder / "runs").glob("*/logs/*.log"))
-        tails = "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in logs)
+        tails = "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-6000:]}" for f in logs)
         raise SystemExit(f"the run ended with {process.returncode}\n{log.read_text()[-3000:]}\n{tails}")
     return rows, seen, watch
 

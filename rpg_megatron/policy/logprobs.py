@@ -63,10 +63,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
             index, mine = _own(targets[part] - ctx.first, rows)
             d_logits.scatter_add_(1, index[:, None], d_logp[part].masked_fill(~mine, 0.0)[:, None])
             d_logits.div_(ctx.temperature)
+            # As precise as the model: a GPU is many times slower at products in float32.
+            d_logits = d_logits.to(weight.dtype)
             if d_hidden is not None:
-                torch.matmul(d_logits.to(weight.dtype), rows, out=d_hidden[part])
-            if d_weight is not None:
-                d_weight[: ctx.valid].addmm_(d_logits.t(), hidden[part].float())
+                torch.matmul(d_logits, rows, out=d_hidden[part])
+            if d_weight is not None and weight.dtype == d_weight.dtype:
+                d_weight[: ctx.valid].addmm_(d_logits.t(), hidden[part])
+            elif d_weight is not None:
+                d_weight[: ctx.valid].add_(torch.matmul(d_logits.t(), hidden[part]))
             del d_logits  # before the next chunk's are made
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 6
 

@@ -205,6 +205,9 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if settings.device == "cuda" and settings.precision.dtype == "float32":
+        # vLLM's attention for float32 is written in Triton, whose products would be TF32 otherwise.
+        environment["TRITON_F32_DEFAULT"] = "ieee"
     if settings.device == "cuda":
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(

@@ -51,6 +51,19 @@ def test_holds_two_chunks_of_logits_at_most(dtype: torch.dtype, entropy: bool) -
     assert torch.Size(watch.largest).numel() == chunk * vocab  # never [tokens, vocab]
 
 
+def test_gradients_in_bfloat16_are_as_good_as_its_products() -> None:
+    torch.manual_seed(3)
+    hidden, weight = torch.randn(300, 64).bfloat16(), (0.2 * torch.randn(1000, 64)).bfloat16()
+    targets = torch.randint(0, 1000, (300,))
+    given = [x.clone().requires_grad_() for x in (hidden, weight)]
+    token_logprobs(*given, targets, temperature=1.0, chunk=64, vocab=1000)[0].sum().backward()
+    exact = [x.double().requires_grad_() for x in (hidden, weight)]
+    logits = exact[0] @ exact[1].t()
+    torch.log_softmax(logits, -1).gather(1, targets[:, None]).sum().backward()
+    for x, y in zip(given, exact, strict=True):
+        assert ((x.grad - y.grad).norm() / y.grad.norm()).item() < 2**-7
+
+
 def test_target_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="outside the vocabulary of 10"):
         token_logprobs(

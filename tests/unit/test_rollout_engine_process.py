@@ -138,6 +138,8 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert engine_environment(fixed, 0, tmp_path, "secret")["OMP_NUM_THREADS"] == "5"
     gpu = engine_environment(settings.model_copy(update={"device": "cuda"}), 0, tmp_path, "secret")
     assert gpu["OMP_NUM_THREADS"] == "64"
+    assert gpu["TRITON_F32_DEFAULT"] == "ieee"  # or attention would be in TF32, and the guard stop the run
+    assert "TRITON_F32_DEFAULT" not in environment
     assert "TORCH_COMPILE_DISABLE" not in gpu
 
 
