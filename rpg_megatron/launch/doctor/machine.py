@@ -114,12 +114,12 @@ def probe_clock(subject: Subject) -> Iterator[Check]:
     """This node's clock against that of the file system, which on a cluster is the file server's."""
     folder = nearest_folder(subject)
     try:
-        with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             before = time.time()
             file.write(b"x")
             file.flush()
             os.fsync(file.fileno())
-            stamp, after = os.stat(file.name).st_mtime, time.time()
+            stamp, after = os.fstat(file.fileno()).st_mtime, time.time()
     except OSError:
         yield not_applicable("clock", f"{folder} cannot be written to")
         return
