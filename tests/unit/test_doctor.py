@@ -2,7 +2,8 @@
 
 Why: the line that is green on a broken machine costs a night in a queue. Everything here is broken for real
 (mounts, limits, sockets, rights, installed versions, shifted clocks) around the real command in a process
-of its own; several things at a time, since each start imports torch. Not covered: a GPU's lines.
+of its own; several things at a time, since each start imports torch. Not covered: a GPU's lines but
+their number.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import yaml
 
 from rpg_megatron.config import load_settings
 from rpg_megatron.launch.doctor.check import Check, Subject, ok, run_probes
+from rpg_megatron.launch.doctor.gpu import probe_gpus
 from rpg_megatron.launch.doctor.job import probe_walltime
 from rpg_megatron.launch.doctor.nodes import Team, find_team, gather_reports, send_report
 from rpg_megatron.launch.doctor.software import requirements
@@ -343,3 +345,21 @@ def _cheap_probes():
     from rpg_megatron.launch.doctor.command import PROBES
 
     return [p for p in PROBES if p[0] != "torch import"]
+
+
+def test_the_gpus_of_a_node_are_counted(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: a\\nGPU 1: b\\n' || echo 580.1, a card, 80 MiB\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for replicas, well in ((1, True), (2, False)):
+        settings = load_settings(
+            config_file, ["device=cuda", "parallel={tensor: 1}", f"engine.replicas={replicas}"]
+        )
+        (found,) = (check for check in probe_gpus(Subject(settings, None)) if check.name == "GPUs")
+        assert (found.verdict == "ok") == well, found

@@ -11,6 +11,7 @@ from pathlib import Path
 from rpg_megatron.config import UserError
 from rpg_megatron.launch.doctor.check import Check, Subject, failed, not_applicable, of_error, ok, warning
 from rpg_megatron.launch.doctor.software import import_torch
+from rpg_megatron.launch.nodes import find_nodes, share_of
 from rpg_megatron.launch.preflight import check_gpus
 
 GPU_LINES = ("driver", "GPUs", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory")
@@ -68,7 +69,8 @@ def probe_gpus(subject: Subject) -> Iterator[Check]:
     yield _driver()
     if subject.settings is not None:
         try:
-            check_gpus(subject.settings)
+            nodes = find_nodes(None, None, None)
+            check_gpus(subject.settings, share_of(subject.settings, nodes.rank, nodes.count))
             yield ok("GPUs", "as many as trainer ranks and engine workers need")
         except UserError as e:
             yield of_error("GPUs", e)
