@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rpg_megatron.bridge.checksum import checksum
-from rpg_megatron.bridge.collective import gather_objects
+from rpg_megatron.bridge.collective import gather_objects, run_together
 from rpg_megatron.bridge.layouts import Layout
 from rpg_megatron.bridge.manifest import Manifest, PublishedBox, PublishedTensor, Shard
 from rpg_megatron.bridge.plan import Holding, Piece, Placement, Source, assign_sources
@@ -21,15 +22,19 @@ Sums = dict[tuple[str, int], int]
 
 @dataclass(frozen=True)
 class Agreement:
-    """The same on every rank, but for ``rank`` itself."""
+    """The same on every rank, or on every rank of a node, but for ``rank`` itself."""
 
     rank: int
     sources: dict[str, list[Source]]
     """For every HF tensor the pieces that make it up, each with the one rank that gives it."""
     shapes: dict[tuple[int, str], tuple[int, ...]]
     """Shape of each parameter, by (rank, Megatron name)."""
-    hosts: dict[int, str]
-    """Host name of each source rank."""
+    twins: dict[int, tuple[int, ...]]
+    """The ranks that hold the same parameters as a source rank does, itself among them."""
+    lead: int
+    """The first of the ranks that agreed: it writes down what they did."""
+    alone: bool
+    """Whether they are all ranks of the run."""
 
     @property
     def ranks(self) -> list[int]:
@@ -38,11 +43,15 @@ class Agreement:
 
     def mine(self) -> list[tuple[str, int, str, Piece]]:
         """What this rank gives: (HF name, index among the tensor's sources, parameter, piece)."""
+        return self.of(self.rank)
+
+    def of(self, rank: int) -> list[tuple[str, int, str, Piece]]:
+        """What a source rank gives; its twins have the same."""
         return [
             (name, i, s.param, s.piece)
             for name, found in self.sources.items()
             for i, s in enumerate(found)
-            if s.rank == self.rank
+            if s.rank == rank
         ]
 
     def sum_boxes(self, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Sums:
@@ -53,20 +62,35 @@ class Agreement:
         }
 
 
-def agree(placement: Placement, params: Mapping[str, torch.Tensor], layout: Layout) -> Agreement:
+def agree(
+    placement: Placement, params: Mapping[str, torch.Tensor], layout: Layout, node: str = ""
+) -> Agreement:
     """Tell all ranks what this one holds. Collective over the default process group.
 
-    params: parameters by Megatron name, layers numbered through the whole model.
-    Raises LayoutError on every rank if the ranks together do not hold the model.
+    params: parameters by Megatron name, layers numbered through the whole model. node: the ranks that give
+    the same agree among themselves, so that each node's engines read from ranks of that node.
+    Raises an error on every rank if the ranks of a node together do not hold the model.
     """
     holding = Holding(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    gathered = gather_objects((holding, socket.gethostname()))
+    gathered = gather_objects((holding, node))
+    peers = [h for h, where in gathered if where == node]
+    sources = run_together(lambda: assign_sources(layout, peers))
+    held: dict[tuple[int, int], list[int]] = {}
+    for h in peers:
+        held.setdefault((h.placement.pipeline_rank, h.placement.tensor_rank), []).append(h.placement.rank)
     return Agreement(
         placement.rank,
-        assign_sources(layout, [h for h, _ in gathered]),
-        {(h.placement.rank, n): s for h, _ in gathered for n, s in h.params},
-        {h.placement.rank: host for h, host in gathered if h.placement.is_source},
+        sources,
+        {(h.placement.rank, n): s for h in peers for n, s in h.params},
+        {min(ranks): tuple(sorted(ranks)) for ranks in held.values()},
+        min(h.placement.rank for h in peers),
+        len(peers) == len(gathered),
     )
+
+
+def node_name(folder: Path) -> str:
+    """Of the node whose processes share a folder: names of machines alone may be alike."""
+    return f"{socket.gethostname()}:{folder}"
 
 
 def describe(

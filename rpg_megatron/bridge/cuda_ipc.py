@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from rpg_megatron.bridge.agreement import Sums, agree, describe
+from rpg_megatron.bridge.agreement import Sums, agree, describe, node_name
 from rpg_megatron.bridge.collective import gather_objects, run_together
 from rpg_megatron.bridge.layouts import Layout
 from rpg_megatron.bridge.manifest import MANIFEST, Manifest, Shard, write_private
@@ -45,31 +45,33 @@ class CudaIpcPublisher:
         """folder: private folder for the manifest, the engines' RPG_BRIDGE_DIR.
 
         params: live parameters of element type ``dtype`` by Megatron name, on a GPU.
-        Raises UserError if ranks sit on different machines or parameters are of another type; LayoutError if
-        the ranks together do not hold the model.
+        On several nodes each has all of the weights, and a folder of its own.
+        Raises UserError if parameters are of another type, LayoutError if the ranks of a node together do not
+        hold the model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
         self.placement, self.layout, self.dtype = placement, layout, dtype
         self._params = params
-        self._agreement = agree(placement, params, layout)
-        if len(set(self._agreement.hosts.values())) > 1:
-            raise UserError(
-                "weights lie on several machines; CUDA IPC reaches one: set bridge.transport to process_group"
-            )
+        self._agreement = agree(placement, params, layout, node_name(self.folder))
         self._handles: dict[int, str] = {}
         run_together(self._check_types)
 
     @torch.no_grad()
     def publish(self, generation: int) -> Manifest | None:
-        """Let engines read the present weights; returns the manifest on rank 0, else None."""
+        """Let engines read the present weights; returns the manifest on rank 0, else None.
+
+        On several nodes it is that of the first one.
+        """
 
         def own() -> tuple[Sums, list[Shard], dict[str, tuple[int, int]]]:
             torch.cuda.synchronize()
             return self._agreement.sum_boxes(self._params, self.dtype), *self._shards()
 
         gathered = gather_objects((self.placement.rank, *run_together(own)))
-        if self.placement.rank != 0:
+        if self.placement.rank != self._agreement.lead:
             return None
+        sources = set(self._agreement.ranks)
+        gathered = [part for part in gathered if part[0] in sources]
         shards: list[Shard] = []
         where: dict[tuple[int, str], tuple[int, int]] = {}
         for rank, _, held, places in gathered:
@@ -85,15 +87,16 @@ class CudaIpcPublisher:
             where,
             {rank: found for rank, found, _, _ in gathered},
             transport="cuda_ipc",
-            place={"manifest": str(path)},
+            # On several nodes each engine looks into its own folder.
+            place={"manifest": str(path) if self._agreement.alone else MANIFEST},
             generation=generation,
         )
         write_private(path, manifest.to_json())
-        return manifest
+        return manifest if self.placement.rank == 0 else None
 
     def retract(self) -> None:
         """From here on the weights may change: engines that still read notice it."""
-        if self.placement.rank == 0:
+        if self.placement.rank == self._agreement.lead:
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rpg_megatron.bridge.agreement import agree, describe
+from rpg_megatron.bridge.agreement import agree, describe, node_name
 from rpg_megatron.bridge.collective import gather_objects, run_together
 from rpg_megatron.bridge.layouts import Layout
 from rpg_megatron.bridge.link import SENDER, Link, LinkError, Meeting
@@ -34,7 +35,8 @@ def inbox(generation: int, rank: int) -> str:
 class GroupPublisher:
     """Serves this rank's parameters to whoever asks, from ``publish`` until ``retract``.
 
-    Every rank constructs one and calls every method in the same order; only sources serve.
+    Every rank constructs one and calls every method in the same order; only sources serve, and with colocated
+    engines the ranks that hold the same as they do.
     """
 
     def __init__(
@@ -47,25 +49,35 @@ class GroupPublisher:
         *,
         timeout: float,
         bucket_bytes: int,
+        colocated_in: Path | None = None,
     ) -> None:
         """Agree on who gives what; rank 0 starts the store at ``address``, one of its own.
 
         params: live parameters by Megatron name. dtype: what engines are to receive. timeout: seconds that a
-        message may take. bucket_bytes: memory for messages under way, at each worker.
+        message may take. bucket_bytes: memory for messages under way, at each worker. colocated_in: the
+        RPG_BRIDGE_DIR of this node's engines, if those are on the trainers' devices. NCCL refuses two ends on
+        one GPU ("Duplicate GPU detected"), so messages then go through host memory, over gloo; and workers
+        ask the ranks of their own node for whatever those hold.
         """
         self.placement, self.layout, self.dtype = placement, layout, dtype
         self._params = params
         self._device = next((p.device for p in params.values()), torch.device("cpu"))
         self._agreement = agree(placement, params, layout)
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        backend = "nccl" if self._device.type == "cuda" and colocated_in is None else "gloo"
         hosted = run_together(
             lambda: Meeting.host(address, timeout=timeout, backend=backend) if placement.rank == 0 else None
         )
-        place = gather_objects(hosted.place | {"bucket_bytes": bucket_bytes} if hosted else None)[0]
+        nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "")
+        twins = self._agreement.twins if colocated_in else {}
+        near = {str(source): [(rank, nodes[rank]) for rank in ranks] for source, ranks in twins.items()}
+        known = {"bucket_bytes": bucket_bytes, "twins": near}
+        place = gather_objects(hosted.place | known if hosted else None)[0]
         self._meeting = run_together(lambda: hosted or Meeting.join(place))
         self._meeting.place = place
+        self._source = next((s for s, ranks in twins.items() if placement.rank in ranks), placement.rank)
+        """The rank whose part this one serves: its own, or that of one that holds the same."""
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
-        for name, _, param, piece in self._agreement.mine():
+        for name, _, param, piece in self._agreement.of(self._source):
             self._pieces.setdefault(name, []).append((param, piece))
         sizes = dict.fromkeys(self._agreement.ranks, 0)
         for found in self._agreement.sources.values():
@@ -82,8 +94,8 @@ class GroupPublisher:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what this rank gives; 0 for ranks that are no source."""
-        return next((s.size for s in self._shards if s.rank == self.placement.rank), 0)
+        """Bytes of what this rank gives; 0 for ranks that nobody asks."""
+        return next((s.size for s in self._shards if s.rank == self._source), 0)
 
     @torch.no_grad()
     def publish(self, generation: int) -> Manifest | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,10 +30,10 @@ from rpg_megatron.bridge.stream import Bucket, Part, largest, plan_streams, room
 class GroupReader:
     """Reads publications of a ``GroupPublisher``; see ``Reader`` for the contract."""
 
-    def __init__(self, device: torch.device) -> None:
-        """device: where slices arrive; the engine's for NCCL, the CPU for gloo."""
+    def __init__(self, device: torch.device, node: str = "") -> None:
+        """device: where slices go, the engine's. node: its ``node_name``, to find trainer ranks nearby."""
         self.manifest: Manifest | None = None
-        self._device = device
+        self._device, self._node = device, node
         self._meeting: Meeting | None = None
         self._name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._links: dict[int, _Receiver] = {}
@@ -112,7 +113,7 @@ class GroupReader:
         manifest = self._opened()
         for shard, part in split_box(manifest, hf_name, wanted, self._most):
             try:
-                raw = self._links[shard].take(part)
+                raw = self._links[shard].take(part).to(self._device)  # over gloo it is in host memory
             except LinkError as e:
                 raise ShardError(f"{manifest.shards[shard]} broke off at {hf_name}: {e}") from None
             values = raw.view(torch_dtype(manifest.tensors[hf_name].dtype)).view(part.box.extent)
@@ -168,11 +169,20 @@ class GroupReader:
     def _ask(self, shard: int, request: dict[str, Any]) -> None:
         assert self._meeting is not None
         manifest = self._opened()
-        key = inbox(manifest.generation, manifest.shards[shard].rank)
+        key = inbox(manifest.generation, self._nearest(manifest.shards[shard].rank, manifest.place))
         try:
             self._meeting.ask(key, request)
         except RuntimeError as e:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
+
+    def _nearest(self, source: int, place: dict[str, Any]) -> int:
+        """The rank to ask for what a source rank gives: of those that hold the same, one of this node; else
+        another one for each worker, so that not all ask the first.
+        """
+        twins = place.get("twins", {}).get(str(source), [(source, "")])
+        near = [rank for rank, node in twins if node == self._node]
+        ranks = near or [rank for rank, _ in twins]
+        return int(ranks[zlib.crc32(self._name.encode()) % len(ranks)])
 
     def _hang_up(self) -> None:
         for receiver in self._links.values():

@@ -116,11 +116,12 @@ class Link:
 
     def __init__(self, meeting: Meeting, name: str, side: int, device: torch.device) -> None:
         self._peer = 1 - side
-        self._device = device
+        self._device, self._pinned = device, False
         timeout = timedelta(seconds=float(meeting.place["timeout"]))
         store = dist.PrefixStore(f"link/{name}", meeting.store)
         try:
             if meeting.place["backend"] == "gloo":
+                self._device, self._pinned = torch.device("cpu"), device.type == "cuda"
                 options = dist.ProcessGroupGloo._Options()
                 options._devices = [_gloo_device(str(meeting.place["address"]))]
                 options._timeout = timeout
@@ -134,8 +135,10 @@ class Link:
             raise LinkError(f"no connection: {_first_line(e)}") from None
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory that messages can be sent from and received into: uint8, on the device."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        """Memory that messages can be sent from and received into: uint8, on the device or, over gloo, host
+        memory.
+        """
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
 
     def send(self, message: torch.Tensor) -> Any:
         """Begin to send a contiguous tensor; ``finish`` the result before it is changed."""

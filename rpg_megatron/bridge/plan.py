@@ -114,11 +114,6 @@ class Placement:
     vocab_multiple: int
     """The vocabulary is padded so that each tensor rank holds a multiple of so many rows."""
 
-    @property
-    def is_source(self) -> bool:
-        """Whether this process sends weights: its data- and context-parallel peers hold the same ones."""
-        return self.data_rank == 0 and self.context_rank == 0
-
 
 @dataclass(frozen=True)
 class Holding:
@@ -179,17 +174,16 @@ def local_pieces(layout: Layout, placement: Placement, param: str, shape: Sequen
 def assign_sources(layout: Layout, holdings: Iterable[Holding]) -> dict[str, list[Source]]:
     """For every HF tensor the pieces that make it up, each with one owner; in ``layout.hf_tensors()`` order.
 
-    What several ranks hold alike (norms under tensor parallelism, a tied output layer on the last stage)
-    is taken from the first of them, by stage, then tensor rank. The same holdings give every rank the
-    same answer.
+    What several ranks hold alike (norms under tensor parallelism, a tied output layer on the last stage,
+    everything under data and context parallelism) is taken from the first of them, by stage, then tensor
+    rank. The same holdings give every rank the same answer.
     Raises LayoutError if a tensor is incomplete, or a parameter has an unexpected name or shape.
     """
     sources: dict[str, dict[Box, Source]] = {name: {} for name in layout.hf_tensors()}
-    order = sorted(
-        (h for h in holdings if h.placement.is_source),
-        key=lambda h: (h.placement.pipeline_rank, h.placement.tensor_rank, h.placement.rank),
-    )
-    for holding in order:
+    first: dict[tuple[int, int], Holding] = {}
+    for holding in sorted(holdings, key=lambda h: h.placement.rank):
+        first.setdefault((holding.placement.pipeline_rank, holding.placement.tensor_rank), holding)
+    for _, holding in sorted(first.items()):
         for param, shape in holding.params:
             for piece in local_pieces(layout, holding.placement, param, shape):
                 if piece.hf_name not in sources:

@@ -52,11 +52,13 @@ def open_publisher(
     dtype: torch.dtype,
     *,
     adopt: bool,
+    colocated: bool = False,
 ) -> Publisher:
     """The publisher of the configured transport; see ``SharedMemoryPublisher``, ``CudaIpcPublisher``,
     ``GroupPublisher``.
 
-    folder: the engines' RPG_BRIDGE_DIR. adopt: whether parameters may be moved into shared memory for good.
+    folder: RPG_BRIDGE_DIR of this node's engines. adopt: whether parameters may be moved into shared memory
+    for good. colocated: engines are on the trainers' devices, on every node.
     """
     if settings.transport == "process_group":
         from rpg_megatron.bridge.group_publisher import GroupPublisher
@@ -69,6 +71,7 @@ def open_publisher(
             dtype,
             timeout=settings.timeout,
             bucket_bytes=settings.bucket_mib * 1024**2,
+            colocated_in=folder if colocated else None,
         )
     if settings.transport == "cuda_ipc":
         from rpg_megatron.bridge.cuda_ipc import CudaIpcPublisher

@@ -104,7 +104,7 @@ class ShardReader:
         self.manifest: Manifest | None = None
         self._maps: dict[Path, _Mapped] = {}
         self._files: list[torch.Tensor] = []
-        self._written = 0
+        self._path, self._written = self.root, 0
         self._opened_gpu: dict[str, torch.Tensor] = {}
 
     def open(self, place: dict[str, Any], generation: int) -> Manifest:
@@ -113,7 +113,7 @@ class ShardReader:
         Raises ShardError with the reason; views of an earlier publication stay valid.
         """
         self.manifest, self._files = None, []
-        path = Path(str(place.get("manifest", "")))
+        path = self.root / str(place.get("manifest", ""))  # of an absolute path, that one
         real = path.resolve()
         if not real.is_relative_to(self.root):
             raise ShardError(f"{path}: lies outside {self.root}, the engine's RPG_BRIDGE_DIR")
@@ -135,7 +135,7 @@ class ShardReader:
                 raise ShardError(str(e)) from None
         else:
             self._files = [self._map(real.parent, s) for s in manifest.shards]
-        self._written = real.stat().st_mtime_ns
+        self._path, self._written = real, real.stat().st_mtime_ns
         for name, tensor in manifest.tensors.items():
             check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
         self.manifest = manifest
@@ -148,7 +148,7 @@ class ShardReader:
         if manifest.transport == "cuda_ipc":
             # On a GPU there is no word that the trainer's CPU could set: it removes the manifest.
             try:
-                unchanged = Path(manifest.place["manifest"]).stat().st_mtime_ns == self._written
+                unchanged = self._path.stat().st_mtime_ns == self._written
             except OSError:
                 unchanged = False
             if not unchanged:

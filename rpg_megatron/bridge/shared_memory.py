@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from rpg_megatron.bridge.agreement import Sums, agree, describe
+from rpg_megatron.bridge.agreement import Sums, agree, describe, node_name
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.collective import gather_objects, run_together
 from rpg_megatron.bridge.layouts import Layout
@@ -51,8 +51,9 @@ def require_private_folder(folder: Path) -> Path:
 class SharedMemoryPublisher:
     """Lets engines on this node read this rank's parameters, generation after generation.
 
-    Every rank constructs one and calls every method (collectives over the default process group); only
-    ranks with data and context rank 0 hold a file. What several ranks hold alike is published once.
+    Every rank constructs one and calls every method (collectives over the default process group). What
+    several ranks of a node hold alike is published once, and those that give nothing hold no file. On several
+    nodes each has all of the weights, in a folder of its own.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class SharedMemoryPublisher:
         adopt: move parameters of that dtype into the file for good (``param.data`` is set anew); others, and
         all if false, are copied into it by each ``publish``. False where somebody else holds views of their
         memory, as Megatron's distributed optimizer does.
-        Raises UserError if there is no room, the folder is not private, or ranks sit on different machines;
-        LayoutError if the ranks together do not hold the model.
+        Raises UserError if there is no room or the folder is not private, LayoutError if the ranks of a node
+        together do not hold the model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
         self.placement, self.layout, self.dtype = placement, layout, dtype
@@ -81,12 +82,7 @@ class SharedMemoryPublisher:
         self._map: mmap.mmap | None = None
         self._shards: dict[str, torch.Tensor] = {}
         self._adopted: set[str] = set()
-        self._agreement = agree(placement, params, layout)
-        hosts = set(self._agreement.hosts.values())
-        if len(hosts) > 1:
-            raise UserError(
-                f"weights lie on several machines ({', '.join(sorted(hosts))}); shared memory reaches one"
-            )
+        self._agreement = agree(placement, params, layout, node_name(self.folder))
         self._offsets, sizes = self._lay_out()
         self._files = tuple(Shard(r, size, f"shard-{r:05d}.bin") for r, size in sorted(sizes.items()))
         run_together(lambda: self._create(adopt))
@@ -100,8 +96,8 @@ class SharedMemoryPublisher:
     def publish(self, generation: int) -> Manifest | None:
         """Let engines read the present weights; returns the manifest on rank 0, else None.
 
-        The weights must not change before ``retract``. Blocks until every rank is done. A failure on one
-        rank is raised on all.
+        On several nodes it is that of the first one. The weights must not change before ``retract``. Blocks
+        until every rank is done. A failure on one rank is raised on all.
         """
         if generation < 0:
             raise ValueError(f"generation {generation}: must not be negative")
@@ -110,7 +106,7 @@ class SharedMemoryPublisher:
         return run_together(lambda: self._write_manifest(generation, dict(gathered)))
 
     def _write_manifest(self, generation: int, sums: dict[int, Sums]) -> Manifest | None:
-        if self.placement.rank != 0:
+        if self.placement.rank != self._agreement.lead:
             return None
         path = self.folder / MANIFEST
         index = {f.rank: i for i, f in enumerate(self._files)}
@@ -122,11 +118,12 @@ class SharedMemoryPublisher:
             {key: (index[key[0]], offset) for key, offset in self._offsets.items()},
             sums,
             transport="shared_memory",
-            place={"manifest": str(path)},
+            # On several nodes each engine looks into its own folder.
+            place={"manifest": str(path) if self._agreement.alone else MANIFEST},
             generation=generation,
         )
         write_private(path, manifest.to_json())
-        return manifest
+        return manifest if self.placement.rank == 0 else None
 
     def retract(self) -> None:
         """From here on the weights may change: engines that still read notice it. Not collective."""
@@ -134,7 +131,7 @@ class SharedMemoryPublisher:
             self._word.fill_(WRITING)
 
     def close(self) -> None:
-        """Remove this rank's file, and on rank 0 the manifest.
+        """Remove this rank's file, and on a node's first rank the manifest.
 
         Memory that is still in use, by adopted parameters or by readers, lives on without a name.
         """
@@ -146,7 +143,7 @@ class SharedMemoryPublisher:
                 self._map.close()
             self._map = None
             self._path.unlink(missing_ok=True)
-        if self.placement.rank == 0:
+        if self.placement.rank == self._agreement.lead:
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
     @property

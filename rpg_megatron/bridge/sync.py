@@ -260,7 +260,10 @@ def _blame(manifest: Manifest, name: str) -> str:
         return f" (from trainer ranks {', '.join(map(str, ranks))})"
     from rpg_megatron.bridge.reader import ShardError, ShardReader
 
-    reader = ShardReader(Path(manifest.place["manifest"]).parent)
+    path = Path(manifest.place["manifest"])
+    if not path.is_absolute():  # on several nodes it may be another one's memory
+        return ""
+    reader = ShardReader(path.parent)
     try:
         reader.open(manifest.place, manifest.generation)
         files = sorted(map(str, reader.damaged(name)))

@@ -36,6 +36,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
+from rpg_megatron.bridge.agreement import node_name
 from rpg_megatron.bridge.group_reader import GroupReader
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.reader import Reader, ShardError, ShardReader
@@ -181,7 +182,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             if transport in ("shared_memory", "cuda_ipc"):
                 self._readers[transport] = ShardReader(self.folder)
             elif transport == "process_group":
-                self._readers[transport] = GroupReader(self.device)
+                self._readers[transport] = GroupReader(self.device, node_name(self.folder))
             else:
                 raise ShardError(f"this engine knows no transport {transport!r}")
         return self._readers[transport]

@@ -112,9 +112,10 @@ class EngineSettings(Section):
     max_sequences: int = Field(256, ge=1)
     """Sequences an engine decodes at once."""
     colocated: bool = False
-    """Engines and trainer take turns on the same GPUs of one node, worker i on that of trainer rank i. While
-    the trainer works the engines sleep, without weights and KV cache; while they sample, its optimizer state
-    waits in host memory. On a CPU they take the same turns, but vLLM gives no memory back there."""
+    """Engines and trainer take turns on the same GPUs: on each node worker i has that of the node's trainer
+    rank i. While the trainer works the engines sleep, without weights and KV cache; while they sample, its
+    optimizer state waits in host memory. On a CPU they take the same turns, but vLLM gives no memory back.
+    """
     kv_cache_gib: float = Field(1.0, gt=0)
     """KV cache of one worker on a CPU, or of one that is colocated, in GiB. Elsewhere vLLM takes what is left
     of its GPU."""
@@ -143,7 +144,9 @@ class BridgeSettings(Section):
     transport: Literal["shared_memory", "cuda_ipc", "process_group"] = "shared_memory"
     """shared_memory: engines on the trainers' node read files in shared memory (where the trainers are on
     GPUs, copies of their weights). cuda_ipc: they read the trainers' GPU memory. process_group: trainers
-    send, over gloo on a CPU and NCCL on GPUs, to engines wherever they are.
+    send, over gloo on a CPU and NCCL on GPUs, to engines wherever they are; to colocated ones always over
+    gloo, through host memory. The first two reach over several nodes where engines are colocated and the
+    ranks of each node hold the whole model.
     """
     address: str | None = None
     """process_group: host name or IP of the first node under which engines reach the trainers; null: its

@@ -134,11 +134,6 @@ class Settings(Section):
             yield "objective.type gspo gives each sequence one loss; set aggregation.type to sequence_mean"
         if self.bridge.transport == "cuda_ipc" and self.device != "cuda":
             yield "bridge.transport cuda_ipc needs device cuda; use shared_memory"
-        if self.engine.colocated and self.bridge.transport == "process_group":
-            yield (
-                "engine.colocated does not go with bridge.transport process_group: NCCL takes one process a "
-                "GPU; use cuda_ipc (on a CPU shared_memory)"
-            )
         workers = self.engine.replicas * self.engine.tensor
         if self.engine.colocated and workers > self.parallel.world:
             yield (

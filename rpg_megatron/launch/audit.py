@@ -66,7 +66,10 @@ def audit(
         model = settings.model.model_copy(update={"path": engine_model.absolute()})
         engine_settings = settings.model_copy(update={"engine": loads, "model": model})
     signals.raising = False  # from here on there is something to clean up
-    with Run(settings, signals, job="audit", engine_settings=engine_settings, fresh=True) as run:
+    synced = engine_model is None
+    with Run(
+        settings, signals, job="audit", engine_settings=engine_settings, synced=synced, fresh=True
+    ) as run:
         (run.folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
         try:
             run.start()

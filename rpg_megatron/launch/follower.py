@@ -220,7 +220,7 @@ class Follower:
                 bridge_dir=self._workspace.bridge,
                 token=self._token,
                 listen=(self._seat.address, self._seat.ports[index]),
-                first_gpu=self._share.first_gpu(self._settings, index),
+                gpus=self._share.gpus(self._settings, index),
                 extra=cluster_environment(self._seat.address),
             )
         engine = self._engines[index]

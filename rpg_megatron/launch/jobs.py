@@ -129,9 +129,9 @@ def gpus_a_node(settings: Settings, nodes: int) -> int:
     """The most GPUs that a node of the job needs; 0 on CPUs."""
     if settings.device == "cpu":
         return 0
-    if settings.engine.colocated:
-        return settings.parallel.world  # whose GPUs the engines have as well
     shares = [share_of(settings, rank, nodes) for rank in range(nodes)]
+    if settings.engine.colocated:
+        return max(len(share.ranks) for share in shares)  # whose GPUs the engines have as well
     return max(len(share.ranks) + len(share.engines) * settings.engine.tensor for share in shares)
 
 

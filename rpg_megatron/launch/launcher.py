@@ -18,7 +18,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launch.guardian import Guardian
 from rpg_megatron.launch.nodes import free_port, share_of
 from rpg_megatron.launch.progress import Progress
-from rpg_megatron.launch.ranks import RANK, Start, base_environment, rank_starts
+from rpg_megatron.launch.ranks import RANK, Start, base_environment, cluster_environment, rank_starts
 from rpg_megatron.launch.resuming import ORIGIN, open_run
 from rpg_megatron.launch.run_directory import LOGS, METRICS
 from rpg_megatron.launch.summary import shown
@@ -36,7 +36,13 @@ from rpg_megatron.launch.team import RemoteEngine, RemoteRank, Team
 from rpg_megatron.launch.workspace import create_workspace
 from rpg_megatron.rollout import processes
 from rpg_megatron.rollout.engine import EngineProcess, engine_socket, write_addresses
-from rpg_megatron.rollout.lives import begin_life, has_answered, take_request
+from rpg_megatron.rollout.lives import (
+    begin_life,
+    give_turn,
+    has_answered,
+    is_trainers_turn,
+    take_request,
+)
 from rpg_megatron.training.checkpoints import list_steps
 from rpg_megatron.training.stopping import REQUEUE, WARNINGS
 
@@ -50,8 +56,9 @@ class Run:
     """Everything that a run holds while it is under way; leaving the context gives it all back.
 
     job: what the ranks do, see ``training/rank.py``. engine_settings: the engines' settings, where they are
-    not the run's. fresh, source: see ``training.train``. console: where progress is shown, if not on stdout.
-    team: the other nodes, if there are some.
+    not the run's. synced: whether engines get the ranks' weights; else they keep what they load. fresh,
+    source: see ``training.train``. console: where progress is shown, if not on stdout. team: the other
+    nodes, if there are some.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class Run:
         *,
         job: str = "train",
         engine_settings: Settings | None = None,
+        synced: bool = True,
         fresh: bool = False,
         source: Path | None = None,
         console: Console | None = None,
@@ -68,7 +76,8 @@ class Run:
     ):
         self._settings = settings
         self._team = team
-        self._engine_settings = engine_settings or settings
+        self._share = team.share if team else share_of(settings, 0, 1)
+        self._engine_settings, self._synced = engine_settings or settings, synced
         self._job = job
         self._signals = signals
         self._opened = open_run(settings, fresh=fresh, source=source)
@@ -79,6 +88,8 @@ class Run:
         # Only training goes on with an engine that comes back; elsewhere its weights would be random.
         self._most_restarts = settings.engine.restarts if job == "train" else 0
         self._restarts: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        """Engines to be started when the ranks leave the GPUs that they share."""
         self._started: dict[int, float] = {}
         self._discard = False
         self._all_started = False
@@ -125,9 +136,12 @@ class Run:
         self._guardian.dismiss()
 
     def start(self) -> None:
-        """Start all processes at once: each spends its first seconds importing."""
+        """Start all processes at once: each spends its first seconds importing.
+
+        Where they share GPUs the engines come first, and the ranks when those sleep.
+        """
         settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
-        team, share = self._team, self._team.share if self._team else share_of(settings, 0, 1)
+        team, share = self._team, self._share
         token = team.token if team else secrets.token_urlsafe(32)
         elsewhere = team.prepare(self.folder) if team else {}
         write_addresses(work, elsewhere)
@@ -139,6 +153,8 @@ class Run:
                 f"trainer ranks {settings.parallel.world}"
             )
             self._start_rollouts(token, elsewhere)
+            if settings.engine.colocated and self._synced:
+                self._have_engines_sleep()
         address = team.address if team else "127.0.0.1"
         start = Start(
             folder=str(self.folder),
@@ -173,6 +189,27 @@ class Run:
         sampler = [sys.executable, "-m", SAMPLER, *places]
         self._supervisor.start("sampler", sampler, base_environment(settings, token))
 
+    def _have_engines_sleep(self) -> None:
+        """Wait until all engines are up, and have them give their memory away.
+
+        An engine takes weights, KV cache and a largest batch's activations while it starts, a rank all of its
+        state while it builds: together they may be more than the GPU has, though neither is when it is used.
+        """
+        while len(self._healthy) < len(self._engines):
+            self._progress.pump(0.2)
+            self._check_signals()
+            self._check_nodes()
+            self._check_children()
+            self._check_engines()
+        for engine in self._engines:
+            try:
+                engine.sleep()
+            except RuntimeError as e:
+                end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
+                raise RunFailed(self._keep(f"engine {engine.index} {e}; {end}")) from None
+        give_turn(self._workspace.work, trainers=True)
+        self._progress.status("engines sleep; starting trainer ranks")
+
     def _make_engine(self, index: int, token: str) -> EngineProcess:
         return EngineProcess(
             self._engine_settings,
@@ -181,7 +218,8 @@ class Run:
             log=self.folder / LOGS / f"engine_{index}.log",
             bridge_dir=self._workspace.bridge,
             token=token,
-            **(self._team.engine_options(index) if self._team else {}),
+            gpus=self._share.gpus(self._settings, index),
+            extra=cluster_environment(self._team.address) if self._team else None,
         )
 
     def _adopt(self, engine: EngineProcess | RemoteEngine) -> None:
@@ -298,6 +336,10 @@ class Run:
 
     def _check_engines(self, closely: bool = False) -> None:
         for engine in self._engines:
+            if engine.index in self._waiting:
+                if not is_trainers_turn(self._workspace.work):
+                    self._start_again(engine)
+                continue
             reason = take_request(self._workspace.work, engine.index, self._restarts[engine.index])
             # The exit code says nothing (a dead engine exits with 0), so it is not shown.
             if engine.index in self._healthy and (
@@ -321,20 +363,29 @@ class Run:
             end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
             raise RunFailed(self._keep(f"{reason}{limit}; {end}"))
         self._progress.status(f"warning: {reason}; restart {done + 1} of {most}; log: {shown(engine.log)}")
+        was_up = index in self._healthy or has_answered(self._workspace.work, index, done)
         self._healthy.discard(index)
         engine.stop(grace=0)
         with engine.log.open("a", encoding="utf-8") as log:
             log.write(f"---- {reason}; restart {done + 1} of {most} ----\n")
         self._restarts[index] = done + 1
-        begin_life(self._workspace.work, index, done + 1)
+        # The sampler lets nobody have the GPUs while an engine is starting, so that one may go on trying.
+        if was_up and is_trainers_turn(self._workspace.work):
+            self._waiting.add(index)
+        else:
+            self._start_again(engine)
+
+    def _start_again(self, engine: EngineProcess | RemoteEngine) -> None:
+        self._waiting.discard(engine.index)
+        begin_life(self._workspace.work, engine.index, self._restarts[engine.index])
         engine.start()
         self._adopt(engine)
-        self._started[index] = time.monotonic()
+        self._started[engine.index] = time.monotonic()
 
     def _probe(self) -> None:
         self._probed = time.monotonic()
         for engine in self._engines:
-            if engine.index in self._healthy:
+            if engine.index in self._healthy | self._waiting:
                 continue
             seconds = self._probed - self._started[engine.index]
             life = self._restarts[engine.index]

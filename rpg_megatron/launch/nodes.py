@@ -50,9 +50,16 @@ class Share:
     engines: range
     """Engines."""
 
-    def first_gpu(self, settings: Settings, engine: int) -> int:
-        """The node's GPU that an engine begins at: trainer ranks have the first ones."""
-        return len(self.ranks) + (engine - self.engines.start) * settings.engine.tensor
+    def gpus(self, settings: Settings, engine: int) -> list[int]:
+        """The node's GPUs that one of its engines sees: its own, and behind them those that it reads from.
+
+        Trainer ranks have the first ones, engines those behind them or, colocated, the same ones.
+        """
+        number = engine - self.engines.start
+        first = (0 if settings.engine.colocated else len(self.ranks)) + number * settings.engine.tensor
+        own = range(first, first + settings.engine.tensor)
+        read = range(len(self.ranks)) if settings.bridge.transport == "cuda_ipc" else ()
+        return [*own, *(gpu for gpu in read if gpu not in own)]
 
 
 def find_nodes(
@@ -129,8 +136,6 @@ def share_of(settings: Settings, rank: int, count: int) -> Share:
     world, replicas, cluster = settings.parallel.world, settings.engine.replicas, settings.cluster
     if count == 1:
         return Share(range(world), range(replicas))
-    if settings.engine.colocated:
-        raise UserError(f"engine.colocated is for one node, and the job has {count}; set it to false")
     trainers, engines = cluster.trainer_nodes or count, cluster.engine_nodes or count
     for key, part in (("trainer_nodes", trainers), ("engine_nodes", engines)):
         if part > count:
@@ -148,17 +153,59 @@ def share_of(settings: Settings, rank: int, count: int) -> Share:
             raise UserError(
                 f"{whole} {what} cannot be spread evenly over {part} nodes; change one, or cluster.{key}"
             )
-    if settings.bridge.transport != "process_group":
+    each, some = world // trainers, replicas // engines
+    if settings.engine.colocated:
+        _check_colocated(settings, count, each, some)
+    elif settings.bridge.transport != "process_group":
         raise UserError(
             f"bridge.transport {settings.bridge.transport} does not reach from node to node; on {count} "
             "nodes set it to process_group"
         )
-    each, some = world // trainers, replicas // engines
     first = rank - (count - engines)  # the node's number among those with engines
     return Share(
         range(rank * each, (rank + 1) * each) if rank < trainers else range(0),
         range(first * some, (first + 1) * some) if first >= 0 else range(0),
     )
+
+
+def _check_colocated(settings: Settings, count: int, each: int, some: int) -> None:
+    """Each node's engines fit onto the GPUs of its own trainer ranks, and their weights get there.
+
+    each, some: ranks and engines of a node. Raises UserError.
+    """
+    parallel, engine, transport = settings.parallel, settings.engine, settings.bridge.transport
+    for key in ("trainer_nodes", "engine_nodes"):
+        if getattr(settings.cluster, key) not in (None, count):
+            raise UserError(
+                f"cluster.{key} ({getattr(settings.cluster, key)}) does not go with engine.colocated, where "
+                f"all {count} nodes of the job train and sample; remove it"
+            )
+    if engine.tensor > each:
+        raise UserError(
+            f"engine.tensor ({engine.tensor}) is more than the {each} trainer ranks of a node, whose GPUs "
+            f"colocated engines have, and an engine stays within its node; set it to {each} or less"
+        )
+    if some * engine.tensor > each:
+        raise UserError(
+            f"engine.colocated: {some} engines of {engine.tensor} workers a node (engine: replicas / {count} "
+            f"nodes, tensor) share the GPUs of its {each} trainer ranks; set engine.replicas to "
+            f"{each // engine.tensor * count} or less"
+        )
+    if transport == "process_group":
+        return
+    # Megatron numbers ranks tensor, context, data, pipeline: the stages of one replica are far apart.
+    cuts = parallel.tensor * parallel.context
+    for node in range(count):
+        held = {
+            (rank % parallel.tensor, rank // (cuts * parallel.data))
+            for rank in range(node * each, (node + 1) * each)
+        }
+        if len(held) < parallel.tensor * parallel.pipeline:
+            raise UserError(
+                f"bridge.transport {transport} stays within a node, and the {each} trainer ranks of node "
+                f"{node} hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
+                f"{parallel.pipeline}); set it to process_group, or lower one of the two"
+            )
 
 
 def own_address(interface: str | None, environment: Mapping[str, str] = os.environ) -> str:

@@ -18,10 +18,10 @@ import yaml
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launch.control import Host
 from rpg_megatron.launch.nodes import Nodes, share_of
-from rpg_megatron.launch.ranks import Start, cluster_environment
+from rpg_megatron.launch.ranks import Start
 from rpg_megatron.launch.run_directory import LOGS, resolved_yaml
 from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
-from rpg_megatron.rollout.engine import health, tail_of
+from rpg_megatron.rollout.engine import health, put_to_sleep, tail_of
 
 _LEAVE_SECONDS = 30.0
 """How long other nodes have to end what they run; they hurry by themselves after their own grace."""
@@ -91,13 +91,6 @@ class Team:
             self._signals.check()
             self.pump()
             time.sleep(0.1)
-
-    def engine_options(self, engine: int) -> dict[str, Any]:
-        """What an engine on this node is made with, because there are others."""
-        return {
-            "first_gpu": self.share.first_gpu(self._settings, engine),
-            "extra": cluster_environment(self.address),
-        }
 
     def prepare(self, folder: Path) -> dict[int, str]:
         """Make the nodes ready for the run in that folder; returns the URLs of their engines, by index."""
@@ -208,6 +201,10 @@ class RemoteEngine:
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether it answers, to this node."""
         return health(self.url, self._team.token, timeout) == 200
+
+    def sleep(self) -> None:
+        """See ``rollout.engine.put_to_sleep``."""
+        put_to_sleep(self.url, self._team.token)
 
     def wait_healthy(self) -> None:
         """Called when it is not: raises UserError with the end of its log."""

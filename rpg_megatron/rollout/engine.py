@@ -17,7 +17,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -74,17 +74,34 @@ def health(address: Path | str, token: str, timeout: float) -> int | None:
 
     Raises RuntimeError if it refuses the token.
     """
-    transport = httpx.HTTPTransport(uds=str(address) if isinstance(address, Path) else None)
-    headers = {"Authorization": f"Bearer {token}"}
-    base = "http://engine" if isinstance(address, Path) else address
     try:
-        with httpx.Client(transport=transport, headers=headers, timeout=timeout) as client:
-            status = client.get(f"{base}/health").status_code
+        status = _ask(address, token, "GET", "/health", timeout).status_code
     except httpx.HTTPError:
         return None
     if status == 401:
         raise RuntimeError(f"the engine at {address} refuses our token")
     return status
+
+
+def put_to_sleep(address: Path | str, token: str, timeout: float = 120.0) -> None:
+    """Have an engine that serves nobody yet give weights and KV cache away, until a sync brings new ones.
+
+    Raises RuntimeError if it does not.
+    """
+    try:
+        answer = _ask(address, token, "POST", "/sleep?level=2&mode=abort", timeout)
+    except httpx.HTTPError as e:
+        raise RuntimeError(f"did not go to sleep ({type(e).__name__}: {e})") from None
+    if answer.status_code != 200:
+        raise RuntimeError(f"did not go to sleep: it answered {answer.status_code}: {answer.text[:300]}")
+
+
+def _ask(address: Path | str, token: str, method: str, path: str, timeout: float) -> httpx.Response:
+    transport = httpx.HTTPTransport(uds=str(address) if isinstance(address, Path) else None)
+    headers = {"Authorization": f"Bearer {token}"}
+    base = "http://engine" if isinstance(address, Path) else address
+    with httpx.Client(transport=transport, headers=headers, timeout=timeout) as client:
+        return client.request(method, f"{base}{path}")
 
 
 def context_length(settings: Settings) -> int:
@@ -153,8 +170,8 @@ def engine_command(
             str(max(context_length(settings), engine.max_sequences, 8192)),
         ]
     elif engine.colocated:
-        # How much of the GPU is free while the engine starts says nothing: the trainer starts as well. So the
-        # KV cache is given in bytes, and vLLM's check of the free share is kept from refusing.
+        # vLLM would take a share of the whole GPU, most of which is the trainer's: so the KV cache is given
+        # in bytes. It would also refuse to start where less than that share is free, as after a restart.
         command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.05"]
     if engine.quantization is not None:
         command += ["--quantization", engine.quantization]
@@ -168,12 +185,12 @@ _KEPT_BYTES = 4 << 30
 
 
 def engine_environment(
-    settings: Settings, index: int, bridge_dir: Path, token: str, first_gpu: int | None = None
+    settings: Settings, index: int, bridge_dir: Path, token: str, gpus: Sequence[int] = (0,)
 ) -> dict[str, str]:
     """Whole environment of an engine: this process's, with what vLLM needs set and what would disturb it
     removed.
 
-    first_gpu: the first of the node's GPUs that are the engine's; None: all engines and ranks are on it.
+    gpus: those of the node's that it sees, of which vLLM computes on the first engine.tensor.
     """
     environment = dict(os.environ)
     # VLLM_API_KEY would ask for a second token; VLLM_CPU_KVCACHE_SPACE (whole GiB) would override the flag.
@@ -192,14 +209,7 @@ def engine_environment(
         # vLLM's attention for float32 is written in Triton, whose products would be TF32 otherwise.
         environment["TRITON_F32_DEFAULT"] = "ieee"
     if settings.device == "cuda":
-        # The trainer ranks have the first GPUs, the engines those behind them, or the same ones.
-        if first_gpu is None:
-            ranks = 0 if settings.engine.colocated else settings.parallel.world
-            first_gpu = ranks + index * settings.engine.tensor
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
-        gpus = list(range(first_gpu, first_gpu + settings.engine.tensor))
-        if settings.bridge.transport == "cuda_ipc":  # where the weights lie; vLLM computes on the first ones
-            gpus += [gpu for gpu in range(settings.parallel.world) if gpu not in gpus]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
             visible[i].strip() if len(visible) > i else str(i) for i in gpus
         )
@@ -273,11 +283,11 @@ class EngineProcess:
         token: str,
         weights: Literal["dummy", "checkpoint"] = "dummy",
         listen: tuple[str, int] | None = None,
-        first_gpu: int | None = None,
+        gpus: Sequence[int] = (0,),
         extra: Mapping[str, str] | None = None,
     ):
         """listen: address and port for an engine that is used from other nodes, instead of the socket, whose
-        folder it needs all the same. first_gpu: see ``engine_environment``; extra is added to that.
+        folder it needs all the same. gpus: see ``engine_environment``; extra is added to that.
         """
         self.index = index
         self.socket = socket
@@ -286,9 +296,7 @@ class EngineProcess:
         self._timeout = settings.engine.start_timeout
         self._token = token
         self._command = engine_command(settings, index, socket, weights=weights, listen=listen)
-        self._environment = engine_environment(settings, index, bridge_dir, token, first_gpu) | dict(
-            extra or {}
-        )
+        self._environment = engine_environment(settings, index, bridge_dir, token, gpus) | dict(extra or {})
         if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's inner sockets: a folder and a UUID
             self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
         self._process: subprocess.Popen[bytes] | None = None
@@ -336,6 +344,10 @@ class EngineProcess:
         if well and not self._segments:
             self._segments = processes.leftover_segments([self._process.pid]) if self._process else set()
         return well
+
+    def sleep(self) -> None:
+        """See ``put_to_sleep``."""
+        put_to_sleep(self.address, self._token)
 
     def wait_healthy(self, timeout: float | None = None) -> float:
         """Wait until the engine answers; returns the seconds since its start.

@@ -19,7 +19,7 @@ from rpg_megatron.bridge.sync import CheckFailed, SyncError, SyncReport, sync_en
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.rollout.channel import SyncResult
 from rpg_megatron.rollout.client import EngineClient, EngineError
-from rpg_megatron.rollout.lives import ask_restart, life_of, note_answer
+from rpg_megatron.rollout.lives import ask_restart, give_turn, life_of, note_answer
 
 logger = logging.getLogger("rpg_megatron.sampler")
 
@@ -84,6 +84,7 @@ class Fleet:
         themselves heard later. One that is lost on the way is reported to the launcher.
         Raises EngineError if an engine does not come up.
         """
+        give_turn(self._work, trainers=False)
         if not again:
             self.version = generation
             for replica in self.replicas:
@@ -134,15 +135,24 @@ class Fleet:
         """Have all engines leave their GPUs. Level 1: their weights wait in host memory. 2: they are gone,
         and the next sync brings others.
 
-        To be called while nothing is asked of them. One that does not is reported to the launcher.
+        To be called while nothing is asked of them. One that is starting is waited for, one that does not go
+        to sleep is reported to the launcher.
         """
         if level == 2:
             for replica in self.replicas:
                 replica.version = None
+        give_turn(
+            self._work, trainers=True
+        )  # from here on none is restarted; those that just were come first
+        self.refresh()
+        starting = [r.away for r in self.replicas if r.away and life_of(self._work, r.index) != r.life]
+        if starting:
+            await asyncio.wait(starting)
         await self._tell_all(f"/sleep?level={level}&mode=abort")
 
     async def wake(self) -> None:
         """After level 1: let all engines serve again what they served."""
+        give_turn(self._work, trainers=False)
         await self._tell_all("/wake_up")
 
     async def _tell_all(self, path: str) -> None:

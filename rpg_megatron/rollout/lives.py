@@ -4,6 +4,9 @@ work folder, so that nothing is lost however busy either of them is.
 An engine's process may end and come back on the same socket, without weights. Each of its processes is a
 *life*, numbered from 0: the launcher writes the number down before it starts one, and what the sampler knows
 of one life it does not believe of the next.
+
+Where engines and trainer ranks share GPUs, files say as well whose turn it is: an engine that is restarted
+takes all of its memory while it starts, so that waits for the engines' turn.
 """
 
 from __future__ import annotations
@@ -54,6 +57,19 @@ def take_request(work: Path, index: int, life: int) -> str | None:
     path.unlink()
     # The launcher may have seen a death before the sampler did: the request is then for a life that is over.
     return str(reason) if asked == life else None
+
+
+def give_turn(work: Path, *, trainers: bool) -> None:
+    """Whose turn it is on GPUs that engines and trainer ranks share; while nothing was said, the engines'."""
+    if trainers:
+        _write(work / "trainers-turn", "")
+    else:
+        (work / "trainers-turn").unlink(missing_ok=True)
+
+
+def is_trainers_turn(work: Path) -> bool:
+    """Whether an engine that was started now would find its GPU full."""
+    return (work / "trainers-turn").exists()
 
 
 def _write(path: Path, text: str) -> None:

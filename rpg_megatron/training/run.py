@@ -86,6 +86,7 @@ class Run:
             self._trainer.layout,
             DTYPES[settings.precision.dtype],
             adopt=not settings.optimizer.distributed,  # the distributed one keeps views of the parameters
+            colocated=settings.engine.colocated,
         )
         self._saver = Saver(run_dir, self.policy, self._trainer.anchor, settings.checkpoint)
         sampler: SamplerClient | None = None

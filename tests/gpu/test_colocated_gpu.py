@@ -41,7 +41,7 @@ def test_a_run_in_turns(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(row["mismatch/logp_mean"] < 0.05 for row in rows[1:])
     freed = re.findall(r"Sleep mode freed ([\d.]+) GiB", (run / "logs" / "engine_0.log").read_text())
-    assert len(freed) == 3 + 3  # before every update, and while every checkpoint is made
+    assert len(freed) == 1 + 3 + 3  # at the start, before every update, and while every checkpoint is made
     assert all(float(gib) > 1.9 for gib in freed)
     events = json.loads(gzip.decompress((run / "profile" / "step_000002_rank_0.json.gz").read_bytes()))
     kinds = {event.get("cat") for event in events["traceEvents"]}

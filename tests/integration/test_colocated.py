@@ -46,15 +46,16 @@ class ShortRun(Run):
         return super().start(*self.more, *more)
 
 
-def results(run: Run) -> tuple[list[dict], dict[str, torch.Tensor], list[list[int]]]:
+def results(run: Run, steps: int) -> tuple[list[dict], dict[str, torch.Tensor], list[list[int]]]:
     rows = [{k: v for k, v in row.items() if k.startswith(SAME)} for row in run.rows()]
-    weights = load_file(run.folder / f"hf/step_{STEPS:06d}/model.safetensors")
-    files = [run.folder / f"rollouts/step_{step:06d}.jsonl.zst" for step in range(1, STEPS + 1)]
+    weights = load_file(run.folder / f"hf/step_{steps:06d}/model.safetensors")
+    files = [run.folder / f"rollouts/step_{step:06d}.jsonl.zst" for step in range(1, steps + 1)]
     return rows, weights, [t.response.tolist() for file in files for t in read_rollouts(file)]
 
 
-def assert_same(one: Run, other: Run) -> None:
-    (rows, weights, rollouts), (wanted, others, drawn) = results(one), results(other)
+def assert_same(one: Run, other: Run, steps: int = STEPS) -> None:
+    """Both sampled the same tokens, wrote the same metrics and ended with the same weights, bit for bit."""
+    (rows, weights, rollouts), (wanted, others, drawn) = results(one, steps), results(other, steps)
     assert rollouts == drawn
     assert rows == wanted
     assert weights.keys() == others.keys()

@@ -239,6 +239,25 @@ def test_an_engine_killed_between_steps(start: Callable[..., Run], undisturbed: 
     assert sum(row["engine/requests_resent"] for row in one.rows()) == 0
 
 
+@pytest.mark.long
+def test_a_colocated_engine_killed_in_an_update_comes_back_after_it(
+    start: Callable[..., Run], undisturbed: Run
+) -> None:
+    """It would find the GPU full. The other way round, an update does not begin while one is starting."""
+    one = start("colocated", "engine.colocated=true", "checkpoint.every=null")
+    engine = one.wait_for_engine()
+    one.wait_for_rollouts(1)
+    rank = one.rank(0)
+    os.kill(rank, signal.SIGSTOP)
+    kill(engine)
+    one.wait_for_restart(1)
+    time.sleep(3)
+    assert one.search("vllm.entrypoints", "engine-0.sock") is None
+    os.kill(rank, signal.SIGCONT)
+    one.wait_for_engine()
+    one.assert_done_like(undisturbed, restarts=1)
+
+
 EVALUATION = [
     "evaluation.every=2",
     "evaluation.data.limit=48",

@@ -52,7 +52,7 @@ from rpg_megatron import cli
 from rpg_megatron.launch import launcher
 
 class Engine:
-    def __init__(self, settings, index, *, socket, log, bridge_dir, token):
+    def __init__(self, settings, index, *, socket, log, bridge_dir, token, gpus, extra):
         self.index, self.log, self.pid = index, log, None
         (bridge_dir / "weights").write_text("x")
     def start(self):

@@ -47,6 +47,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         right = self.headers["Authorization"] == "Bearer " + os.environ["RPG_ENGINE_TOKEN"]
         self.send_response(200 if right else 401)
         self.end_headers()
+    def do_POST(self):
+        with open(stand_in.here / "acted", "a") as f:
+            f.write(f"{self.path.split('?')[0][1:]}_{sys.argv[1]}\\n")
+        self.send_response(500 if (stand_in.here / "refuses").exists() else 200)
+        self.end_headers()
     def address_string(self):
         return "somebody"
 where = sys.argv[2:]
@@ -114,18 +119,19 @@ class Pair:
         )
         return self.launchers[-1]
 
-    def begin(self, *overrides: str) -> None:
+    def begin(self, *overrides: str, acts: int = 5) -> None:
         """Start both and wait until all that shall run does."""
         for rank in (0, 1):
             self.start(rank, *overrides)
-        wait_for(lambda: len(self.acted()) == 5, 60, self.told)
+        wait_for(lambda: len(self.acted()) == acts, 60, self.told)
 
     def go(self) -> None:
         (self.folder / "go").touch()
 
     def acted(self) -> list[str]:
+        """In the order of time."""
         file = self.folder / "acted"
-        return sorted(file.read_text().split()) if file.exists() else []
+        return file.read_text().split() if file.exists() else []
 
     def living(self) -> list[int]:
         file = self.folder / "pids"
@@ -186,11 +192,31 @@ WELL = "os._exit(0)"
 def test_a_run_that_ends_well_ends_everywhere(pair) -> None:
     one = pair(rank_0=WELL, rank_1=WELL)
     one.begin()
-    assert one.acted() == ["engine_0", "engine_1", "rank_0", "rank_1", "sampler"]
+    assert sorted(one.acted()) == ["engine_0", "engine_1", "rank_0", "rank_1", "sampler"]
     wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.told)
     one.go()
     assert one.finish() == [0, 0], one.told()
     assert (one.err(0), one.err(1)) == ("", "")
+
+
+def test_colocated_ranks_start_when_all_engines_sleep(pair) -> None:
+    """Engines and ranks that build themselves at the same time may need more memory than a GPU has."""
+    one = pair(rank_0=WELL, rank_1=WELL)
+    one.begin("engine.colocated=true", acts=7)
+    assert sorted(one.acted()[:3]) == ["engine_0", "engine_1", "sampler"]
+    assert one.acted()[3:5] == ["sleep_0", "sleep_1"]
+    assert sorted(one.acted()[5:]) == ["rank_0", "rank_1"]
+    one.go()
+    assert one.finish() == [0, 0], one.told()
+
+
+def test_an_engine_that_does_not_sleep_ends_the_run(pair, tmp_path: Path) -> None:
+    one = pair()
+    (tmp_path / "refuses").touch()
+    one.begin("engine.colocated=true", acts=4)
+    assert one.finish() == [1, 1], one.told()
+    assert one.err(0).startswith("error: engine 0 did not go to sleep: it answered 500")
+    assert not any(name.startswith("rank") for name in one.acted())
 
 
 def test_a_rank_that_dies_on_the_other_node_ends_both_and_is_named(pair) -> None:
@@ -272,6 +298,22 @@ def test_an_engine_on_the_other_node_is_restarted_there(pair) -> None:
     one.go()
     wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
     assert "warning: engine 1 died; restart 1 of 3" in one.out(0)
+    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
+    one.launchers[0].send_signal(signal.SIGINT)
+    assert one.finish() == [130, 1]
+
+
+def test_a_colocated_engine_is_restarted_when_the_ranks_have_left_its_gpu(pair) -> None:
+    dies = "time.sleep(0.5); (here / 'go').unlink(missing_ok=True); os._exit(0)"
+    one = pair(engine_1=dies)
+    one.begin("engine.colocated=true", acts=7)
+    (turn,) = [file for folder in one.folders() for file in folder.glob("trainers-turn")]
+    one.go()
+    wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in one.out(0), 30, one.told)
+    time.sleep(2.0)
+    assert one.acted().count("engine_1") == 1
+    turn.unlink()
+    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
     wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
     one.launchers[0].send_signal(signal.SIGINT)
     assert one.finish() == [130, 1]

@@ -112,10 +112,50 @@ def test_shares(config_file: Path) -> None:
         Share(range(0), range(0, 2)),
         Share(range(0), range(2, 4)),
     ]
-    assert [shares(apart, 3)[2].first_gpu(apart, engine) for engine in (2, 3)] == [0, 2]
+    assert [shares(apart, 3)[2].gpus(apart, engine) for engine in (2, 3)] == [[0, 1], [2, 3]]
     mixed = load_settings(config_file, [*both, "cluster.engine_nodes=1"])
-    assert shares(mixed, 2)[1].first_gpu(mixed, 3) == 2 + 3 * 2
+    assert shares(mixed, 2)[1].gpus(mixed, 3) == [2 + 3 * 2, 2 + 3 * 2 + 1]
     assert shares(load_settings(config_file, both), 1) == [Share(range(4), range(4))]
+
+
+def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) -> None:
+    """Each on GPUs of its node's ranks; it sees the others too if it reads their memory."""
+    on = ["device=cuda", "engine={colocated: true, replicas: 4, tensor: 2}", "parallel.tensor=2"]
+    settings = load_settings(config_file, [*on, "parallel.data=4", "bridge.transport=cuda_ipc"])
+    assert shares(settings, 2) == [Share(range(0, 4), range(0, 2)), Share(range(4, 8), range(2, 4))]
+    for share in shares(settings, 2):
+        seen = [share.gpus(settings, engine) for engine in share.engines]
+        assert seen == [[0, 1, 2, 3], [2, 3, 0, 1]]
+    sent = load_settings(config_file, [*on, "parallel.pipeline=4", "bridge.transport=process_group"])
+    for share in shares(sent, 2):
+        assert [share.gpus(sent, engine) for engine in share.engines] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["engine={tensor: 4, replicas: 2}"],
+            r"engine.tensor \(4\) is more than the 2 trainer ranks of a node",
+        ),
+        (
+            ["engine={tensor: 2, replicas: 4}", "parallel.data=3"],
+            "2 engines of 2 workers a node .* share the GPUs of its 3 trainer ranks; .*engine.replicas to 2",
+        ),
+        (["cluster.engine_nodes=1"], r"cluster.engine_nodes \(1\) does not go with engine.colocated"),
+        (
+            ["parallel={tensor: 4}"],
+            r"cuda_ipc stays within a node, and the 2 trainer ranks of node 0 hold only a part of the model",
+        ),
+        (["parallel={pipeline: 2, data: 2}"], r"of node 0 hold only a part .* set it to process_group"),
+    ],
+)
+def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str], told: str) -> None:
+    fit = ["device=cuda", "bridge.transport=cuda_ipc", "parallel={tensor: 2, data: 2}", "engine.replicas=2"]
+    settings = load_settings(config_file, [*fit, *overrides])
+    engine = settings.engine.model_copy(update={"colocated": True})
+    with pytest.raises(UserError, match=told):
+        share_of(settings.model_copy(update={"engine": engine}), 0, 2)
 
 
 @pytest.mark.parametrize(

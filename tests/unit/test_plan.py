@@ -23,10 +23,10 @@ from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.launch.plan.activations import in_flight
 from rpg_megatron.launch.plan.batch import plan_batch
 from rpg_megatron.launch.plan.cards import card_bytes
-from rpg_megatron.launch.plan.engine import engine_memory, worker_parameters
+from rpg_megatron.launch.plan.engine import GRAPHS, engine_memory, worker_parameters
 from rpg_megatron.launch.plan.layouts import smallest, sweep
 from rpg_megatron.launch.plan.plan import Target, plan_for
-from rpg_megatron.launch.plan.trainer import rank_memory, state_bytes
+from rpg_megatron.launch.plan.trainer import RESERVE, rank_memory, state_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GIB = 1024**3
@@ -128,6 +128,62 @@ def test_buckets_come_on_top_of_what_vllm_takes(write: Callable[..., Path]) -> N
     assert more.engine.total - plain.engine.total == 512 * 1024**2
     full = {"engine": {"arguments": ["--gpu-memory-utilization", "1.0"]}}
     assert any("lower --gpu-memory-util" in p for p in plan_of(write(LLAMA_8B, **grouped, **full)).problems)
+
+
+def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsys) -> None:
+    """8B, two ranks, two engines: what is held in each turn, by hand."""
+    weights, n = 16_381_470_720, 8_190_735_360
+    told = {"colocated": True, "replicas": 2, "kv_cache_gib": 20}
+    ipc = {"bridge": {"transport": "cuda_ipc"}}
+    plan = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=told, **ipc), "b200-180")
+    apart = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine={"replicas": 2}, **ipc), "b200-180")
+    assert plan.card is not None
+    assert apart.card is None
+    context, rest = GIB // 2, plan.engine.running + RESERVE
+    assert plan.card.total("rollout") == 2 * weights + 20 * GIB + rest + context
+    assert plan.card.total("update") == apart.largest.peak + GRAPHS + RESERVE + context
+    assert plan.need == plan.card.peak > apart.rank_total
+    parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
+    assert parked == [12 * n // 2]
+    assert plan.largest.host == apart.largest.host + parked[0]
+    assert plan.engine.kv_cache == 20 * GIB
+    # Messages are in host memory.
+    sent = {"bridge": {"transport": "process_group", "bucket_mib": 512}}
+    over_host = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=told, **sent), "b200-180")
+    assert over_host.card.total("rollout") == plan.card.total("rollout") - context
+    # Each turn by itself may be too much.
+    for settings, gpu, problem in (
+        (
+            {"engine": told | {"kv_cache_gib": 150}},
+            "b200-180",
+            "while engines sample .*lower engine.kv_cache",
+        ),
+        ({"engine": told}, "h100-80", "during an update a card holds .*h100-80 has"),
+    ):
+        (found,) = plan_of(write(QWEN3_8B, parallel={"data": 2}, **settings, **ipc), gpu).problems
+        assert re.search(problem, found)
+    file = write(QWEN3_8B, parallel={"data": 2}, engine=told, **ipc)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(file)])
+    overrides = re.search(r"smallest layout that fits: .*: (parallel.*)", capsys.readouterr().out)[1].split()
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", str(file), "--json", *overrides])
+    assert left.value.code == 0
+    assert json.loads(capsys.readouterr().out)["card"]["update"] < card_bytes("h100-80")
+
+
+def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
+    """The optimizer's state has a second place there, which it leaves free only while engines sample."""
+    cpu = {"device": "cpu", "precision": {"dtype": "float32"}}
+    target = Target("cpu", "x", 64 * GIB)
+    plans = [
+        plan_for(settings, read_model_shape(settings.model.path), target)
+        for settings in (
+            load_settings(write(QWEN3_06B, **cpu), [f"engine.colocated={on}"]) for on in ("false", "true")
+        )
+    ]
+    assert plans[1].card is None
+    assert plans[1].largest.peak - plans[0].largest.peak >= 8 * 596_049_920
 
 
 def test_vllm_arguments_are_read(write: Callable[..., Path]) -> None:

@@ -155,7 +155,8 @@ def test_engines_have_the_gpus_behind_the_ranks(
     )
 
     def gpus(index: int) -> str:
-        return engine_environment(settings, index, tmp_path, "secret")["CUDA_VISIBLE_DEVICES"]
+        seen = share_of(settings, 0, 1).gpus(settings, index)
+        return engine_environment(settings, index, tmp_path, "secret", seen)["CUDA_VISIBLE_DEVICES"]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [gpus(0), gpus(1)] == ["2,3", "4,5"]
@@ -168,28 +169,18 @@ def test_engines_have_the_gpus_behind_the_ranks(
     assert [gpus(0), gpus(1)] == ["5,4,7,6", "3,2,7,6"]
 
 
-def test_colocated_engines_have_the_ranks_gpus_and_can_sleep(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_colocated_engines_have_the_ranks_gpus_and_can_sleep(config_file: Path, tmp_path: Path) -> None:
     overrides = ["engine.colocated=true", "parallel.tensor=2", "parallel.data=2", "engine.kv_cache_gib=2"]
     gpu = [*overrides, "engine.replicas=2", "device=cuda", "bridge.transport=cuda_ipc"]
     settings = load_settings(config_file, gpu)
-    seen = [engine_environment(settings, i, tmp_path, "secret")["CUDA_VISIBLE_DEVICES"] for i in (0, 1)]
-    assert seen == ["0,1,2,3", "1,0,2,3"]
+    assert [share_of(settings, 0, 1).gpus(settings, i) for i in (0, 1)] == [[0, 1, 2, 3], [1, 0, 2, 3]]
     command = engine_command(settings, 0, tmp_path / "e.sock")
     assert "--enable-sleep-mode" in command
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2 * 1024**3)
     on_cpu = engine_command(load_settings(config_file, overrides), 0, tmp_path / "e.sock")
     assert "--enable-sleep-mode" not in on_cpu  # vLLM refuses it there
-    for more, told in (
-        (["engine.replicas=3", "engine.tensor=2"], "6 engine workers .* share the GPUs of 4 trainer ranks"),
-        (["bridge.transport=process_group"], "does not go with bridge.transport process_group"),
-    ):
-        with pytest.raises(UserError, match=told):
-            load_settings(config_file, [*gpu, *more])
-    with pytest.raises(UserError, match=r"engine\.colocated is for one node, and the job has 2"):
-        share_of(settings, 0, 2)
+    with pytest.raises(UserError, match=r"6 engine workers .* share the GPUs of 4 trainer ranks"):
+        load_settings(config_file, [*gpu, "engine.replicas=3", "engine.tensor=2"])
 
 
 def test_context_is_capped_by_the_model(config_file: Path) -> None:

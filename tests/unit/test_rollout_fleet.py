@@ -25,7 +25,7 @@ from rpg_megatron.rollout import fleet as fleet_module
 from rpg_megatron.rollout.client import EngineError, EngineGone, Sample
 from rpg_megatron.rollout.draws import Draw, sample_draws
 from rpg_megatron.rollout.fleet import Fleet
-from rpg_megatron.rollout.lives import begin_life, has_answered, life_of, take_request
+from rpg_megatron.rollout.lives import begin_life, has_answered, is_trainers_turn, life_of, take_request
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
 
@@ -162,6 +162,32 @@ def test_engines_that_share_gpus_are_put_to_sleep_or_lost(tmp_path: Path) -> Non
         ]
         assert [r.version for r in fleet.replicas] == [None] * 3
         assert len((await fleet.sync(NOTHING, 6, again=False)).reports) == 1
+
+    play(scene)
+
+
+def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_gpus(tmp_path: Path) -> None:
+    """It takes all of its memory while it starts; and while the trainers have theirs, none is started."""
+
+    async def scene() -> None:
+        fleet, engines = build(tmp_path, 3)
+        await fleet.sync(NOTHING, 5, again=False)
+        assert not is_trainers_turn(tmp_path)
+        for engine in engines[1:]:
+            engine.up = False
+            fleet.lose(fleet.replicas[engine.index], 0, "died")
+        engines[1].restart()
+        engines[1].up = False  # its process runs and does not answer yet; nobody has started engine 2
+        sleeping = asyncio.create_task(fleet.sleep(2))
+        await until(lambda: is_trainers_turn(tmp_path))
+        await asyncio.sleep(0.1)
+        assert not sleeping.done()
+        assert engines[0].posted == []
+        engines[1].up = True
+        await sleeping
+        assert [len(e.posted) for e in engines] == [1, 1, 0]
+        await fleet.sync(NOTHING, 6, again=False)
+        assert not is_trainers_turn(tmp_path)
 
     play(scene)
 

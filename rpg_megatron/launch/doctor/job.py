@@ -168,7 +168,7 @@ def disk_bytes(subject: Subject) -> int:
 def _write_speed(folder: Path, nbytes: int) -> float | None:
     """Bytes per second into a new file, the last byte on the disk; None without room for one block."""
     block = os.urandom(1 << 20)
-    with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         start, written = time.monotonic(), 0
         while written + len(block) <= nbytes and time.monotonic() - start < SPEED_SECONDS:
             written += file.write(block)

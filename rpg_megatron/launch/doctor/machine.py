@@ -57,7 +57,8 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
     else:
-        yield ok("memory", f"{gib(plan.rank_total)} a rank planned, for {plan.target.name}")
+        what = "rank" if plan.card is None else "card"
+        yield ok("memory", f"{gib(plan.need)} a {what} planned, for {plan.target.name}")
 
 
 def probe_limits(subject: Subject) -> Iterator[Check]:
@@ -113,12 +114,12 @@ def probe_clock(subject: Subject) -> Iterator[Check]:
     """This node's clock against that of the file system, which on a cluster is the file server's."""
     folder = nearest_folder(subject)
     try:
-        with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             before = time.time()
             file.write(b"x")
             file.flush()
             os.fsync(file.fileno())
-            stamp, after = os.stat(file.name).st_mtime, time.time()
+            stamp, after = os.fstat(file.fileno()).st_mtime, time.time()
     except OSError:
         yield not_applicable("clock", f"{folder} cannot be written to")
         return

@@ -91,7 +91,7 @@ class Evaluation:
                 bridge_dir=self._workspace.bridge,
                 token=token,
                 weights="checkpoint",
-                first_gpu=index * settings.engine.tensor,
+                gpus=range(index * settings.engine.tensor, (index + 1) * settings.engine.tensor),
             )
             engine.start()
             self._supervisor.adopt(engine)

@@ -39,7 +39,7 @@ class EngineMemory:
     sequence_tokens: int
     """Longest prompt and response."""
     utilisation: float | None
-    """Share of the card that vLLM takes; None on a CPU, where the KV cache is set."""
+    """Share of the card that vLLM takes; None where the KV cache is set: on a CPU, and on a shared card."""
 
     @property
     def total(self) -> int:
@@ -69,16 +69,21 @@ def engine_memory(
     kv_bytes = 2 * shape.num_layers * heads * shape.head_dim * item
     weights = item * worker_parameters(shape, engine.tensor)
     buckets = settings.bridge.bucket_mib * 1024**2 if settings.bridge.transport == "process_group" else 0
+    if device == "cuda" and engine.colocated:
+        buckets = 0  # they are in host memory
     if device == "cpu":
         # The server's processes are counted with the machine: ``SERVER``.
         return EngineMemory(weights, 0, int(engine.kv_cache_gib * _GIB), buckets, kv_bytes, longest, None)
-    utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
     batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
     ffn = shape.ffn_hidden_size // engine.tensor
     running = GRAPHS + batched * item * (3 * ffn + 4 * shape.hidden_size)
     running += (
         min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
     )  # logits, and a sorted or exp copy
+    if engine.colocated:
+        kv_cache = int(engine.kv_cache_gib * _GIB)
+        return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, None)
+    utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
     kv_cache = int(utilisation * card) - weights - running
     return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, utilisation)
 

@@ -70,14 +70,14 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
 def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate | None:
     """The best of the layouts with the fewest trainer ranks in which they fit; None if no number is enough.
 
-    Whether the engines fit is another question: they have their own cards.
+    Whether the engines fit is another question where they have cards of their own. Where they share the
+    ranks', there are at least as many of these as engine workers.
     """
-    world = 1
+    world, engine = 1, settings.engine
+    least = engine.replicas * engine.tensor if engine.colocated else 1
     while world <= MOST_RANKS:
-        for candidate in sweep(settings, shape, target, world):
-            p = candidate.plan
-            need = p.machine_total if target.device == "cpu" else p.rank_total
-            if need <= target.nbytes:
+        for candidate in sweep(settings, shape, target, world) if world >= least else ():
+            if candidate.plan.need <= target.nbytes:
                 return candidate
         world *= 2
     return None
@@ -91,7 +91,8 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
             plan = plan_for(settings.model_copy(update={"engine": engine}), shape, target)
         except UserError:
             continue
-        if plan.engine.kv_cache >= 0 and plan.engine.full_sequences >= 1:
+        room = plan.card is None or plan.card.total("rollout") <= target.nbytes
+        if room and plan.engine.kv_cache >= 0 and plan.engine.full_sequences >= 1:
             return tensor
     return None
 

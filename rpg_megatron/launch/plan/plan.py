@@ -11,6 +11,7 @@ from rpg_megatron.launch.plan.activations import Recompute
 from rpg_megatron.launch.plan.batch import Batch, plan_batch
 from rpg_megatron.launch.plan.cards import DEFAULT, card_bytes, machine_bytes
 from rpg_megatron.launch.plan.engine import SERVER, EngineMemory, engine_memory
+from rpg_megatron.launch.plan.shared import SharedCard, share_card
 from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE, RankMemory, activation_bytes, rank_memory
 
 Device = Literal["cpu", "cuda"]
@@ -39,6 +40,8 @@ class Plan:
     ranks: tuple[RankMemory, ...]
     """One of each pipeline stage: data-parallel replica 0, and another if there are several."""
     engine: EngineMemory
+    card: SharedCard | None
+    """Where a rank and an engine worker share one; None: each has its own, or they run on a CPU."""
     activations: dict[Recompute, int]
     """Of the largest rank, with each value of memory.recompute."""
     problems: tuple[str, ...]
@@ -59,6 +62,13 @@ class Plan:
     def rank_total(self) -> int:
         """Bytes of the largest rank with all that is not the run's own: imports, or the GPU's reserve."""
         return self.largest.peak + (IMPORTS if self.target.device == "cpu" else RESERVE)
+
+    @property
+    def need(self) -> int:
+        """Bytes that the target must have, but for an engine on a card of its own."""
+        if self.target.device == "cpu":
+            return self.machine_total
+        return self.card.peak if self.card else self.rank_total
 
     @property
     def machine_total(self) -> int:
@@ -115,7 +125,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     ]
     engine = engine_memory(settings, shape, longest=batch.context, device=target.device, card=target.nbytes)
-    largest = max(ranks, key=lambda r: r.peak)
+    largest, on_gpus = max(ranks, key=lambda r: r.peak), target.device == "cuda"
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     activations = {
         kind: activation_bytes(settings, shape, largest.stage, batch.lengths, batch.microbatches, kind)
@@ -129,6 +139,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         batch=batch,
         ranks=tuple(ranks),
         engine=engine,
+        card=share_card(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
         activations=activations,
         problems=(),
         warnings=(),
@@ -166,6 +177,8 @@ def _problems(plan: Plan) -> list[str]:
                 f"all processes together need {gib(plan.machine_total)}, {target.name} has "
                 f"{gib(target.nbytes)}; lower training.tokens_per_microbatch or engine.kv_cache_gib"
             )
+    elif plan.card is not None:
+        found += _problems_of_a_shared_card(plan, plan.card)
     else:
         if plan.rank_total > target.nbytes:
             found.append(
@@ -182,10 +195,26 @@ def _problems(plan: Plan) -> list[str]:
                 f"vLLM takes {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
             )
     if engine.kv_cache >= 0 and engine.full_sequences < 1:
-        more = "engine.kv_cache_gib" if target.device == "cpu" else "engine.tensor"
+        more = "engine.kv_cache_gib" if engine.utilisation is None else "engine.tensor"
         found.append(
             f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
             f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens"
+        )
+    return found
+
+
+def _problems_of_a_shared_card(plan: Plan, card: SharedCard) -> list[str]:
+    found, target = [], plan.target
+    if (nbytes := card.total("update")) > target.nbytes:
+        found.append(
+            f"during an update a card holds {gib(nbytes)}, of which {gib(plan.rank_total)} are a trainer "
+            f"rank's; {target.name} has {gib(target.nbytes)}"
+        )
+    if (nbytes := card.total("rollout")) > target.nbytes:
+        found.append(
+            f"while engines sample a card holds {gib(nbytes)}, of which {gib(plan.engine.total)} are an "
+            f"engine worker's; {target.name} has {gib(target.nbytes)}; lower engine.kv_cache_gib, or raise "
+            "engine.tensor or parallel.tensor"
         )
     return found
 
@@ -207,8 +236,8 @@ def _warnings(plan: Plan) -> list[str]:
         )
     if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
         found.append("optimizer.distributed cuts nothing with one replica")
-    if plan.settings.engine.colocated:
-        found.append("engine.colocated: engines and trainer share cards, and here each has cards of its own")
+    if plan.card is not None:
+        found.append("engine.colocated: what a card holds in each turn is arithmetic, nothing was measured")
     if plan.settings.precision.fp8 is not None:
         found.append("precision.fp8: the layers' weights in FP8, up to 2 bytes each, are not counted")
     return found

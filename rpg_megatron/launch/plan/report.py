@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rich import box
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 from rpg_megatron.launch.plan.engine import SERVER
 from rpg_megatron.launch.plan.layouts import Candidate
 from rpg_megatron.launch.plan.plan import Plan, count, gib
+from rpg_megatron.launch.plan.shared import SharedCard, Turn
 from rpg_megatron.launch.plan.trainer import IMPORTS, RESERVE, recomputation
 
 
@@ -21,6 +22,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_facts(plan))
     console.print(_trainer_table(plan))
     console.print(_engine_table(plan))
+    if plan.card is not None:
+        console.print(_card_table(plan, plan.card))
     for warning in plan.warnings:
         console.print(f"[yellow]note[/] {warning}", highlight=False)
     for problem in plan.problems:
@@ -40,7 +43,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
         table.add_column(name, justify="right")
     for candidate in candidates[:most]:
         p = candidate.plan
-        parallel, need = p.settings.parallel, _need(p)
+        parallel, need = p.settings.parallel, p.need
         table.add_row(
             "[green]fits[/]" if p.fits else "[red]no[/]",
             str(parallel.tensor),
@@ -62,7 +65,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
 
 def print_suggestion(layout: Candidate | None, engine: int | None, plan: Plan, console: Console) -> None:
     """What would fit instead. layout, engine: None if nothing does."""
-    needs_layout = _need(plan) > plan.target.nbytes
+    needs_layout = plan.need > plan.target.nbytes
     if needs_layout and layout is not None:
         ranks = layout.plan.settings.parallel.world
         console.print(
@@ -129,6 +132,13 @@ def _describe(plan: Plan) -> dict[str, Any]:
             for r in plan.ranks
         ],
         "rank_bytes": plan.rank_total,
+        "card": None
+        if plan.card is None
+        else {
+            "shares": [vars(share) for share in plan.card.shares],
+            "rollout": plan.card.total("rollout"),
+            "update": plan.card.total("update"),
+        },
         "machine_bytes": plan.machine_total if plan.target.device == "cpu" else None,
         "recompute": recomputation(plan.settings),
         "activations": plan.activations,
@@ -204,7 +214,7 @@ def _engine_table(plan: Plan) -> Table:
     table.add_row("weights", gib(engine.weights), "exact", "always")
     if plan.target.device == "cuda":
         table.add_row("largest batch, context, graphs", gib(engine.running), "estimated", "rollout")
-        kv = f"fills {engine.utilisation:.0%}"
+        kv = "as set" if engine.utilisation is None else f"fills {engine.utilisation:.0%}"
     else:
         kv = "engine.kv_cache_gib"
     if engine.buckets:
@@ -228,6 +238,18 @@ def _engine_table(plan: Plan) -> Table:
     return table
 
 
+def _card_table(plan: Plan, card: SharedCard) -> Table:
+    table = _table("card that a trainer rank and an engine worker share")
+    for turn in get_args(Turn):
+        for share in card.shares:
+            if share.turn == turn:
+                table.add_row(share.name, gib(share.nbytes), share.basis, turn)
+        total = card.total(turn)
+        table.add_row(f"[bold]{turn}[/]", f"[bold]{gib(total)}[/]", _of(plan, total), "")
+        table.add_section()
+    return table
+
+
 def _table(title: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     table.add_column("part", no_wrap=True)
@@ -235,10 +257,6 @@ def _table(title: str) -> Table:
     table.add_column("basis")
     table.add_column("when")
     return table
-
-
-def _need(plan: Plan) -> int:
-    return plan.machine_total if plan.target.device == "cpu" else plan.rank_total
 
 
 def _of(plan: Plan, nbytes: int) -> str:

@@ -138,6 +138,7 @@ def rank_memory(
         Part("gradients", round(gradients * count), "exact"),
         Part("optimizer", round(state * count * (1 - settings.memory.offload_optimizer)), "exact"),
         *_offloaded_parts(settings, state * count),
+        *_parked_parts(settings, state * count, device),
         *_bridge_parts(settings, round(weights * count), publishes=publishes, device=device),
     ]
     if settings.anchor.type != "old":
@@ -180,6 +181,14 @@ def _offloaded_parts(settings: Settings, state: float) -> list[Part]:
     return [Part("optimizer off the GPU", round(share * state * 16 / 12), "estimated", host=True)]
 
 
+def _parked_parts(settings: Settings, state: float, device: str) -> list[Part]:
+    """Host memory in which the optimizer's state waits while engines have the card; it is kept once taken."""
+    if not settings.engine.colocated:
+        return []
+    nbytes = round(state * (1 - settings.memory.offload_optimizer))
+    return [Part("optimizer while engines sample", nbytes, "exact", host=device == "cuda")]
+
+
 def recomputation(settings: Settings) -> Recompute:
     """What the policy recomputes with these settings."""
     return settings.memory.recompute_for(settings.tokens_at_once)
@@ -220,7 +229,8 @@ def _bridge_parts(settings: Settings, weights: int, *, publishes: bool, device: 
         # A worker shares its budget out over the ranks that send to it; each of them has as much for it.
         senders = parallel.tensor * parallel.pipeline
         buckets = bridge.bucket_mib * 1024**2 * engine.replicas * engine.tensor // senders
-        return [Part("bridge: buckets", buckets, "estimated")]
+        host = device == "cuda" and engine.colocated
+        return [Part("bridge: buckets", buckets, "estimated", host=host)]
     if device == "cpu" and not settings.optimizer.distributed:
         return [Part("bridge: parameters lie in shared memory", 0, "exact")]
     return [Part("bridge: copy in shared memory", weights, "exact", host=device == "cuda")]

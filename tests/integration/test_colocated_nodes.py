@@ -1,0 +1,94 @@
+"""Colocated engines on two nodes give, bit for bit, what they give on one.
+
+Why: an engine that was told to sleep but never heard it, or that has the weights of another step, samples
+on without an error. Two launchers on one machine are two nodes: each has folders, a trainer rank and an
+engine of its own; the second engine is reached over TCP, and no node reads the other's memory. Proved with
+real ranks and engines in fp32, two steps with a checkpoint after each, against a run on one node with the
+same layout: rollouts, metrics and final weights are the same bits; all engines sleep and wake as often.
+Weights travel in shared memory within each node, where each holds all of them, and by messages: from ranks of
+both nodes, where each holds half, and from the node's own rank, where that holds all. Not covered: GPUs (so
+no CUDA IPC, no NCCL), two machines.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.rollout import processes
+from tests.integration.test_bad_input import Command
+from tests.integration.test_colocated import assert_same
+from tests.integration.test_resume import QUICKSTART, SETTINGS, Run
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+
+STEPS = 2
+MORE = [
+    f"training.steps={STEPS}",
+    "evaluation.every=1",
+    "engine={colocated: true, replicas: 2, max_sequences: 32, kv_cache_gib: 0.25}",
+    "checkpoint={every: 1, keep: 1}",
+]
+CUT, WHOLE = ["parallel.tensor=2"], ["parallel.tensor=1", "parallel.data=2"]
+
+
+class Nodes(Run):
+    """A run whose launchers are started one by one, each as a node."""
+
+    def __init__(self, folder: Path, name: str, count: int, *more: str):
+        super().__init__(folder, name)
+        places = [f"runs={folder}", f"name={name}", "cluster={interface: lo, join_timeout: 300}"]
+        words = [str(QUICKSTART), *SETTINGS, *MORE, *more, *places]
+        options = [["--nodes", "2", "--node-rank", str(rank), "--job", name] for rank in range(2)]
+        self.launchers = [
+            Command(folder, "train", *words, *option) for option in (options if count == 2 else [[]])
+        ]
+
+    def end(self) -> Nodes:
+        """Wait until it has ended well, with nothing left."""
+        try:
+            for one in self.launchers:
+                code, err = one.finish(1800)
+                assert (code, err) == (0, ""), one.out.read_text() + err
+        finally:
+            for one in self.launchers:
+                if one.process.poll() is None:
+                    processes.send(one.sessions if one.processes() else [], signal.SIGKILL)
+                    one.process.wait()
+        for one in self.launchers:
+            one.assert_nothing_left(seconds=10)
+        return self
+
+    def log(self, name: str) -> str:
+        return (self.folder / "logs" / f"{name}.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def on_one_node(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("one")
+
+    @functools.cache
+    def run(*layout: str) -> Nodes:
+        return Nodes(folder, re.sub(r"\W", "-", layout[-1]), 1, *layout).end()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("layout", "transport"), [(WHOLE, "shared_memory"), (CUT, "process_group"), (WHOLE, "process_group")]
+)
+def test_two_nodes_are_one(tmp_path: Path, on_one_node, layout: list[str], transport: str) -> None:
+    run = Nodes(tmp_path, "two", 2, *layout, f"bridge.transport={transport}").end()
+    assert_same(run, on_one_node(*layout), STEPS)
+    assert re.search(r"engine \d is up.*engines sleep; starting", run.launchers[0].out.read_text(), re.DOTALL)
+    for index in (0, 1):
+        told = run.log(f"engine_{index}")
+        for tags in ("['weights']", "['kv_cache']"):
+            assert told.count(f"wake up the engine with tags: {tags}") == STEPS + 1
+        # At the start, before each update, and twice for each checkpoint, in which it sleeps and wakes.
+        assert told.count("sleep mode is not supported on CPU") >= 1 + STEPS + 2 * STEPS
+    assert all(row["mismatch/logp_max"] < 1e-3 for row in run.rows()[1:])
