@@ -19,15 +19,15 @@ SECONDS_ALL=${RPG_GPU_SECONDS:-570}
 SECONDS_A_PART=${RPG_GPU_PART_SECONDS:-420}
 
 # name|packages that it needs|seconds that have to be left|number of the demand, and what it shows
-# The seconds are guesses, the largest first: nothing of it has run.
+# The seconds are guesses: nothing of it has run.
 PARTS='site||20|1 what is unpacked can be imported
 smoke_te|te|60|1 Transformer Engine: BF16 and each FP8 recipe run
 smoke_vllm|vllm|60|1 vLLM: BF16 and FP8 generate, sleep frees memory
 numbers|te|60|2 log-probs and gradients against float32, transformers, BF16
 tests|te|120|2 tests/gpu: names, numbers, parking, CUDA IPC
-mismatch_bf16|te vllm|100|2 mismatch with the engine in BF16; the first colocated run
 run_06b_2k|te vllm|120|3 colocated run, 0.6B shape, 2K responses
 run_4b_2k|te vllm|150|3 colocated run, 4B shape, 2K responses
+mismatch_bf16|te vllm|100|2 mismatch with the engine in BF16
 mismatch_fp8|te vllm|100|2 mismatch with trainer and engine in FP8
 run_06b_8k|te vllm|180|3 colocated run, 0.6B shape, 8K responses
 run_4b_8k|te vllm|220|3 colocated run, 4B shape, 8K responses
