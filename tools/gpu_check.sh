@@ -112,6 +112,10 @@ for name in sorted(pathlib.Path(sys.argv[1]).iterdir()) if sys.argv[1] else []:
         tarfile.open(name).extractall(site, filter="data")
         done.touch()
         print(f"unpacked {name.name} in {time.monotonic() - began:.0f} s", flush=True)
+# Folders without an __init__.py: any package of that name, wherever it is installed, would be taken for ours.
+for name in ("benchmarks", "tests"):
+    (site / name).mkdir(exist_ok=True)
+    (site / name / "__init__.py").write_text(f"__path__ = [{str(root / name)!r}]\n")
 project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
 info = site / f"rpg_megatron-{project['version']}.dist-info"
 info.mkdir(exist_ok=True)
