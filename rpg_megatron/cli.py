@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,13 +50,10 @@ app = typer.Typer(
     name="rpg-megatron",
     cls=_Commands,
     help="RL post-training of LLMs with KL-regularised policy gradients: Megatron-Core, vLLM.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(convert)
-app.command("eval")(evaluate)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file with the settings of the run.")]
 Overrides = Annotated[
@@ -140,6 +138,9 @@ def _train(
         raise typer.Exit(1) from None
 
 
+app.command("eval")(evaluate)
+
+
 @app.command()
 def launch(
     config: ConfigFile,
@@ -158,7 +159,7 @@ def launch(
         typer.Option(envvar="RPG_MEGATRON", help="What the job calls, if that is not on its PATH."),
     ] = "rpg-megatron",
     dryrun: Annotated[
-        bool, typer.Option("--dryrun", help="Print the job's script, and start nothing.")
+        bool, typer.Option("--dry-run", "--dryrun", help="Print the job's script, and start nothing.")
     ] = False,
 ) -> None:
     """Train as a job that NeMo-Run submits or starts. Needs NeMo-Run, but no torch.
@@ -261,12 +262,16 @@ def replay(
 
 
 @app.command()
-def config(config: ConfigFile, overrides: Overrides = None) -> None:
+def config(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Above each key, what it means.")] = False,
+) -> None:
     """Print the settings of a run, defaults included."""
     from rpg_megatron.config import load_settings
     from rpg_megatron.launch.run_directory import resolved_yaml
 
-    typer.echo(resolved_yaml(load_settings(config, overrides)), nl=False)
+    typer.echo(resolved_yaml(load_settings(config, overrides), explained=explain), nl=False)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -364,6 +369,9 @@ def report(
     typer.echo(write_report(runs, out))
 
 
+app.add_typer(convert)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
@@ -373,6 +381,12 @@ def main(arguments: list[str] | None = None) -> None:
         app(args=arguments, prog_name="rpg-megatron")
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {e.filename or 'standard output'}: {e.strerror}; make room", file=sys.stderr)
+        sys.stdout = None  # what it still holds could not be written either
         sys.exit(2)
 
 

@@ -94,8 +94,8 @@ def read_model_shape(path: Path) -> ModelShape:
     file = path / "config.json"
     if not path.is_dir():
         raise UserError(
-            f"model.path: {path} is not a directory; give the folder of a Hugging Face checkpoint, for a "
-            "model of the hub the one that it was downloaded to (plan reads its config.json alone)"
+            f"model.path: {path} is not a directory; give the folder of a Hugging Face checkpoint, "
+            "downloaded as by hf download NAME --local-dir FOLDER (plan reads its config.json alone)"
         )
     try:
         raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

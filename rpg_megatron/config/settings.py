@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.evaluation import EvaluationSettings
+from rpg_megatron.config.explanation import explain_error, sections_in
 from rpg_megatron.config.objective import (
     AdvantageSettings,
     AggregationSettings,
@@ -224,7 +224,7 @@ def make_settings(raw: dict[str, Any], overrides: list[str] | None, where: str) 
     try:
         return Settings.model_validate(raw)
     except ValidationError as e:
-        raise UserError("\n".join(_explain(where, error, raw) for error in e.errors())) from None
+        raise UserError("\n".join(explain_error(Settings, where, error) for error in e.errors())) from None
 
 
 def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -241,7 +241,9 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{file}: cannot be read ({e})") from None
     except yaml.YAMLError as e:
-        raise UserError(f"{file}: not valid YAML: {' '.join(str(e).split())}") from None
+        mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{file}{line}: not valid YAML: {problem or ' '.join(str(e).split())}") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
@@ -306,13 +308,6 @@ def _apply_override(raw: dict[str, Any], item: str) -> None:
     node[last] = value
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """Section classes inside an annotation such as ``ClipSettings | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [s for arg in typing.get_args(annotation) for s in _sections(arg)]
-
-
 def _rebase(node: dict[str, Any], section: type[BaseModel], folder: Path) -> None:
     """Make the input paths of a YAML file relative to its folder."""
     for name, field in section.model_fields.items():
@@ -321,7 +316,7 @@ def _rebase(node: dict[str, Any], section: type[BaseModel], folder: Path) -> Non
             node[name] = str(folder / value)
         for block in value if isinstance(value, list) else [value]:
             if isinstance(block, dict):
-                for inner in _sections(field.annotation):
+                for inner in sections_in(field.annotation):
                     _rebase(block, inner, folder)
 
 
@@ -329,70 +324,3 @@ def _is_input(field: FieldInfo) -> bool:
     """Whether a field holds an InputPath, or one or nothing."""
     marks = [*field.metadata, *(m for arg in typing.get_args(field.annotation) for m in typing.get_args(arg))]
     return any(isinstance(mark, _RelativeToFile) for mark in marks)
-
-
-def _valid_keys() -> list[str]:
-    """Every dotted key of the settings."""
-    found: list[str] = []
-
-    def walk(section: type[BaseModel], prefix: str) -> None:
-        for name, field in section.model_fields.items():
-            found.append(prefix + name)
-            for inner in _sections(field.annotation):
-                walk(inner, f"{prefix}{name}.")
-
-    walk(Settings, "")
-    return found
-
-
-def _explain(file: str, error: Any, raw: dict[str, Any]) -> str:
-    """One line for one validation error."""
-    parts, siblings = _locate(error["loc"])
-    key = ".".join(parts)
-    if error["type"] == "extra_forbidden":
-        keys = _valid_keys()
-        parent, last = parts[:-1], parts[-1]
-        near = [".".join([*parent, s]) for s in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
-        near = near or [k for k in keys if k.rpartition(".")[2] == last and k != key]
-        if not near and key in keys:
-            tag = f"{'.'.join(parent)}.type" if parent else "the others"
-            return (
-                f"{file}: the key {key!r} does not go with the chosen {tag}; remove it, or replace the block"
-            )
-        near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
-        return f"{file}: unknown key {key!r}; did you mean {near[0]!r}?"
-    if error["type"] == "missing":
-        return f"{file}: the key {key!r} is missing; add it, or give {key}=... on the command line"
-    if error["type"] == "union_tag_invalid":
-        known = ", ".join(t.strip("' ") for t in error["ctx"]["expected_tags"].split(","))
-        return f"{file}: {key}.type: {error['ctx']['tag']!r} is not known; use one of {known}"
-    if error["type"] == "union_tag_not_found":
-        return f"{file}: {key}: must be a block such as {{type: rpg}} (got {error['input']!r})"
-    message = error["msg"].removeprefix("Value error, ")
-    if not key:
-        return f"{file}: {message}"
-    return f"{file}: {key}: {message} (got {error['input']!r})"
-
-
-def _locate(location: tuple[Any, ...]) -> tuple[list[str], list[str]]:
-    """The key of an error, without the tags that pydantic puts in for unions, and that key's siblings."""
-    sections: list[type[BaseModel]] = [Settings]
-    parts: list[str] = []
-    siblings: list[str] = []
-    for part in map(str, location):
-        if part.isdigit() and parts:  # a place in a list
-            parts[-1] += f"[{part}]"
-            continue
-        tagged = [s for s in sections if "type" in s.model_fields and part in _tags(s)]
-        if tagged and len(sections) > 1:
-            sections = tagged
-            continue
-        siblings = [name for s in sections for name in s.model_fields]
-        fields = [s.model_fields[part] for s in sections if part in s.model_fields]
-        sections = [inner for f in fields for inner in _sections(f.annotation)]
-        parts.append(part)
-    return parts, siblings
-
-
-def _tags(section: type[BaseModel]) -> tuple[str, ...]:
-    return typing.get_args(section.model_fields["type"].annotation)

@@ -70,6 +70,11 @@ PRESETS: dict[str, Preset] = {
 def find_preset(name: str) -> Preset:
     """Raises UserError that names the nearest for an unknown one."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        raise UserError(f"data.preset: {name!r} is not known; did you mean {near!r}? ({', '.join(PRESETS)})")
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = (
+            f"did you mean {near[0]!r}? ({', '.join(PRESETS)})"
+            if near
+            else f"use one of {', '.join(PRESETS)}"
+        )
+        raise UserError(f"data.preset: {name!r} is not known; {hint}")
     return PRESETS[name]

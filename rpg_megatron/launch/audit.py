@@ -114,7 +114,11 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
 
 def _check_engine_model(settings: Settings, path: Path) -> None:
     """The engine's checkpoint has the sizes of the trainer's; what else differs is for the audit to find."""
-    ours, theirs = read_model_shape(settings.model.path), read_model_shape(path)
+    ours = read_model_shape(settings.model.path)
+    try:
+        theirs = read_model_shape(path)
+    except UserError as e:
+        raise UserError(f"--engine-model: {str(e).removeprefix('model.path: ')}") from None
     alike = replace(theirs, **{name: getattr(ours, name) for name in _MAY_DIFFER})
     if alike != ours:
         a, b = asdict(ours), asdict(alike)

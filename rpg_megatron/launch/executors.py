@@ -110,7 +110,7 @@ def _nemo_run() -> Any:
     except ImportError as e:
         raise UserError(
             f"NeMo-Run cannot be imported ({e}); it wants an environment of its own, without torch: "
-            "python3.12 -m venv DIR && DIR/bin/pip install -r requirements/launch.txt && "
+            "python3.12 -m venv DIR && DIR/bin/pip install --no-deps -r requirements/launch.txt && "
             "DIR/bin/pip install --no-deps -e ."
         ) from None
     return nemo_run

@@ -52,7 +52,7 @@ def check_packages(device: str) -> None:
     setup = (
         "run make quickstart or make .venv, and use .venv/bin/rpg-megatron"
         if device == "cpu"
-        else "pip install 'rpg-megatron[gpu]' in an environment of its own"
+        else "pip install -e '.[gpu]' in an environment of its own"
     )
     missing = [
         name for name in ("torch", "megatron", "transformers") if importlib.util.find_spec(name) is None
@@ -211,11 +211,29 @@ def check_port(port: int) -> None:
 
 
 def check_data(settings: Settings) -> None:
-    """Every line of the data sets can be read."""
-    read_counted(settings.data)
+    """Every line of the data sets can be read, and the tokenizer has the template that chats are put into."""
+    sets = [("data", settings.data)]
     if settings.evaluation is not None:
-        for part in settings.evaluation.heldout:
-            read_counted(part.data)
+        sets += [(part.where, part.data) for part in settings.evaluation.heldout]
+    for where, data in sets:
+        if data.chat and not _has_chat_template(settings.model.path):
+            raise UserError(
+                f"{where}.chat: {settings.model.path} holds no chat template; copy its chat_template.jinja "
+                f"there, or set {where}.chat to false"
+            )
+        read_counted(data)
+
+
+def _has_chat_template(model: Path) -> bool:
+    """Whether a tokenizer has one, by its files; of what cannot be read the tokenizer will complain."""
+    if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        return '"chat_template"' in (model / "tokenizer_config.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError):
+        return True
 
 
 def _installed(name: str) -> bool:

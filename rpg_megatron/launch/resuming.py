@@ -127,6 +127,10 @@ def _continue(settings: Settings, folder: Path, lock: IO[str], notes: list[str])
 def _start_from(settings: Settings, source: Path) -> OpenRun:
     notes: list[str] = []
     checkpoint: Path | None = source
+    if not source.is_dir():
+        raise UserError(
+            f"--from {source}: no such folder; give a run's, or one of its checkpoints/step_NNNNNN"
+        )
     if (source / CHECKPOINTS).is_dir():
         checkpoint = _newest_whole(source, notes)
     elif problems := find_problems(source):

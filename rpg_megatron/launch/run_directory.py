@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.explanation import explained_yaml
 
 CONFIG = "config.yaml"
 """The settings of the newest steps."""
@@ -50,9 +51,13 @@ def create_run(settings: Settings) -> Path:
     return folder
 
 
-def resolved_yaml(settings: Settings) -> str:
-    """All settings as YAML with absolute paths, so that they mean the same from any folder."""
-    return yaml.safe_dump(_absolute(settings.model_dump()), sort_keys=False)
+def resolved_yaml(settings: Settings, *, explained: bool = False) -> str:
+    """All settings as YAML with absolute paths, so that they mean the same from any folder.
+
+    explained: with what each key means as a comment above it.
+    """
+    values = _absolute(settings.model_dump())
+    return explained_yaml(settings, values) if explained else yaml.safe_dump(values, sort_keys=False)
 
 
 def settings_file(run: Path, step: int) -> Path:

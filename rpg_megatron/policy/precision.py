@@ -38,7 +38,7 @@ def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
     if not here and (fp8 is not None or wanted == "transformer_engine"):
         key, other = ("precision.fp8", "null") if fp8 is not None else ("model.implementation", "local")
         raise UserError(
-            f"{key}: the package transformer_engine is not installed; pip install 'rpg-megatron[gpu]', or "
+            f"{key}: the package transformer_engine is not installed; pip install -e '.[gpu]', or "
             f"set {key}={other}"
         )
     return here

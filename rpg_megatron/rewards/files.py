@@ -66,10 +66,21 @@ def grade_file(
     ``out`` appears when it is whole. Raises UserError that names file, row and remedy for a line that is no
     JSON object with the texts "response" and "answer"; with ``skip_malformed`` such lines are counted.
     """
-    skipped = sum(isinstance(line, UserError) for line in _lines(file, stop=not skip_malformed))
-    total = sum(1 for _ in _lines(file, stop=False)) - skipped
+    total, skipped, malformed = 0, 0, None
+    for line in _lines(file, stop=not skip_malformed):
+        if isinstance(line, UserError):
+            malformed = malformed or line
+            skipped += 1
+        else:
+            total += 1
+    if malformed is not None and not total:
+        raise UserError(f"{malformed} (and no line of the file is well formed)")
     if not total:
         raise UserError(f"{file}: holds no responses; it needs one JSON object a line, such as {_EXAMPLE}")
+    if out is not None and out.is_dir():
+        raise UserError(f"--out: {out} is a directory; name a file")
+    if out is not None and out.exists() and out.samefile(file):
+        raise UserError(f"--out: {out} is the file that is read; name another")
     started = time.monotonic()
     seen: Counter[str] = Counter()
     with Grader(workers=workers, deadline=deadline) as grader:

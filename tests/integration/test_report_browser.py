@@ -7,6 +7,7 @@ and whether it looks good, for which a person has to look; what the data say (te
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -77,9 +78,25 @@ def test_it_draws_every_chart(
     assert drawn
     assert browser.run("document.querySelectorAll('article').length") > 0
     assert browser.run("document.documentElement.scrollWidth") <= width, "the page is wider than the window"
+    if number == 1:
+        bar = "document.getElementById('tools')"
+        assert browser.run(f"{bar}.scrollWidth - {bar}.clientWidth") == 0, "its controls are out of sight"
     assert browser.run("window.hacked") is None
     background = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 200) == dark
+
+
+def test_it_says_the_numbers_that_the_terminal_said(
+    browser: Browser, runs: list[Path], tmp_path: Path
+) -> None:
+    browser.open(write_report(runs[:1], tmp_path / "report.html"))
+    shares = [0.3525, 0.3575, 0.3545, 0.92, 0.12345, 0.4975, 1.0, *(n / 800 for n in range(8, 801, 7))]
+    shown = browser.run(f"{shares}.map((share) => formatValue(share, 'percent'))")
+    assert shown == [f"{share:.1%}" for share in shares]
+    rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["throughput/tokens_per_second"] for row in rows if row["step"]]
+    facts = browser.run("document.querySelector('.facts').textContent")
+    assert f" {sum(rates) / len(rates) / 1000:.1f} k tokens/s" in facts
 
 
 def test_hostile_text_is_shown_as_text(browser: Browser, runs: list[Path], tmp_path: Path) -> None:

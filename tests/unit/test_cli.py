@@ -6,6 +6,7 @@ Why: both at once is what makes an error message useful at night. Not covered: w
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,28 @@ def test_help_and_version():
     assert done.returncode == 0
     assert "train" in done.stdout
     assert run("--version").stdout == f"rpg-megatron {rpg_megatron.__version__}\n"
+
+
+def test_the_shell_can_complete_commands_and_options():
+    words = {
+        "_RPG_MEGATRON_COMPLETE": "complete_bash",
+        "COMP_WORDS": "rpg-megatron train --fr",
+        "COMP_CWORD": "2",
+    }
+    code = "from rpg_megatron.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | words, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["--fresh", "--from"], done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("config",), ("plan",)])
+def test_output_that_finds_no_room_is_one_line(config_file: Path, arguments: tuple[str, ...]):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "rpg_megatron.cli", *arguments, str(config_file)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: No space left on device; make room\n"
 
 
 def test_ctrl_c_says_that_it_stopped(monkeypatch, capsys, config_file: Path):

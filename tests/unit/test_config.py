@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 import rpg_megatron
-from rpg_megatron.config import UserError, load_settings
-from rpg_megatron.config.settings import _valid_keys
-from rpg_megatron.launch.run_directory import create_run
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.explanation import valid_keys
+from rpg_megatron.launch.run_directory import create_run, resolved_yaml
 
 PACKAGE = Path(rpg_megatron.__file__).parent
 
@@ -39,6 +39,8 @@ def test_defaults_and_values_of_the_file(config_file: Path):
         ("temperature=1", "rollout.temperature"),
         ("objective.clip.hihg=1", "objective.clip.high"),
         ("evaluation.data.pth=x", "evaluation.data.path"),
+        ("steps=1", "training.steps"),
+        ("rollout.minibatches=1", "training.minibatches"),
     ],
 )
 def test_unknown_key_names_the_nearest_valid_one(config_file: Path, override: str, nearest: str):
@@ -94,6 +96,11 @@ def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
         ("parallel.virtual=0", "parallel.virtual: Input should be greater than or equal to 1"),
         ("name=../up", "name"),
         ("training.steps=[", "not valid YAML"),
+        ("training=3", "training: must be a block of keys and values (got 3)"),
+        ("training.steps=", "(got null)"),
+        ("training.foo=1", "unknown key 'training.foo'; training may have steps, minibatches"),
+        ("engine.arguments=--x", "engine.arguments: must be a list"),
+        (f"training.steps={'9x' * 100_000}", f"(got '{'9x' * 39}9...)"),
     ],
 )
 def test_bad_values_are_explained(config_file: Path, override: str, message: str):
@@ -172,7 +179,9 @@ def test_every_key_is_read_somewhere():
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     # ``type`` selects a section; while each union has one member, nobody needs to look at it.
-    unread = [k for k in _valid_keys() if (last := k.rpartition(".")[2]) not in read and last != "type"]
+    unread = [
+        k for k in valid_keys(Settings) if (last := k.rpartition(".")[2]) not in read and last != "type"
+    ]
     assert unread == []
 
 
@@ -204,6 +213,39 @@ def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str,
     with pytest.raises(UserError) as caught:
         load_settings(file, [override])
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model: {path: m}\ndata: [\n", "c.yaml:3: not valid YAML: "),
+        ("model: {path: m}\ndata:\n\tpath: d\n", "c.yaml:3: not valid YAML: "),
+        ("model: {path: m}\ndata: {limit: 2}\n", "give path (a file), hub, preset or mixture"),
+        ("model: &m [&n [a, b, c]]\ndata: [*m, *m]\n", "model: must be a block of keys and values"),
+    ],
+)
+def test_a_broken_file_is_one_short_line_with_the_place(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_settings(file)
+    assert told in (line := str(caught.value).splitlines()[0])
+    assert len(line) < len(str(tmp_path)) + 200
+    assert "unicode string" not in line
+
+
+def test_explained_settings_are_the_settings_with_each_keys_meaning(config_file: Path) -> None:
+    settings = load_settings(config_file, ["evaluation.sets=[{preset: amc23}]", "data.where={level: 5}"])
+    plain, explained = resolved_yaml(settings), resolved_yaml(settings, explained=True)
+    assert yaml.safe_load(explained) == yaml.safe_load(plain)
+    comments = " ".join(line.strip("# ") for line in explained.splitlines() if line.lstrip().startswith("#"))
+    for section in (Settings, type(settings.objective), type(settings.bridge), type(settings.engine)):
+        for name, field in section.model_fields.items():
+            assert field.description, name
+            assert " ".join(field.description.split()) in comments, name
+    assert "One of: fkl, ufkl, rkl, urkl." in comments
+    assert "One of: rpg, grpo, dapo" in comments
+    assert "Keys: type, level, low, high." in comments, "of a block that is null"
 
 
 def test_anchor_without_a_kl_term_is_refused(tmp_path: Path) -> None:

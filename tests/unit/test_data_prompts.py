@@ -6,15 +6,17 @@ and chat templates (a stand-in counts characters here; the integration test uses
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rpg_megatron.config import UserError
+from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import Prompt, PromptStream, fit_prompts, load_prompts
+from rpg_megatron.launch.preflight import check_data
 
 
 class CharacterTokenizer:
@@ -124,6 +126,20 @@ def test_no_problems_no_file_no_place_in_the_template(tmp_path: Path) -> None:
         read_problems(DataSettings(path=tmp_path))
     with pytest.raises(UserError, match="no place for the problem"):
         read_problems(data(tmp_path, line(), template="Solve it."))
+
+
+def test_a_missing_chat_template_is_found_before_anything_starts(
+    config_file: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "plain")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (model / name).unlink(missing_ok=True)
+    chat = [f"model.path={model}", "data.chat=true"]
+    check_data(load_settings(config_file, chat[:1]))
+    with pytest.raises(UserError, match=r"data\.chat: .*plain holds no chat template"):
+        check_data(load_settings(config_file, chat))
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    check_data(load_settings(config_file, chat))
 
 
 def test_template_chat_and_lengths(tmp_path: Path) -> None:

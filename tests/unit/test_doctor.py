@@ -2,8 +2,8 @@
 
 Why: the line that is green on a broken machine costs a night in a queue. Everything here is broken for real
 (mounts, limits, sockets, rights, installed versions, shifted clocks) around the real command in a process
-of its own; several things at a time, since each start imports torch. Not covered: a GPU's lines but
-their number.
+of its own; several things at a time, since each start imports torch. Not covered: a GPU's lines, but for the
+number of cards.
 """
 
 from __future__ import annotations
@@ -317,6 +317,28 @@ def test_walltime_is_asked_of_slurm_where_the_environment_does_not_say(
     assert "2 s a step" in check.found
 
 
+@pytest.mark.parametrize(("nodes", "verdict"), [(1, "failed"), (2, "ok")])
+def test_a_node_needs_the_cards_of_its_own_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path, nodes: int, verdict: str
+) -> None:
+    """Four cards a node, by a stand-in for nvidia-smi; four ranks and four engines."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: H100"; done\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    step = {"JOB_ID": "7", "STEP_ID": "0", "NODEID": "1", "STEP_NODELIST": "a,b"}
+    step |= {"STEP_NUM_NODES": str(nodes), "STEP_NUM_TASKS": str(nodes)}
+    for key, value in step.items():
+        monkeypatch.setenv(f"SLURM_{key}", value)
+    spread = ["parallel.data=4", "engine.replicas=4", "bridge.transport=process_group"]
+    subject = Subject(load_settings(config_file, ["device=cuda", *spread]), None)
+    (check,) = [c for c in probe_gpus(subject) if c.name == "GPUs"]
+    assert check.verdict == verdict, check
+    if verdict == "failed":
+        assert check.found.endswith("4 are visible")
+
+
 def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = {r.name: str(r.specifier) for r in requirements("cpu")}
     assert exact["torch"] == "==2.11.0"
@@ -345,21 +367,3 @@ def _cheap_probes():
     from rpg_megatron.launch.doctor.command import PROBES
 
     return [p for p in PROBES if p[0] != "torch import"]
-
-
-def test_the_gpus_of_a_node_are_counted(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: a\\nGPU 1: b\\n' || echo 580.1, a card, 80 MiB\n"
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for replicas, well in ((1, True), (2, False)):
-        settings = load_settings(
-            config_file, ["device=cuda", "parallel={tensor: 1}", f"engine.replicas={replicas}"]
-        )
-        (found,) = (check for check in probe_gpus(Subject(settings, None)) if check.name == "GPUs")
-        assert (found.verdict == "ok") == well, found

@@ -98,6 +98,8 @@ def test_from_a_checkpoint_of_another_run(tmp_path: Path, killed: Path) -> None:
     assert open_run(make_settings(tmp_path, name="fork"), source=killed).checkpoint == step_folder(killed, 4)
     with pytest.raises(UserError, match="not a whole checkpoint"):
         open_run(make_settings(tmp_path), source=tmp_path)
+    with pytest.raises(UserError, match=r"nowhere: no such folder; give a run's"):
+        open_run(make_settings(tmp_path), source=tmp_path / "nowhere")
 
 
 def test_changes_of_the_maths_are_refused_and_listed(tmp_path: Path, killed: Path) -> None:

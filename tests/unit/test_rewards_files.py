@@ -113,6 +113,26 @@ def test_no_file_no_lines_no_such_style(tmp_path: Path, capsys: pytest.CaptureFi
         assert says in capsys.readouterr().err
 
 
+def test_out_is_never_the_file_that_is_read(tmp_path: Path) -> None:
+    file = write(tmp_path, *good(0))
+    before, link = file.read_bytes(), tmp_path / "link.jsonl"
+    link.symlink_to(file)
+    for out, says in (
+        (file, "is the file that is read"),
+        (link, "is the file"),
+        (tmp_path, "is a directory"),
+    ):
+        with pytest.raises(UserError, match=says):
+            grade_file(file, style="auto", out=out, workers=1, deadline=5.0, skip_malformed=False)
+    assert file.read_bytes() == before
+
+
+def test_a_file_of_malformed_lines_alone_says_what_is_wrong(tmp_path: Path) -> None:
+    file = write(tmp_path, b'{"answer": "2"}', b"{broken")
+    with pytest.raises(UserError, match=r":1: the key 'response' is missing .* no line of the file"):
+        grade_file(file, style="auto", out=None, workers=1, deadline=5.0, skip_malformed=True)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     bombs = [

@@ -71,7 +71,7 @@ def probe_gpus(subject: Subject) -> Iterator[Check]:
         try:
             nodes = find_nodes(None, None, None)
             check_gpus(subject.settings, share_of(subject.settings, nodes.rank, nodes.count))
-            yield ok("GPUs", "as many as trainer ranks and engine workers need")
+            yield ok("GPUs", "as many as this node's trainer ranks and engine workers need")
         except UserError as e:
             yield of_error("GPUs", e)
     yield _ipc(subject)

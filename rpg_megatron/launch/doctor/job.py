@@ -60,7 +60,8 @@ def probe_data(subject: Subject) -> Iterator[Check]:
         return
     try:
         check_data(subject.settings)
-        yield ok("data", f"{subject.settings.data.path}")
+        sources = subject.settings.data.sources
+        yield ok("data", ", ".join(str(s.path or s.hub or s.preset) for s in sources))
     except UserError as e:
         yield of_error("data", e)
 

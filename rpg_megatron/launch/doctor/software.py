@@ -30,7 +30,7 @@ _OPTIONAL = {"apex": "apex", "flash_attn": "flash-attn"}
 """Module -> distribution that is used where it is there, and not missed where it is not."""
 _SETUP = {
     "cpu": "make .venv in the repository, and use .venv/bin/rpg-megatron",
-    "cuda": "pip install 'rpg-megatron[gpu]' in an environment of its own",
+    "cuda": "pip install -e '.[gpu]' in an environment of its own",
 }
 
 _TORCH = """

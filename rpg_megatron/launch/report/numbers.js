@@ -24,15 +24,21 @@ function plainNumber(value) {
   return value.toLocaleString("en", { maximumFractionDigits: digits }).replace("-", "−");
 }
 
+// One decimal, ties to even as Python has it, so that page and terminal show the same percentage.
+function oneDecimal(value) {
+  const tie = Number.isInteger(value * 4) && Math.abs(value * 10 % 2) === 0.5;
+  return (tie ? Math.trunc(value * 10) / 10 : value).toFixed(1);
+}
+
 function formatValue(value, kind) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
   const [worth, name] = unitFor(Math.abs(value), kind);
-  const scaled = value / worth;
+  const scaled = kind === "percent" ? value * 100 : value / worth;  // 100 times, as Python has it
   if (kind === "count" && name) return scaled.toFixed(1) + name;
   if (kind === "percent") {
     const small = scaled !== 0 && Math.abs(scaled) < 1;
-    return (small ? plainNumber(Number(scaled.toPrecision(2))) : scaled.toFixed(1).replace("-", "−")) + name;
+    return (small ? plainNumber(Number(scaled.toPrecision(2))) : oneDecimal(scaled).replace("-", "−")) + name;
   }
   return (name && Math.abs(scaled) >= 1 ? scaled.toLocaleString("en", { maximumSignificantDigits: 4 })
     : plainNumber(scaled)) + name;

@@ -79,12 +79,19 @@ function lastNumber(run, key, kind) {
   return values.length ? formatValue(values.at(-1), kind) : "–";
 }
 
+// Over all steps, as the run's closing words say it.
+function tokensPerSecond(run) {
+  const { values } = seriesOf(run, "throughput/tokens_per_second");
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  return values.length ? formatValue(Math.round(mean), "count") : "–";
+}
+
 const COLUMNS = [
   ["steps", stepsText], ["time", (run) => formatDuration(run.seconds)],
   ["entropy", (run) => lastNumber(run, "policy/entropy", "number")],
   ["length", (run) => lastNumber(run, "response/length_mean", "number")],
   ["mismatch", (run) => lastNumber(run, "mismatch/logp_max", "number")],
-  ["tokens/s", (run) => lastNumber(run, "throughput/tokens_per_second", "count")],
+  ["tokens/s", tokensPerSecond],
 ];
 
 function changeCells(run, name) {
@@ -131,11 +138,10 @@ function buildHead() {
     place("head").append(element("h1", {}, `${data.runs.length} runs`), runTable());
     return;
   }
-  const rate = "throughput/tokens_per_second";
   const facts = [
     plural(run.steps, "step").replace(/^\S+/, stepsText(run)),
     run.seconds ? formatDuration(run.seconds) : null,
-    rate in run.metrics ? `${lastNumber(run, rate, "count")} tokens/s` : null,
+    "throughput/tokens_per_second" in run.metrics ? `${tokensPerSecond(run)} tokens/s` : null,
     (run.config["model.path"] ?? "").split("/").filter(Boolean).slice(-2).join("/"),
     run.config["objective.type"],
   ];

@@ -38,6 +38,7 @@ function seriesOf(run, key) {
   if (!(key in run.series)) {
     const steps = [], values = [], odd = [];
     (run.metrics[key] ?? []).forEach((value, i) => {
+      if (key === "sync/seconds" && run.step[i] === 0) return;  // that one waited for the engines to start
       if (typeof value === "number") { steps.push(run.step[i]); values.push(value); }
       else if (value !== null) odd.push([run.step[i], value]);
     });
