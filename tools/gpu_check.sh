@@ -135,7 +135,8 @@ missing = []
 names = ["transformers", "safetensors", "datasets", "math_verify", "pydantic", "yaml", "typer", "rich", "httpx",
          "psutil", "zstandard", "schedulefree", "tensorboard", "pytest", "rpg_megatron"]
 for folder, found in (("transformer_engine", ["transformer_engine.pytorch", "megatron.core"]),
-                      ("vllm", ["vllm", "vllm.entrypoints.openai.api_server", "rpg_megatron.bridge.vllm_plugin"])):
+                      ("vllm", ["vllm", "vllm.entrypoints.openai.api_server", "rpg_megatron.bridge.vllm_plugin",
+                                "vllm.v1.worker.gpu.model_runner", "vllm.model_executor.models.qwen3"])):
     names += found if os.path.isdir(os.path.join(sys.argv[1], folder)) else []
 for name in names:
     try:
