@@ -204,11 +204,13 @@ class Progress:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        table.add_column("step", justify="right")
-        for name, _, _ in _COLUMNS:
+        first = max((len(f"{row['step']}/{self.steps}") for row in self._rows), default=4)
+        shown = _COLUMNS[: max((self.console.width - max(first, 4) - 1) // 10, 1)]  # those that fit whole
+        table.add_column("step", justify="right", no_wrap=True)
+        for name, _, _ in shown:
             table.add_column(name, justify="right", min_width=8)
         for row in self._rows:
-            cells = [_format(row.get(key), form) for _, key, form in _COLUMNS]
+            cells = [_format(row.get(key), form) for _, key, form in shown]
             table.add_row(f"{row['step']}/{self.steps}", *cells)
         return table
 

@@ -417,6 +417,22 @@ def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: 
     assert progress.started_training
 
 
+@pytest.mark.parametrize(("width", "last"), [(80, "tokens/s"), (40, "entropy"), (20, "reward")])
+def test_a_narrow_terminal_shows_fewer_numbers_and_those_whole(tmp_path: Path, width: int, last: str):
+    with (tmp_path / "out").open("w") as out:
+        console = Console(file=out, width=width, force_terminal=True, color_system=None)
+        progress = Progress(tmp_path, steps=10, console=console)
+        row = {"reward/mean": -0.281, "reward/accuracy": 0.359, "policy/entropy": 0.151}
+        row |= {"step": 9, "mismatch/logp_max": 5.0e-6, "throughput/tokens_per_second": 1837.0}
+        EventSender(tmp_path / EVENTS).send({"kind": "step", "row": row, "steps": 10})
+        progress.pump(0.5)
+        progress.close()
+    *_, head, numbers = (tmp_path / "out").read_text().splitlines()
+    whole = ["9/10", "-0.281", "35.9%", "0.151", "5.0e-06", "1,837"]
+    assert head.split()[-1] == last
+    assert numbers.split() == whole[: len(head.split())]
+
+
 def test_a_long_phase_says_how_far_it_is_where_that_is_asked(tmp_path: Path):
     with (tmp_path / "out").open("w") as out:
         progress = Progress(tmp_path, steps=0, console=Console(file=out, width=40), line_seconds=0.0)
