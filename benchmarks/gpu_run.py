@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.gpu_run --shape 0.6b --response 2048`` makes a random checkpoint of the shape, runs
 ``rpg-megatron train`` on it for a few steps, colocated, and reads the run's metrics. Random weights hardly
-ever sample an end: nearly all responses have full length, and no reward is earned, which costs the same.
+ever sample an end: nearly all responses have full length. Rewards are as good as drawn: where all are alike,
+gradients are zero, and a card multiplies zeros faster than numbers.
 Memory is what nvidia-smi says of the card, all processes together, looked at five times a second; phases are
 placed by the metrics' seconds, so a peak at a border may count for its neighbour. Sync is compared with
 copying on the device, measured just before. Not yet run on a GPU.
@@ -79,6 +80,7 @@ def settings_of(model: Path, folder: Path, args: argparse.Namespace) -> dict[str
         "device": "cuda",
         "model": {"path": str(model)},
         "data": {"path": str(QUICKSTART / "train.jsonl"), "max_prompt_tokens": 32},
+        "reward": {"type": "operator:gt"},  # of response and answer, as texts
         "precision": precision,
         "bridge": {"transport": "cuda_ipc"},
         "rollout": {

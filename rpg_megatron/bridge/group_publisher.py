@@ -143,7 +143,14 @@ class GroupPublisher:
         self._links.clear()
 
     def _start(self, work: Any, *arguments: Any) -> None:
-        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        def run() -> None:
+            if (
+                self._device.type == "cuda"
+            ):  # or pinned memory would take room on the first GPU, for each rank
+                torch.cuda.set_device(self._device)
+            work(*arguments)
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()  # before it is in the list: ``retract`` may join it at once
         self._threads.append(thread)
 

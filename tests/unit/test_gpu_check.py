@@ -154,6 +154,18 @@ def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path
     assert str(site / "transformer_engine" / "__init__.py") in out
     (info,) = site.glob("rpg_megatron-*.dist-info/entry_points.txt")
     assert "rpg_megatron = rpg_megatron.bridge.vllm_plugin:register" in info.read_text()
+    (tmp_path / "elsewhere" / "benchmarks").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "benchmarks" / "__init__.py").touch()  # some package's own
+    command = "import importlib.util as u; print(u.find_spec('benchmarks.gpu_run').origin)"
+    found = subprocess.run(
+        [sys.executable, "-c", command],
+        env=os.environ | {"PYTHONPATH": f"{site}:{SCRIPT.parents[1]}:{tmp_path / 'elsewhere'}"},
+        capture_output=True,
+        text=True,
+        cwd=SCRIPT.parents[1],
+        timeout=120,
+    )
+    assert found.stdout.strip() == str(SCRIPT.parents[1] / "benchmarks" / "gpu_run.py"), found.stderr
     (archives / "deps.tar.xz").write_bytes(b"half an archive")
     code, out, err = check(tmp_path, str(site), "smoke_te", gpu=True, python=sys.executable)
     assert (code, "are damaged" in err) == (2, True), out
