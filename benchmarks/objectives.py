@@ -21,7 +21,8 @@ import tempfile
 from pathlib import Path
 
 from rpg_megatron.config import Settings, load_settings
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+from rpg_megatron.rollout.engine import EngineProcess, engine_socket
+from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "evidence" / "objectives.jsonl"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rpg_megatron.bridge.layouts import Layout
+    from rpg_megatron.policy.model import Mesh
 
 
 class LayoutError(ValueError):
@@ -113,6 +114,19 @@ class Placement:
     context_rank: int
     vocab_multiple: int
     """The vocabulary is padded so that each tensor rank holds a multiple of so many rows."""
+
+    @classmethod
+    def of(cls, mesh: Mesh, vocab_multiple: int) -> Placement:
+        """That of this trainer rank."""
+        return cls(
+            rank=mesh.rank,
+            tensor=mesh.tensor,
+            tensor_rank=mesh.tensor_rank,
+            pipeline_rank=mesh.pipeline_rank,
+            data_rank=mesh.data_rank,
+            context_rank=mesh.context_rank,
+            vocab_multiple=vocab_multiple,
+        )
 
 
 @dataclass(frozen=True)

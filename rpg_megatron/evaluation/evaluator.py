@@ -26,7 +26,8 @@ from rpg_megatron.evaluation.score import describe_set, write_results
 from rpg_megatron.rewards.score import Scorer
 from rpg_megatron.rollout.channel import EVENTS
 from rpg_megatron.rollout.client import EngineClient, EngineError
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, engine_address
+from rpg_megatron.rollout.engine import engine_address
+from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
 from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.rollout.fleet import Fleet, run_all
 from rpg_megatron.rollout.heldout import HeldOut

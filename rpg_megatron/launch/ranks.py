@@ -11,7 +11,7 @@ from pathlib import Path
 from rpg_megatron.config import Settings
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE
 from rpg_megatron.launch.nodes import Share, interface_of
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE
+from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
 
 RANK = "rpg_megatron.training.rank"
 """What a trainer rank runs."""

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 
 from rpg_megatron.data.trajectory import Floats, Tokens
-from rpg_megatron.rollout.engine import KEEP_ALIVE_SECONDS
+from rpg_megatron.rollout.engine_command import KEEP_ALIVE_SECONDS
 
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer at the end instead of one per token
 

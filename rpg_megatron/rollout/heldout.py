@@ -12,7 +12,7 @@ from rpg_megatron.data.results import EvalResult
 from rpg_megatron.rewards.score import Scorer
 from rpg_megatron.rollout.client import Sample
 from rpg_megatron.rollout.draws import Draw, sample_draws, seed_of, stop_tokens
-from rpg_megatron.rollout.engine import context_length
+from rpg_megatron.rollout.engine_command import context_length
 from rpg_megatron.rollout.fleet import Fleet, first_error
 
 

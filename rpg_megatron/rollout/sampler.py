@@ -40,7 +40,8 @@ from rpg_megatron.rollout.channel import (
 )
 from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
 from rpg_megatron.rollout.draws import Draw, sample_draws, seed_of, stop_tokens
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, context_length, engine_address
+from rpg_megatron.rollout.engine import engine_address
+from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE, context_length
 from rpg_megatron.rollout.events import EventSender
 from rpg_megatron.rollout.fleet import Fleet
 from rpg_megatron.rollout.heldout import HeldOut

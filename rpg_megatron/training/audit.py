@@ -30,7 +30,8 @@ from rpg_megatron.evaluation.verdict import Verdict, judge
 from rpg_megatron.policy.packed import Pack
 from rpg_megatron.policy.trace import trace_policy
 from rpg_megatron.rollout.client import EngineClient, Sample
-from rpg_megatron.rollout.engine import context_length, engine_socket
+from rpg_megatron.rollout.engine import engine_socket
+from rpg_megatron.rollout.engine_command import context_length
 from rpg_megatron.rollout.sampler import seed_of
 from rpg_megatron.training.journal import read_rollouts
 from rpg_megatron.training.run import Run

@@ -69,15 +69,7 @@ class Run:
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
-        self._placement = Placement(
-            rank=mesh.rank,
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            pipeline_rank=mesh.pipeline_rank,
-            data_rank=mesh.data_rank,
-            context_rank=mesh.context_rank,
-            vocab_multiple=settings.model.vocab_multiple,
-        )
+        self._placement = Placement.of(mesh, settings.model.vocab_multiple)
         publisher = open_publisher(
             settings.bridge,
             bridge,

@@ -15,15 +15,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.bridge.hf_export import export_hf
-from rpg_megatron.bridge.hf_import import load_hf_weights
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.plan import Placement
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import Mesh, start_mesh
-from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.objective import build_aggregator, build_loss
+from tests.distributed.checkpoint_policy import checkpoint_policy
 
 
 def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
@@ -44,18 +43,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
     settings = Settings.model_validate(case["settings"])
     shape = read_model_shape(settings.model.path)
     layout = layout_for(shape)
-
-    def load(policy: Policy) -> None:
-        load_hf_weights(
-            settings.model.path,
-            policy.named_parameters(),
-            layout,
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=settings.model.vocab_multiple,
-        )
-
-    policy = Policy(settings, shape, mesh, device, load)
+    policy = checkpoint_policy(settings, mesh, device)
     trajectories = pickle.loads((folder / case.get("batch", "batch.pkl")).read_bytes())
     if case["microbatches"]:
         mini = cut_unevenly(trajectories, case["microbatches"], mesh)
@@ -103,15 +91,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         anchored = logprobs() if case["after"] else []
     for (parameter, p), before in zip(policy.named_parameters(), weights, strict=True):
         assert torch.equal(p, before), f"{parameter} is not what it was before the anchor took its turn"
-    placement = Placement(
-        rank=mesh.rank,
-        tensor=mesh.tensor,
-        tensor_rank=mesh.tensor_rank,
-        pipeline_rank=mesh.pipeline_rank,
-        data_rank=mesh.data_rank,
-        context_rank=mesh.context_rank,
-        vocab_multiple=settings.model.vocab_multiple,
-    )
+    placement = Placement.of(mesh, settings.model.vocab_multiple)
     for what, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):
         export_hf(folder / what / name, settings.model.path, params, layout, placement, dtype=torch.float32)
     everyone: list = [None] * mesh.world

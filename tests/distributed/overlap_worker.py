@@ -16,13 +16,11 @@ import torch.distributed as dist
 from layout_worker import cut_unevenly
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.config import Settings
 from rpg_megatron.policy import optimizer
 from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.objective import build_aggregator, build_loss
+from tests.distributed.checkpoint_policy import checkpoint_policy
 
 BUCKET = 1000
 """Parameters of a bucket at least: about one tensor in each, where by default all would share one."""
@@ -31,19 +29,7 @@ BUCKET = 1000
 def run(case: dict, folder: Path, device: torch.device) -> dict:
     settings = Settings.model_validate(case["settings"])
     mesh = start_mesh(settings.parallel)
-    shape = read_model_shape(settings.model.path)
-
-    def load(policy: Policy) -> None:
-        load_hf_weights(
-            settings.model.path,
-            policy.named_parameters(),
-            layout_for(shape),
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=settings.model.vocab_multiple,
-        )
-
-    policy = Policy(settings, shape, mesh, device, load)
+    policy = checkpoint_policy(settings, mesh, device)
     batch = pickle.loads((folder / "batch.pkl").read_bytes())
     # Megatron counts in the first update how often a gradient is added to; later ones have other numbers.
     cuts = [cut_unevenly(batch, count, mesh) for count in (case["microbatches"], case["microbatches"] - 4)]

@@ -89,15 +89,7 @@ def main() -> None:
 
     policy = Policy(settings, shape, mesh, device, load)
     phase("optimizer")
-    placement = Placement(
-        rank=mesh.rank,
-        tensor=mesh.tensor,
-        tensor_rank=mesh.tensor_rank,
-        pipeline_rank=mesh.pipeline_rank,
-        data_rank=mesh.data_rank,
-        context_rank=mesh.context_rank,
-        vocab_multiple=settings.model.vocab_multiple,
-    )
+    placement = Placement.of(mesh, settings.model.vocab_multiple)
     publisher = open_publisher(
         settings.bridge,
         Path(case["bridge"]),

@@ -14,34 +14,20 @@ import torch.distributed as dist
 from layout_worker import cut_unevenly
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.config import Settings
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.checkpoints import CONFIG
 from rpg_megatron.training.objective import build_aggregator, build_loss
 from rpg_megatron.training.state import Saver, load_model
+from tests.distributed.checkpoint_policy import checkpoint_policy
 
 
 def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
     """Load or make a policy, update it, save it where ``case`` says; what the updates reported."""
     settings = Settings.model_validate(case["settings"])
     mesh = start_mesh(settings.parallel)
-    shape = read_model_shape(settings.model.path)
-
-    def load(policy: Policy) -> None:
-        load_hf_weights(
-            settings.model.path,
-            policy.named_parameters(),
-            layout_for(shape),
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=settings.model.vocab_multiple,
-        )
-
-    policy = Policy(settings, shape, mesh, device, load)
+    policy = checkpoint_policy(settings, mesh, device)
     anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
     batch = pickle.loads((folder / "batch.pkl").read_bytes())
     packs = [policy.pack(micro) for micro in cut_unevenly(batch, 5, mesh)]

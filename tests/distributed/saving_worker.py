@@ -73,7 +73,7 @@ def build(settings: Settings, device: torch.device) -> tuple[Mesh, Policy, HeldA
 
 def adopt(settings: Settings, mesh: Mesh, policy: Policy, folder: Path) -> SharedMemoryPublisher:
     """Move the weights into shared memory, as the bridge does."""
-    place = Placement(mesh.rank, mesh.tensor, mesh.tensor_rank, mesh.pipeline_rank, mesh.data_rank, 0, 4)
+    place = Placement.of(mesh, 4)
     parameters = dict(policy.named_parameters())
     layout = layout_for(read_model_shape(settings.model.path))
     publisher = SharedMemoryPublisher(folder, place, parameters, layout, torch.float32)

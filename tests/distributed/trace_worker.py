@@ -12,15 +12,13 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.drift import Chain, StoredWeights
 from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.policy.policy import Policy
 from rpg_megatron.policy.trace import trace_policy
 from rpg_megatron.training.audit import trainer_side
+from tests.distributed.checkpoint_policy import checkpoint_policy
 
 
 def batch(vocab: int) -> list[Trajectory]:
@@ -45,18 +43,7 @@ def main() -> None:
         settings = Settings.model_validate(case)
         mesh = start_mesh(settings.parallel)
         shape = read_model_shape(settings.model.path)
-
-        def load(policy: Policy, settings=settings, mesh=mesh, shape=shape) -> None:
-            load_hf_weights(
-                settings.model.path,
-                policy.named_parameters(),
-                layout_for(shape),
-                tensor=mesh.tensor,
-                tensor_rank=mesh.tensor_rank,
-                vocab_multiple=settings.model.vocab_multiple,
-            )
-
-        policy = Policy(settings, shape, mesh, device, load)
+        policy = checkpoint_policy(settings, mesh, device)
         trajectories = batch(shape.vocab_size)
         # Two micro-batches: what a hook keeps must be told apart.
         packs = [policy.pack(trajectories[:2]), policy.pack(trajectories[2:])]

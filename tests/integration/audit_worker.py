@@ -24,7 +24,8 @@ from rpg_megatron.policy.layers import PackedAttention
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.packed import Pack, PackedSequences
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, engine_socket
+from rpg_megatron.rollout.engine import engine_socket
+from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
 from rpg_megatron.training import audit as auditing
 from rpg_megatron.training.run import Run
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.hf_import import load_hf_weights
 from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.plan import Placement
 from rpg_megatron.bridge.publish import open_publisher, published
@@ -30,6 +29,7 @@ from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.rollout.client import EngineClient, Sample
+from tests.distributed.checkpoint_policy import checkpoint_policy
 
 PROMPTS = [[3 + (7 * i + k) % 90 for i in range(9 + 5 * k)] for k in range(3)]
 
@@ -121,27 +121,8 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
     mesh = start_mesh(settings.parallel)
     shape = read_model_shape(settings.model.path)
     layout = layout_for(shape)
-
-    def load(policy: Policy) -> None:
-        load_hf_weights(
-            settings.model.path,
-            policy.named_parameters(),
-            layout,
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=settings.model.vocab_multiple,
-        )
-
-    policy = Policy(settings, shape, mesh, device, load)
-    placement = Placement(
-        rank=mesh.rank,
-        tensor=mesh.tensor,
-        tensor_rank=mesh.tensor_rank,
-        pipeline_rank=mesh.pipeline_rank,
-        data_rank=mesh.data_rank,
-        context_rank=0,
-        vocab_multiple=settings.model.vocab_multiple,
-    )
+    policy = checkpoint_policy(settings, mesh, device)
+    placement = Placement.of(mesh, settings.model.vocab_multiple)
     params = dict(policy.named_parameters())
     publishers = {
         kind: open_publisher(

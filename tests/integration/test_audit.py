@@ -28,7 +28,8 @@ from safetensors.torch import load_file, save_file
 
 from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+from rpg_megatron.rollout.engine import EngineProcess, engine_socket
+from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
 from rpg_megatron.training.journal import write_rollouts
 from tests.distributed.spawn import free_port
 

@@ -35,7 +35,8 @@ from rpg_megatron.config import Settings, UserError, load_settings, read_model_s
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.channel import SOCKET, SamplerClient
 from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+from rpg_megatron.rollout.engine import EngineProcess, engine_socket
+from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
 
 TOKEN = secrets.token_urlsafe(16)
 EOS = 256

@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM
 from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.rollout.channel import SOCKET, SamplerClient
 from rpg_megatron.rollout.client import EngineClient, Sample
-from rpg_megatron.rollout.engine import TOKEN_VARIABLE, EngineProcess, engine_socket
+from rpg_megatron.rollout.engine import EngineProcess, engine_socket
+from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
 from rpg_megatron.training.journal import read_rollouts
 from tests.distributed.spawn import free_port
 

@@ -17,15 +17,8 @@ import pytest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launch.nodes import share_of
 from rpg_megatron.rollout import engine as module
-from rpg_megatron.rollout.engine import (
-    EngineProcess,
-    context_length,
-    engine_command,
-    engine_environment,
-    engine_socket,
-    first_error,
-    tail_of,
-)
+from rpg_megatron.rollout.engine import EngineProcess, engine_socket, first_error, tail_of
+from rpg_megatron.rollout.engine_command import context_length, engine_command, engine_environment
 
 SERVER = """
 import http.server, os, socketserver, subprocess, sys, time, signal

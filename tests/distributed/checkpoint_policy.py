@@ -1,0 +1,29 @@
+"""What workers start with: the policy of a case's settings, with the weights of its checkpoint."""
+
+from __future__ import annotations
+
+from rpg_megatron.policy.runtime import start_device  # noqa: F401  # isort: skip  # before Megatron
+
+import torch
+
+from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.policy.model import Mesh
+from rpg_megatron.policy.policy import Policy
+
+
+def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> Policy:
+    shape = read_model_shape(settings.model.path)
+
+    def load(policy: Policy) -> None:
+        load_hf_weights(
+            settings.model.path,
+            policy.named_parameters(),
+            layout_for(shape),
+            tensor=mesh.tensor,
+            tensor_rank=mesh.tensor_rank,
+            vocab_multiple=settings.model.vocab_multiple,
+        )
+
+    return Policy(settings, shape, mesh, device, load)
