@@ -13,6 +13,8 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 from rpg_megatron.bridge.hf_files import verify_hf_checkpoint
@@ -24,6 +26,8 @@ from rpg_megatron.rollout import processes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_SILENT_SECONDS = 3.0
+"""Reading data that takes longer is told."""
 _SPARE = 256 * 1024**2  # what vLLM and gloo put into shared memory besides the weights
 
 
@@ -43,7 +47,13 @@ def check(settings: Settings, share: Share | None = None) -> ModelShape:
     else:
         check_shared_memory(settings, shape)
     check_port(settings.rendezvous_port)
-    check_data(settings)
+    slow = threading.Timer(_SILENT_SECONDS, print, ["reading the data"], {"file": sys.stderr, "flush": True})
+    slow.daemon = True
+    slow.start()
+    try:
+        check_data(settings)
+    finally:
+        slow.cancel()
     return shape
 
 

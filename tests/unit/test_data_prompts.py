@@ -7,6 +7,7 @@ and chat templates (a stand-in counts characters here; the integration test uses
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import Prompt, PromptStream, fit_prompts, load_prompts
+from rpg_megatron.launch import preflight
 from rpg_megatron.launch.preflight import check_data
 
 
@@ -140,6 +142,16 @@ def test_a_missing_chat_template_is_found_before_anything_starts(
         check_data(load_settings(config_file, chat))
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     check_data(load_settings(config_file, chat))
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.3, "reading the data\n"), (0.0, "")])
+def test_reading_for_long_is_told(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds, said
+) -> None:
+    monkeypatch.setattr(preflight, "_SILENT_SECONDS", 0.1 if seconds else 60.0)
+    monkeypatch.setattr(preflight, "check_data", lambda settings: time.sleep(seconds))
+    preflight.check(load_settings(config_file))
+    assert capsys.readouterr().err == said
 
 
 def test_template_chat_and_lengths(tmp_path: Path) -> None:
