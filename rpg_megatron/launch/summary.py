@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -58,18 +57,22 @@ def shown(path: Path) -> str:
 
 def _next_command(run: Path, export: Path) -> list[str]:
     # sys.executable is not resolved: in a virtual environment it is a link that must stay one.
-    python, model = shlex.quote(shown(Path(sys.executable))), shown(export)
+    python, model, prompt = shlex.quote(shown(Path(sys.executable))), shown(export), _sample_prompt(run)
     code = (
         "from transformers import pipeline; "
-        f"print(pipeline('text-generation', {model!r})({_sample_prompt(run)!r})[0]['generated_text'])"
+        f"print(pipeline('text-generation', {_literal(model)})({_literal(prompt)})[0]['generated_text'])"
     )
-    # Double quotes are easier to read and edit, where the shell leaves what is between them alone.
-    quoted = shlex.quote(code) if re.search(r'["$`!\\]', code.replace("\\n", "")) else f'"{code}"'
     return [
         "",
         "next: it is an ordinary Hugging Face checkpoint; ask it something",
-        f"  {python} -c {quoted}",
+        f'  {python} -c "{code}"',
     ]
+
+
+def _literal(text: str) -> str:
+    """A Python string that a shell leaves as it is between double quotes."""
+    special = {code: f"\\x{code:02x}" for code in (*range(32), *map(ord, "\\'\"$`!"))} | {ord("\n"): "\\n"}
+    return f"'{text.translate(special)}'"
 
 
 def _sample_prompt(run: Path) -> str:

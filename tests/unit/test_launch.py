@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from rpg_megatron.config import UserError
@@ -456,6 +457,37 @@ def test_the_summary_tells_of_each_held_out_set(tmp_path: Path):
         ["accuracy,", "aime24", "10.0% before, 20.0% after (+10.0 points)"],
         ["accuracy,", "amc23", "50.0% before, 40.0% after (-10.0 points)"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("Compute 1+1\n", r"('Compute 1+1\n')"),
+        ('End with "Answer: " and so on', r"('End with \x22Answer: \x22 and so on')"),
+        ("it's $\\frac{1}{2}$ of `id` ü! \\\\ \r\n\ttab", r"of \x60id\x60 ü\x21"),
+    ],
+)
+def test_the_command_at_the_end_of_a_run_asks_what_it_says(
+    tmp_path: Path, config_file: Path, prompt: str, shown: str
+):
+    """In a shell, with a stand-in for transformers that says what it is asked."""
+    run = tmp_path / 'it\'s a "run" $HOME'
+    run.mkdir()
+    settings = yaml.safe_load(config_file.read_text())
+    settings["data"]["path"] = str(run / "data.jsonl")
+    (run / "data.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}))
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    (run / "summary.json").write_text(json.dumps({"export": str(run / "hf")}))
+    (tmp_path / "transformers.py").write_text(
+        "def pipeline(task, model):\n"
+        "    return lambda text: [{'generated_text': ascii([task, model, text])}]\n"
+    )
+    command = summarise(run).splitlines()[-1]
+    assert shown in command
+    done = subprocess.run(
+        ["sh", "-c", command], env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (done.stderr, done.stdout) == ("", f"{['text-generation', str(run / 'hf'), prompt]!a}\n")
 
 
 def test_a_step_whose_event_was_lost_is_read_from_the_metrics_and_shown_once(tmp_path: Path):

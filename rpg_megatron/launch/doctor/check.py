@@ -89,7 +89,7 @@ def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> 
         left = {n: started + p[1] - time.monotonic() for n, p in enumerate(probes) if n not in found}
         for number in [n for n, seconds in left.items() if seconds <= 0]:
             name, limit, _ = probes[number]
-            fix = "see what it waits for: a file system or a tool on this machine hangs"
+            fix = "see what it waits for: a file system or tool that hangs, or data that take longer to read"
             found[number] = [failed(name, f"no answer within {limit:.0f} s", fix)]
             del left[number]
         if not left:
