@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launch.guardian import Guardian
-from rpg_megatron.launch.nodes import free_port, share_of
+from rpg_megatron.launch.nodes import free_port, share_of, transport_note
 from rpg_megatron.launch.progress import Progress
 from rpg_megatron.launch.ranks import RANK, Start, base_environment, cluster_environment, rank_starts
 from rpg_megatron.launch.resuming import ORIGIN, open_run
@@ -152,6 +152,8 @@ class Run:
                 f"starting (takes about a minute): engines {settings.engine.replicas}, "
                 f"trainer ranks {settings.parallel.world}"
             )
+            if note := transport_note(settings, team.nodes.count if team else 1):
+                self._progress.status(note)
             self._start_rollouts(token, elsewhere)
             if settings.engine.colocated and self._synced:
                 self._have_engines_sleep()

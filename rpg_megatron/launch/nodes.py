@@ -191,8 +191,19 @@ def _check_colocated(settings: Settings, count: int, each: int, some: int) -> No
             f"nodes, tensor) share the GPUs of its {each} trainer ranks; set engine.replicas to "
             f"{each // engine.tensor * count} or less"
         )
-    if transport == "process_group":
-        return
+    node = _partial_node(settings, count)
+    if transport != "process_group" and node is not None:
+        raise UserError(
+            f"bridge.transport {transport} stays within a node, and the {each} trainer ranks of node "
+            f"{node} hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
+            f"{parallel.pipeline}); set it to process_group, or lower one of the two"
+        )
+
+
+def _partial_node(settings: Settings, count: int) -> int | None:
+    """The first of ``count`` nodes whose trainer ranks do not hold the whole model; None if all do."""
+    parallel = settings.parallel
+    each = parallel.world // count
     # Megatron numbers ranks tensor, context, data, pipeline: the stages of one replica are far apart.
     cuts = parallel.tensor * parallel.context
     for node in range(count):
@@ -201,11 +212,16 @@ def _check_colocated(settings: Settings, count: int, each: int, some: int) -> No
             for rank in range(node * each, (node + 1) * each)
         }
         if len(held) < parallel.tensor * parallel.pipeline:
-            raise UserError(
-                f"bridge.transport {transport} stays within a node, and the {each} trainer ranks of node "
-                f"{node} hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
-                f"{parallel.pipeline}); set it to process_group, or lower one of the two"
-            )
+            return node
+    return None
+
+
+def transport_note(settings: Settings, count: int) -> str | None:
+    """What to tell who sends weights through host memory though they lie on each node's own GPUs."""
+    slow = settings.engine.colocated and settings.bridge.transport == "process_group"
+    if count == 1 or not slow or settings.device != "cuda" or _partial_node(settings, count) is not None:
+        return None
+    return "note: each node holds the whole model; bridge.transport=cuda_ipc reads it there, much faster"
 
 
 def own_address(interface: str | None, environment: Mapping[str, str] = os.environ) -> str:

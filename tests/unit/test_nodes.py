@@ -29,6 +29,7 @@ from rpg_megatron.launch.nodes import (
     interface_of,
     own_address,
     share_of,
+    transport_note,
 )
 
 STEP = {
@@ -129,6 +130,10 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
     sent = load_settings(config_file, [*on, "parallel.pipeline=4", "bridge.transport=process_group"])
     for share in shares(sent, 2):
         assert [share.gpus(sent, engine) for engine in share.engines] == [[0, 1], [2, 3]]
+    # Whoever could read weights on the node itself, and has them sent, is told so.
+    sends = load_settings(config_file, [*on, "parallel.data=4", "bridge.transport=process_group"])
+    assert "bridge.transport=cuda_ipc" in str(transport_note(sends, 2))
+    assert [transport_note(settings, 2), transport_note(sent, 2), transport_note(sends, 1)] == [None] * 3
 
 
 @pytest.mark.parametrize(
