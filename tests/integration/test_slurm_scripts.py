@@ -70,7 +70,7 @@ def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Pat
     facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
     given = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
-    told = ("srun:", "slurmstepd:", "User defined signal")
+    told = ("srun:", "slurmstepd", "User defined signal")
     said = [line for line in job.said.splitlines() if not line.startswith(told)]
     assert said == [*given, "waiting", "saved", "saved; requeued", *given, "done"]
 
