@@ -223,13 +223,11 @@ def test_killed_in_step_7(disturbed: Run, straight: Run, time: int) -> None:
 def test_warned_ten_times(disturbed: Run, straight: Run) -> None:
     for number in range(10):
         disturbed.start()
-        if number % 3 == 2:  # while it starts, or soon after
-            time.sleep(random.uniform(1.5, 45))
-            if disturbed.now.process.poll() is not None:
-                break
+        if number % 2 or len(disturbed.rows()) >= STEPS:  # while it starts; or else it might be at its end
+            time.sleep(random.uniform(1.5, 20))
         else:
-            disturbed.wait_in_step(len(disturbed.rows()) + 1, most=2.5)
-        disturbed.warn((signal.SIGTERM, signal.SIGUSR1)[number % 2], everyone=number % 4 > 1)
+            disturbed.wait_in_step(len(disturbed.rows()) + 1)
+        disturbed.warn((signal.SIGTERM, signal.SIGUSR1)[number // 2 % 2], everyone=number % 5 > 2)
     disturbed.start()
     disturbed.finish()
     disturbed.assert_like(straight)
