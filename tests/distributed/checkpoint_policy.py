@@ -1,8 +1,9 @@
-"""What workers start with: the policy of a case's settings, with the weights of its checkpoint."""
+"""What workers start with: the policy of a case's settings, with the weights of its checkpoint.
+
+To be imported after ``rpg_megatron.policy.runtime``.
+"""
 
 from __future__ import annotations
-
-from rpg_megatron.policy.runtime import start_device  # noqa: F401  # isort: skip  # before Megatron
 
 import torch
 
