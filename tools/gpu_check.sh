@@ -8,7 +8,8 @@
 # have none. A part whose packages have not come yet waits for a call that brings them.
 # Archives and smoke tests: $RPG_GPU_ARCHIVES, or shared/gpu or ../shared/gpu of the repository.
 # The call ends by itself after 9.5 minutes ($RPG_GPU_SECONDS): no part begins for which too little is left, none may
-# take longer than 7 minutes ($RPG_GPU_PART_SECONDS). If $OUT is a folder, table and logs are copied there as they come.
+# take longer than 7 minutes ($RPG_GPU_PART_SECONDS). If $RPG_GPU_OUT is a folder, table and logs are copied there as
+# they come.
 # Exit code: 0 all parts passed, 1 one failed or is missing, 2 wrong use, 77 no GPU.
 set -u
 
@@ -218,12 +219,12 @@ wait_for_gpu() {
     say "$used MiB of the GPU are still in use"
 }
 
-# At most two files, for few may come back from the machine.
+# Two files, for whoever has to carry them off the machine.
 keep() {
     table >"$RESULTS/table.txt"
-    [ -d "${OUT:-}" ] || return
-    cp "$RESULTS/table.txt" "$OUT/gpu_check.txt"
-    (cd "$RESULTS" && tar -czf "$OUT/gpu_check.tar.gz" ./*.log $(ls -d runs/*/logs runs/*/metrics.jsonl 2>/dev/null))
+    [ -d "${RPG_GPU_OUT:-}" ] || return
+    cp "$RESULTS/table.txt" "$RPG_GPU_OUT/gpu_check.txt"
+    (cd "$RESULTS" && tar -czf "$RPG_GPU_OUT/gpu_check.tar.gz" ./*.log $(ls -d runs/*/logs runs/*/metrics.jsonl 2>/dev/null))
 }
 
 unpack >"$RESULTS/unpack.log" 2>&1 || { tail -n 5 "$RESULTS/unpack.log"; fail "the archives in $ARCHIVES are damaged"; }

@@ -144,9 +144,7 @@ class GroupPublisher:
 
     def _start(self, work: Any, *arguments: Any) -> None:
         def run() -> None:
-            if (
-                self._device.type == "cuda"
-            ):  # or pinned memory would take room on the first GPU, for each rank
+            if self._device.type == "cuda":  # or each rank's pinned memory would take room on the first GPU
                 torch.cuda.set_device(self._device)
             work(*arguments)
 

@@ -141,9 +141,8 @@ class Fleet:
         if level == 2:
             for replica in self.replicas:
                 replica.version = None
-        give_turn(
-            self._work, trainers=True
-        )  # from here on none is restarted; those that just were come first
+        # From here on none is restarted; those that just were come first.
+        give_turn(self._work, trainers=True)
         self.refresh()
         starting = [r.away for r in self.replicas if r.away and life_of(self._work, r.index) != r.life]
         if starting:

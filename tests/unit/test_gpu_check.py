@@ -108,7 +108,7 @@ def test_parts_that_pass_fail_and_hang(tmp_path: Path) -> None:
     assert (found["numbers"], found["tests"]) == ("passed", "passed")
     assert list(found.values()).count("not run") == PARTS - 2
     (out_folder := tmp_path / "out").mkdir()
-    code, out, _ = check(tmp_path, str(site), gpu=True, OUT=str(out_folder))
+    code, out, _ = check(tmp_path, str(site), gpu=True, RPG_GPU_OUT=str(out_folder))
     assert code == 1
     assert "== numbers" not in out  # it has a result from before
     found = results(out)
