@@ -38,19 +38,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from rpg_megatron.bridge.collective import gather_objects
-from rpg_megatron.bridge.group_publisher import GroupPublisher
-from rpg_megatron.bridge.hf_export import export_hf
-from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.controller import sync_engine
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.bridge.plan import Holding, Placement, assign_sources
-from rpg_megatron.bridge.publish import published
-from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
-from rpg_megatron.bridge.sync import sync_engine
+from rpg_megatron.bridge.publisher import published
+from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.rollout.client import EngineClient
-from rpg_megatron.rollout.engine import EngineProcess, engine_socket
+from rpg_megatron.engine.client import EngineClient
+from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.models.placement import RankCoordinates, RankShards, assign_sources
+from rpg_megatron.models.registry import layout_for
+from rpg_megatron.system.collectives import gather_objects
 
 SHAPE = ModelShape(
     family="qwen2",
@@ -143,7 +143,7 @@ def trainer_rank(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=world)
     layout = layout_for(shape)
-    placement = Placement(rank, world, rank, 0, 0, 0, 128)
+    placement = RankCoordinates(rank, world, rank, 0, 0, 0, 128)
     shapes = layout.stage_params(
         layers=range(shape.num_layers), first=True, last=True, tensor=world, vocab_multiple=128
     )
@@ -172,9 +172,11 @@ def trainer_rank(
     os._exit(0)
 
 
-def gather_to_file(file: Path, layout: Any, placement: Placement, params: dict[str, torch.Tensor]) -> None:
+def gather_to_file(
+    file: Path, layout: Any, placement: RankCoordinates, params: dict[str, torch.Tensor]
+) -> None:
     """Send everything to rank 0, which puts full tensors together and writes them to a file."""
-    holding = Holding(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
+    holding = RankShards(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
     sources = assign_sources(layout, gather_objects(holding))
     full = {}
     for name, size in layout.hf_tensors().items():

@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.policy.runtime import start_device, start_process_group
+from rpg_megatron.policy.device import start_device, start_process_group
 
 VOCAB = 16384
 TOKENS = 256
@@ -87,8 +87,8 @@ def measure(rank: int, world: int, port: int, options: argparse.Namespace, folde
     start_process_group(device)
     from rpg_megatron.policy.model import start_mesh
     from rpg_megatron.policy.policy import Policy
-    from rpg_megatron.training.objective import build_aggregator, build_loss
-    from rpg_megatron.training.state import Saver, load_model
+    from rpg_megatron.training.checkpoint_saver import Saver, load_model
+    from rpg_megatron.training.loss import build_aggregator, build_loss
 
     settings = Settings.model_validate(
         {

@@ -18,11 +18,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rpg_megatron.bridge.convert import convert_to_hf, convert_to_megatron, open_hf, open_megatron
-from rpg_megatron.bridge.hf_files import INDEX, list_checkpoint
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.plan import group_shards
+from rpg_megatron.checkpoints.hf_export import group_shards
+from rpg_megatron.checkpoints.hf_files import INDEX, list_checkpoint
+from rpg_megatron.commands.convert.command import convert_to_hf, convert_to_megatron, open_hf, open_megatron
 from rpg_megatron.config import read_model_shape
+from rpg_megatron.models.registry import layout_for
 
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 

@@ -17,14 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_policies import SHAPES, batch_of, forget, machine, precision_of, start, write_checkpoint
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.layouts.dense import FUSED
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.dense import FUSED
+from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.training.loss import build_aggregator, build_loss
 
 
 def policy_of(folder: Path, shape: ModelShape, mesh: Mesh, device: torch.device, precision: str) -> Policy:

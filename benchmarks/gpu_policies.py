@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.registry import layout_for
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.policy.runtime import start_device, start_process_group
 
 BF16_FLOPS = 989e12
 """Dense bfloat16 of one H100 or H200 (SXM), by its data sheet: what MFU is relative to, FP8 included."""

@@ -82,7 +82,7 @@ def settings_of(model: Path, folder: Path, args: argparse.Namespace) -> dict[str
         "data": {"path": str(QUICKSTART / "train.jsonl"), "max_prompt_tokens": 32},
         "reward": {"type": "operator:gt"},  # of response and answer, as texts
         "precision": precision,
-        "bridge": {"transport": "cuda_ipc"},
+        "bridge": {"transport": args.transport},
         "rollout": {
             "prompts_per_step": args.prompts,
             "samples_per_prompt": 8,
@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-gib", type=float, default=30.0)
     parser.add_argument("--fp8", choices=("blockwise", "tensorwise", "delayed"), help="in the trainer")
     parser.add_argument("--engine-fp8", action="store_true")
+    parser.add_argument("--transport", choices=("cuda_ipc", "process_group"), default="cuda_ipc")
     args = parser.parse_args()
     copied = float(
         subprocess.run([sys.executable, "-c", _COPY], capture_output=True, text=True, check=True).stdout

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu_policies import BF16_FLOPS, SHAPES, batch_of, build, flops, forget, machine, start
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.training.loss import build_aggregator, build_loss
 
 
 def update_seconds(policy: Policy, lengths: list[int], micro: int, repeat: int) -> float:

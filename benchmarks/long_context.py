@@ -26,23 +26,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.allocations import AllocationWatch
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.registry import layout_for
+from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import Mesh, start_mesh
-from rpg_megatron.policy.packed import Pack
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.training.loss import build_aggregator, build_loss
 
 PAGE = Path(__file__).parents[1] / "docs" / "long-context.md"
 BEGIN, END = "<!-- tables: benchmarks/long_context.py -->", "<!-- end of tables -->"
@@ -125,7 +124,7 @@ def ragged_tokens(longest: int, vocab: int, total: int) -> list[np.ndarray]:
     return [random.integers(1, vocab, n).astype(np.int32) for n in lengths]
 
 
-def run_policy(policy: Policy, packs: list[Pack]) -> None:
+def run_policy(policy: Policy, packs: list[MicroBatch]) -> None:
     """Forward and backward of a mini-batch."""
     with policy.updating():
         policy.update(packs, build_loss(policy.settings), build_aggregator(policy.settings), lr=0.0)

@@ -21,8 +21,8 @@ import tempfile
 from pathlib import Path
 
 from rpg_megatron.config import Settings, load_settings
-from rpg_megatron.rollout.engine import EngineProcess, engine_socket
-from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import EngineProcess, engine_socket
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "evidence" / "objectives.jsonl"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import nemo_run as run
 
-from rpg_megatron.launch.jobs import SLURM, training_script
+from rpg_megatron.commands.launch.job_script import SLURM, training_script
 
 LEARNING_RATES = ("1e-6", "3e-6")
 COMMAND = os.environ.get("RPG_MEGATRON", "rpg-megatron")

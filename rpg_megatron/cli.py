@@ -12,15 +12,15 @@ import typer
 import typer.core
 
 import rpg_megatron
-from rpg_megatron.cli_convert import convert
-from rpg_megatron.cli_eval import evaluate
+from rpg_megatron.commands.convert.options import convert
+from rpg_megatron.commands.eval.options import evaluate
 from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rpg_megatron.launch.nodes import Nodes
-    from rpg_megatron.launch.supervision import StopSignals
+    from rpg_megatron.launcher.nodes import Nodes
+    from rpg_megatron.launcher.supervisor import StopSignals
 
 
 class _Commands(typer.core.TyperGroup):
@@ -104,8 +104,8 @@ def train(
     """
     if fresh and source:
         raise UserError("--fresh and --from exclude each other: either no checkpoint, or that one")
-    from rpg_megatron.launch.nodes import find_nodes
-    from rpg_megatron.launch.supervision import Interrupted, StopSignals
+    from rpg_megatron.launcher.nodes import find_nodes
+    from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
     with StopSignals(resumable=True) as signals:
         try:
@@ -123,17 +123,18 @@ def _train(
     source: Path | None,
     nodes: Nodes,
 ) -> None:
+    from rpg_megatron.commands import train
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launch import follower, training
-    from rpg_megatron.launch.supervision import RunFailed
+    from rpg_megatron.launcher import node_agent
+    from rpg_megatron.launcher.supervisor import RunFailed
 
     try:
         settings = load_settings(file, overrides)
         if nodes.rank == 0:
-            training.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
+            train.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
         else:
-            follower.follow(settings, nodes, signals)
-    except (RunFailed, follower.Ended) as e:
+            node_agent.follow(settings, nodes, signals)
+    except (RunFailed, node_agent.Ended) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
 
@@ -166,13 +167,13 @@ def launch(
 
     Exit code 0: submitted or, here and in Docker, finished; 1: the run ended badly.
     """
-    from rpg_megatron.launch import executors
-    from rpg_megatron.launch.nodes import leave_to_first_node
-    from rpg_megatron.launch.supervision import Interrupted, RunFailed
+    from rpg_megatron.commands.launch import nemo_run
+    from rpg_megatron.launcher.nodes import leave_to_first_node
+    from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
 
     leave_to_first_node("launch")
     try:
-        executors.launch(executor, config, overrides or [], option or [], command, dryrun=dryrun)
+        nemo_run.launch(executor, config, overrides or [], option or [], command, dryrun=dryrun)
     except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -197,8 +198,8 @@ def audit(
 
     Exit code 0: they agree; 1: they do not; 3: a process died before that was known.
     """
-    from rpg_megatron.launch.nodes import leave_to_first_node
-    from rpg_megatron.launch.supervision import Interrupted, StopSignals
+    from rpg_megatron.launcher.nodes import leave_to_first_node
+    from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
     leave_to_first_node("audit")
     with StopSignals() as signals:
@@ -216,8 +217,8 @@ def _audit(
     json: Path | None,
     signals: StopSignals,
 ) -> None:
-    from rpg_megatron.launch.audit import audit
-    from rpg_megatron.launch.supervision import RunFailed
+    from rpg_megatron.commands.audit.command import audit
+    from rpg_megatron.launcher.supervisor import RunFailed
 
     try:
         clean = audit(target, overrides, signals, engine_model, json)
@@ -242,9 +243,9 @@ def replay(
     """
     import json
 
-    from rpg_megatron.launch import replay as replaying
-    from rpg_megatron.launch.nodes import leave_to_first_node
-    from rpg_megatron.launch.supervision import Interrupted, RunFailed, StopSignals
+    from rpg_megatron.commands.replay import command as replaying
+    from rpg_megatron.launcher.nodes import leave_to_first_node
+    from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 
     leave_to_first_node("replay")
     with StopSignals() as signals:
@@ -269,7 +270,7 @@ def config(
 ) -> None:
     """Print the settings of a run, defaults included."""
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launch.run_directory import resolved_yaml
+    from rpg_megatron.launcher.run_dir import resolved_yaml
 
     typer.echo(resolved_yaml(load_settings(config, overrides), explained=explain), nl=False)
 
@@ -293,8 +294,8 @@ def plan(
 
     Exit code 0: it fits; 1: it does not, and what would is printed.
     """
+    from rpg_megatron.commands.plan.command import run_plan
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launch.plan.command import run_plan
 
     if not run_plan(load_settings(config, overrides), gpu, sweep=sweep, as_json=json):
         raise typer.Exit(1)
@@ -312,8 +313,8 @@ def doctor(
 
     Exit code 0: all is well; 1: something is not, and its line says what to do.
     """
+    from rpg_megatron.commands.doctor.command import run_doctor
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launch.doctor.command import run_doctor
 
     if not run_doctor(load_settings(config, overrides) if config else None, as_json=json):
         raise typer.Exit(1)
@@ -337,9 +338,9 @@ def grade(
     ] = False,
 ) -> None:
     """Grade responses against reference answers: a verdict a line, and a summary."""
-    from rpg_megatron.launch.nodes import leave_to_first_node
+    from rpg_megatron.commands.grade import grade_file
+    from rpg_megatron.launcher.nodes import leave_to_first_node
     from rpg_megatron.rewards.extraction import STYLES
-    from rpg_megatron.rewards.files import grade_file
 
     leave_to_first_node("grade")
     known = next((s for s in STYLES if s == style), None)
@@ -362,8 +363,8 @@ def report(
     ] = None,
 ) -> None:
     """Write runs as one HTML page: curves, verdicts, responses, settings."""
-    from rpg_megatron.launch.nodes import leave_to_first_node
-    from rpg_megatron.launch.report import write_report
+    from rpg_megatron.commands.report import write_report
+    from rpg_megatron.launcher.nodes import leave_to_first_node
 
     leave_to_first_node("report")
     typer.echo(write_report(runs, out))

@@ -21,8 +21,8 @@ import yaml
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.config import read_model_shape
+from rpg_megatron.models.registry import layout_for
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile(

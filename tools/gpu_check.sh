@@ -3,13 +3,21 @@
 #
 #   tools/gpu_check.sh SITE_DIR [PART...]
 #
-# SITE_DIR: folder for the GPU packages; made and filled from the archives that are there, each of them once. Give it
-# again to go on where another call stopped: results are kept in SITE_DIR/check, and without PARTs only those run that
-# have none. A part whose packages have not come yet waits for a call that brings them.
-# Archives and smoke tests: $RPG_GPU_ARCHIVES, or shared/gpu or ../shared/gpu of the repository.
-# The call ends by itself after 9.5 minutes ($RPG_GPU_SECONDS): no part begins for which too little is left, none may
-# take longer than 7 minutes ($RPG_GPU_PART_SECONDS). If $RPG_GPU_OUT is a folder, table and logs are copied there as
-# they come.
+# SITE_DIR: folder for the GPU packages; made and filled from the archives that are there, each of them once. Packages
+# that Python finds without it count as there. Give it again to go on where another call stopped: results are kept in
+# SITE_DIR/check, and without PARTs only those run that have none. A part whose packages have not come yet waits for a
+# call that brings them, and the table says which archives it needs.
+#
+# Variables:
+#   RPG_GPU_ARCHIVES      folder of the archives and smoke tests; else shared/gpu or ../shared/gpu of the repository
+#   RPG_GPU_EARLIER       the table of an earlier call, where its machine and SITE_DIR are gone: its results count as
+#                         this call's. Else gpu_check.txt in RPG_GPU_OUT or in the folder of the archives, if there
+#   RPG_GPU_OUT           folder to which three files are copied as parts end: the table (gpu_check.txt), the ends of
+#                         failed parts' logs (gpu_check_failed.txt) and all logs and metrics (gpu_check.tar.gz)
+#   RPG_GPU_SECONDS       the call ends by itself after so many, 570: no part begins for which too little is left
+#   RPG_GPU_PART_SECONDS  no part takes longer, 420 (run_4b_*: 540)
+# When the first engine part fails with vLLM's model runner V2, it is tried once more with V1; if that passes, so do
+# the others. When cuda_ipc fails, runs bring their weights over process_group. The table says both.
 # Exit code: 0 all parts passed, 1 one failed or is missing, 2 wrong use, 77 no GPU.
 set -u
 
@@ -17,27 +25,29 @@ BEGAN=$(date +%s)
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 SECONDS_ALL=${RPG_GPU_SECONDS:-570}
-SECONDS_A_PART=${RPG_GPU_PART_SECONDS:-420}
 
 # name|packages that it needs|seconds that have to be left|number of the demand, and what it shows
-# The seconds are guesses: nothing of it has run.
+# In the order of their worth: does it load, does a colocated run turn, is the mismatch small, are the numbers right;
+# then speed. The seconds are guesses: nothing of it has run.
 PARTS='site||20|1 what is unpacked can be imported
 smoke_te|te|60|1 Transformer Engine: BF16 and each FP8 recipe run
-smoke_vllm|vllm|60|1 vLLM: BF16 and FP8 generate, sleep frees memory
-numbers|te|60|2 log-probs and gradients against float32, transformers, BF16
-tests|te|120|2 tests/gpu: names, numbers, parking, CUDA IPC
-run_06b_2k|te vllm|120|3 colocated run, 0.6B shape, 2K responses
-run_4b_2k|te vllm|150|3 colocated run, 4B shape, 2K responses
-mismatch_bf16|te vllm|100|2 mismatch with the engine in BF16
-mismatch_fp8|te vllm|100|2 mismatch with trainer and engine in FP8
-run_06b_8k|te vllm|180|3 colocated run, 0.6B shape, 8K responses
-run_4b_8k|te vllm|220|3 colocated run, 4B shape, 8K responses
-update_4b|te|80|4 FP8 against BF16, 4B-shaped layers
-update_8b|te|80|4 FP8 against BF16, 8B-shaped layers
-logprobs|te|40|4 chunked log-probs against plain ones, 8K x 151,936
-quickstart_bf16|te vllm|120|5 the quickstart in BF16, with Transformer Engine
-quickstart|te vllm|120|5 the quickstart in float32, as on a CPU
-colocated|te vllm|120|3 tests/gpu: a colocated run with checkpoints, traces, sleep'
+cuda_ipc|te app|60|1 weights in GPU memory, read by another process
+smoke_vllm|deps vllm|60|1 vLLM: BF16 and FP8 generate, sleep frees memory
+run_06b_2k|te app deps vllm|120|3 colocated run, 0.6B shape, 2K responses
+mismatch_bf16|te app deps vllm|100|2 mismatch with the engine in BF16
+mismatch_fp8|te app deps vllm|100|2 mismatch with trainer and engine in FP8
+numbers|te app|60|2 log-probs and gradients against float32, transformers, BF16
+tests|te app|120|2 tests/gpu: names, numbers, parking
+two_gpus|te app|100|1 two ranks: one that waits leaves its GPU idle; weights are read meanwhile
+run_06b_8k|te app deps vllm|180|3 colocated run, 0.6B shape, 8K responses
+run_4b_2k|te app deps vllm|400|3 colocated run, 4B shape, 2K responses
+update_4b|te app|80|4 FP8 against BF16, 4B-shaped layers
+update_8b|te app|80|4 FP8 against BF16, 8B-shaped layers
+logprobs|te app|40|4 chunked log-probs against plain ones, 8K x 151,936
+run_4b_8k|te app deps vllm|400|3 colocated run, 4B shape, 8K responses
+quickstart_bf16|te app deps vllm|120|5 the quickstart in BF16, with Transformer Engine
+quickstart|te app deps vllm|120|5 the quickstart in float32, as on a CPU
+colocated|te app deps vllm|120|3 tests/gpu: a colocated run with checkpoints, traces, sleep'
 
 say() { printf '%s\n' "$*"; }
 fail() { say "error: $*" >&2; exit 2; }
@@ -64,18 +74,26 @@ done
 
 has_gpu() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
-# One line a part: name, result, seconds. Results: passed, FAILED (code), TIMED OUT, skipped: why, not run.
+# One line a part: name, result, seconds; below it, where there is something to explain, one line that says why.
+# Results: passed, passed with runner V1, FAILED (code), TIMED OUT, skipped: why, not run. Another call reads it back.
 table() {
+    [ -s "${RESULTS:-/nowhere}/on" ] && cat "$RESULTS/on"
     printf '%-15s %-22s %7s  %s\n' part result seconds shows
     say "$PARTS" | while IFS='|' read -r name _ _ shows; do
-        result='not run' took=''
+        result='not run' took='' when='' needs=''
         if [ -n "${NO_GPU:-}" ]; then
             result='skipped: no GPU'
         elif [ -s "$RESULTS/$name" ]; then
-            IFS='|' read -r result took <"$RESULTS/$name"
+            IFS='|' read -r result took when <"$RESULTS/$name"
+        elif lacks_gpus "$name"; then
+            result='skipped: needs 2 GPUs'
+        else
+            needs=$(needs_of "$name")
         fi
-        printf '%-15s %-22s %7s  %s\n' "$name" "$result" "$took" "$shows"
+        printf '%-15s %-22s %7s  %s\n' "$name" "$result" "$took" "$shows${when:+ ($when)}${needs:+ (needs$needs)}"
+        [ -z "${NO_GPU:-}" ] && [ -s "$RESULTS/$name.why" ] && printf '%15s why: %s\n' '' "$(cat "$RESULTS/$name.why")"
     done
+    return 0
 }
 
 if ! has_gpu; then
@@ -87,9 +105,11 @@ fi
 mkdir -p "$SITE/check" || fail "$SITE cannot be made"
 SITE=$(cd "$SITE" && pwd)
 RESULTS=$SITE/check
+GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+lacks_gpus() { [ "$1" = two_gpus ] && [ "$GPUS" -lt 2 ]; }
 ARCHIVES=
-for folder in "${RPG_GPU_ARCHIVES:-}" "$ROOT/shared/gpu" "$ROOT/../shared/gpu"; do
-    [ -n "$folder" ] && ls "$folder"/*.tar.xz >/dev/null 2>&1 && ARCHIVES=$(cd "$folder" && pwd) && break
+for folder in "${RPG_GPU_ARCHIVES:-$ROOT/shared/gpu}" "${RPG_GPU_ARCHIVES:-$ROOT/../shared/gpu}"; do
+    ls "$folder"/*.tar.xz >/dev/null 2>&1 && ARCHIVES=$(cd "$folder" && pwd) && break
 done
 export PYTHONPATH="$SITE:$ROOT" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
 export VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
@@ -97,7 +117,23 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 # The machine may have no network but the loopback, and no name that leads to it.
 export VLLM_HOST_IP=127.0.0.1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
 
-has() { case $1 in te) [ -d "$SITE/transformer_engine" ] ;; vllm) [ -d "$SITE/vllm" ] ;; esac; }
+# Each archive by a package that only it holds: in SITE_DIR, or wherever Python finds it.
+has() {
+    case $1 in
+        te) module=transformer_engine ;;
+        app) module=math_verify ;;
+        deps) module=xgrammar ;;
+        *) module=vllm ;;
+    esac
+    [ -d "$SITE/$module" ] || case " ${FOUND:-} " in *" $module "*) ;; *) return 1 ;; esac
+}
+missing_for() { for package; do has "$package" || printf ' %s.tar.xz' "$package"; done; }
+
+# What a part waits for: archives, or a smoke test that comes beside them.
+needs_of() {
+    missing_for $(about "$1" 2)
+    case $1 in smoke_*) [ -f "$RESULTS/$1.py" ] || printf ' %s.py' "$1" ;; esac
+}
 
 # Unpacks the archives that were not yet, and tells vLLM of our plug-in, which it finds by an installed package.
 unpack() {
@@ -128,32 +164,36 @@ PY
 }
 
 site() {
-    "$PYTHON" - "$SITE" <<'PY'
-import importlib, os, sys
+    "$PYTHON" - "$FOUND" "$(nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0 2>/dev/null)" <<'PY'
+import importlib, sys
 import torch
-print("Python", sys.version.split()[0], "torch", torch.__version__, torch.cuda.get_device_name(0))
+cards = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, driver {sys.argv[2]}"
+versions = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
 missing = []
-names = ["transformers", "safetensors", "datasets", "math_verify", "pydantic", "yaml", "typer", "rich", "httpx",
-         "psutil", "zstandard", "schedulefree", "tensorboard", "pytest", "rpg_megatron"]
-for folder, found in (("transformer_engine", ["transformer_engine.pytorch", "megatron.core"]),
-                      ("vllm", ["vllm", "vllm.entrypoints.openai.api_server", "rpg_megatron.bridge.vllm_plugin",
-                                "vllm.v1.worker.gpu.model_runner", "vllm.model_executor.models.qwen3"])):
-    names += found if os.path.isdir(os.path.join(sys.argv[1], folder)) else []
+names = ["transformers", "safetensors", "yaml", "httpx", "psutil", "tensorboard", "pytest"]
+for needed, found in (
+    ("transformer_engine", ["pydantic", "transformer_engine.pytorch", "megatron.core"]),
+    ("math_verify", ["datasets", "math_verify", "typer", "rich", "zstandard", "schedulefree"]),
+    ("transformer_engine math_verify", ["rpg_megatron.cli"]),
+    ("vllm xgrammar", ["vllm", "vllm.entrypoints.openai.api_server", "vllm.v1.worker.gpu.model_runner",
+                       "vllm.model_executor.models.qwen3", "rpg_megatron.bridge.vllm.plugin"]),
+):
+    names += found if set(needed.split()) <= set(sys.argv[1].split()) else []
 for name in names:
     try:
-        found = importlib.import_module(name)
-        print(name, getattr(found, "__version__", ""))
+        version = getattr(importlib.import_module(name), "__version__", "")
+        print(name, version)
+        if name in ("transformer_engine.pytorch", "megatron.core", "vllm"):
+            versions.append(f"{name.partition('.')[0]} {version}")
     except Exception as e:
         missing.append(f"{name} ({type(e).__name__}: {e})")
+print("on:", cards + ";", ", ".join(versions))
 print("missing:", "; ".join(missing) or "nothing")
 sys.exit(bool(missing))
 PY
 }
 
-smoke() {
-    [ -f "$RESULTS/$1.py" ] || { say "$1.py did not come with the archives"; return 1; }
-    (cd "$RESULTS" && "$PYTHON" "$1.py")
-}
+smoke() { (cd "$RESULTS" && "$PYTHON" "$1.py"); }
 
 # One engine a process: the memory of a second one that can sleep is refused while the first one's pool is there.
 smoke_vllm() {
@@ -173,9 +213,16 @@ bench() {
     (cd "$ROOT" && "$PYTHON" -m "benchmarks.$module" "$@")
 }
 
+# How weights get into engines on the same GPU: not by CUDA IPC where that was seen to fail.
+transport() {
+    case $(cat "$RESULTS/cuda_ipc" 2>/dev/null) in FAILED* | TIMED*) say process_group ;; *) say cuda_ipc ;; esac
+}
+
+run() { bench gpu_run --transport "$(transport)" "$@"; }
+
 quickstart() {
     (cd "$RESULTS" && "$PYTHON" -m rpg_megatron.cli train "$ROOT/examples/quickstart.yaml" device=cuda \
-        parallel.tensor=1 engine.colocated=true engine.kv_cache_gib=4 bridge.transport=cuda_ipc \
+        parallel.tensor=1 engine.colocated=true engine.kv_cache_gib=4 "bridge.transport=$(transport)" \
         "runs=$RESULTS/runs" "$@")
 }
 
@@ -185,16 +232,21 @@ part() {
         smoke_te) smoke smoke_te ;;
         smoke_vllm) smoke_vllm ;;
         numbers) bench gpu_numbers ;;
-        tests) tests tests/gpu --ignore tests/gpu/test_colocated_gpu.py ;;
-        colocated) tests tests/gpu/test_colocated_gpu.py ;;
-        mismatch_bf16) bench gpu_run --shape 0.6b --response 512 --steps 2 --kv-cache-gib 10 ;;
-        mismatch_fp8)
-            bench gpu_run --shape 0.6b --response 512 --steps 2 --kv-cache-gib 10 --fp8 blockwise --engine-fp8
+        cuda_ipc) tests tests/gpu/test_cuda_ipc.py ;;
+        two_gpus) tests tests/gpu/test_two_gpus.py ;;
+        tests)
+            tests tests/gpu --ignore tests/gpu/test_colocated_gpu.py --ignore tests/gpu/test_cuda_ipc.py \
+                --ignore tests/gpu/test_two_gpus.py
             ;;
-        run_06b_2k) bench gpu_run --shape 0.6b --response 2048 --steps 4 --kv-cache-gib 32 ;;
-        run_06b_8k) bench gpu_run --shape 0.6b --response 8192 --steps 3 --prompts 4 --kv-cache-gib 32 ;;
-        run_4b_2k) bench gpu_run --shape 4b --response 2048 --steps 3 --prompts 8 --kv-cache-gib 24 ;;
-        run_4b_8k) bench gpu_run --shape 4b --response 8192 --steps 2 --prompts 2 --kv-cache-gib 24 ;;
+        colocated) tests tests/gpu/test_colocated_gpu.py ;;
+        mismatch_bf16) run --shape 0.6b --response 512 --steps 2 --kv-cache-gib 10 ;;
+        mismatch_fp8)
+            run --shape 0.6b --response 512 --steps 2 --kv-cache-gib 10 --fp8 blockwise --engine-fp8
+            ;;
+        run_06b_2k) run --shape 0.6b --response 2048 --steps 4 --kv-cache-gib 32 ;;
+        run_06b_8k) run --shape 0.6b --response 8192 --steps 3 --prompts 4 --kv-cache-gib 32 ;;
+        run_4b_2k) run --shape 4b --response 2048 --steps 3 --prompts 8 --kv-cache-gib 24 ;;
+        run_4b_8k) run --shape 4b --response 8192 --steps 2 --prompts 2 --kv-cache-gib 24 ;;
         update_4b) bench gpu_update --shape 4b --layers 12 --repeat 6 ;;
         update_8b) bench gpu_update --shape 8b --layers 8 --repeat 6 ;;
         logprobs) bench gpu_logprobs ;;
@@ -203,11 +255,31 @@ part() {
     esac
 }
 
+FOUND=$("$PYTHON" -c '
+import importlib.util, sys
+print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name)])
+' transformer_engine math_verify xgrammar vllm 2>/dev/null)
+
 # A part runs as this script once more, so that it can be timed out with all that it started.
 if [ -n "${RPG_GPU_CHECK_PART:-}" ]; then
     part "$RPG_GPU_CHECK_PART"
     exit
 fi
+
+# Takes over the results of an earlier call's table, but for parts that have one here.
+read_earlier() {
+    grep -q '^part  *result' "$1" || fail "$1 is no table of this script"
+    [ -s "$RESULTS/on" ] || grep '^on: ' "$1" >"$RESULTS/on"
+    for name in $(names); do
+        row=$(grep "^$name " "$1" | head -n 1)
+        result=$(say "$row" | cut -c 17-38 | sed 's/ *$//')
+        case $result in passed* | FAILED* | 'TIMED OUT') ;; *) continue ;; esac
+        [ -s "$RESULTS/$name" ] && continue
+        say "$result|$(say "$row" | cut -c 39-46 | tr -d ' ')|earlier" >"$RESULTS/$name"
+        grep -A 1 "^$name " "$1" | sed -n '2s/^  *why: //p' >"$RESULTS/$name.why"
+        case $result in *'runner V1') say V1 >"$RESULTS/runner" ;; esac
+    done
+}
 
 # What a part that did not end in order may have left on the GPU goes when its processes do.
 wait_for_gpu() {
@@ -219,30 +291,75 @@ wait_for_gpu() {
     say "$used MiB of the GPU are still in use"
 }
 
-# Two files, for whoever has to carry them off the machine.
+# Three files, for whoever has to carry them off the machine; the end of a log tells most.
 keep() {
     table >"$RESULTS/table.txt"
     [ -d "${RPG_GPU_OUT:-}" ] || return
     cp "$RESULTS/table.txt" "$RPG_GPU_OUT/gpu_check.txt"
-    (cd "$RESULTS" && tar -czf "$RPG_GPU_OUT/gpu_check.tar.gz" ./*.log $(ls -d runs/*/logs runs/*/metrics.jsonl 2>/dev/null))
+    for name in $(names); do
+        grep -qsE '^(FAILED|TIMED)' "$RESULTS/$name" && [ -s "$RESULTS/$name.log" ] || continue
+        say "==== $name"
+        tail -n 80 "$RESULTS/$name.log" | tail -c 16000
+    done >"$RPG_GPU_OUT/gpu_check_failed.txt"
+    rm -rf "$RESULTS/kept"
+    (cd "$RESULTS" && for file in ./*.log runs/*/logs/* runs/*/metrics.jsonl; do
+        [ -f "$file" ] || continue
+        mkdir -p "kept/$(dirname "$file")" && tail -c 500000 "$file" >"kept/$file"
+    done)
+    [ -d "$RESULTS/kept" ] && (cd "$RESULTS/kept" && tar -czf "$RPG_GPU_OUT/gpu_check.tar.gz" .)
+}
+
+# One line: the last one of a log that names an error, else the last one.
+why() {
+    line=$(grep -aE '([A-Za-z_]+(Error|Exception|Exit|Expired)|[Ee]rror|FAILED)[: ]' "$1" | tail -n 1)
+    [ -n "$line" ] || line=$(grep -av '^ *$' "$1" | tail -n 1)
+    say "$line" | tr -d '\r' | cut -c 1-200
+}
+
+# Runs a part and sets code, result and what its table says below it.
+run_part() {
+    longest=${RPG_GPU_PART_SECONDS:-$(case $1 in run_4b_*) say 540 ;; *) say 420 ;; esac)}
+    left=$((BEGAN + SECONDS_ALL - $(date +%s)))
+    limit=$((left - 15 < longest ? left - 15 : longest))
+    RPG_GPU_CHECK_PART=$1 timeout -k 10 "$limit" sh "$0" "$SITE" >>"$RESULTS/$1.log" 2>&1
+    code=$?
+    because=
+    case $code in
+        0) result=passed ;;
+        124 | 137) result='TIMED OUT' because="no end after $limit s; the log ends with: $(why "$RESULTS/$1.log")" ;;
+        *) result="FAILED ($code)" because=$(why "$RESULTS/$1.log") ;;
+    esac
 }
 
 unpack >"$RESULTS/unpack.log" 2>&1 || { tail -n 5 "$RESULTS/unpack.log"; fail "the archives in $ARCHIVES are damaged"; }
 cat "$RESULTS/unpack.log"
+if [ -n "${RPG_GPU_EARLIER:-}" ]; then
+    [ -f "$RPG_GPU_EARLIER" ] || fail "RPG_GPU_EARLIER: there is no file $RPG_GPU_EARLIER"
+    read_earlier "$RPG_GPU_EARLIER"
+else
+    for folder in "${RPG_GPU_OUT:-}" "${RPG_GPU_ARCHIVES:-}" "$ARCHIVES"; do
+        [ -n "$folder" ] && [ -f "$folder/gpu_check.txt" ] && read_earlier "$folder/gpu_check.txt" && break
+    done
+fi
+lacking=$(missing_for te app deps vllm)
+if [ -n "$lacking" ]; then
+    say "not in $SITE:$lacking; archives: ${ARCHIVES:-none${RPG_GPU_ARCHIVES:+ in $RPG_GPU_ARCHIVES}}"
+fi
 if [ $# -eq 0 ]; then
     for name in $(names); do
         [ "$name" = site ] && [ -s "$RESULTS/unpack.log" ] && rm -f "$RESULTS/site"
         [ -s "$RESULTS/$name" ] || set -- "$@" "$name"
     done
 fi
+[ "$(cat "$RESULTS/runner" 2>/dev/null)" = V1 ] && export VLLM_USE_V2_MODEL_RUNNER=0
 for name; do
-    missing=
-    for package in $(about "$name" 2); do
-        has "$package" || missing="$missing $package"
-    done
+    needs=$(needs_of "$name")
     left=$((BEGAN + SECONDS_ALL - $(date +%s)))
-    if [ -n "$missing" ]; then
-        say "== $name waits for the archives:$missing"
+    if [ -n "$needs" ]; then
+        say "== $name waits for:$needs"
+        continue
+    elif lacks_gpus "$name"; then
+        say "== $name needs two GPUs, and $GPUS is here"
         continue
     elif [ "$left" -lt "$(about "$name" 3)" ]; then
         say "== $name waits for another call: $left s are left"
@@ -250,15 +367,40 @@ for name; do
     fi
     say "== $name (log: $RESULTS/$name.log; $left s left)"
     began=$(date +%s)
-    limit=$((left - 15 < SECONDS_A_PART ? left - 15 : SECONDS_A_PART))
-    RPG_GPU_CHECK_PART=$name timeout -k 10 "$limit" sh "$0" "$SITE" >"$RESULTS/$name.log" 2>&1
-    code=$?
-    case $code in
-        0) result=passed ;;
-        124 | 137) result='TIMED OUT' ;;
-        *) result="FAILED ($code)" ;;
+    rm -f "$RESULTS/$name.log" "$RESULTS/$name.why"
+    run_part "$name"
+    # Once only: what fails with both runners is not the runner's fault.
+    case $result$(about "$name" 2) in
+        FAILED*vllm)
+            left=$((BEGAN + SECONDS_ALL - $(date +%s)))
+            if [ -z "${VLLM_USE_V2_MODEL_RUNNER:-}" ] && [ ! -s "$RESULTS/runner" ] \
+                && [ "$left" -ge "$(about "$name" 3)" ]; then
+                first=$because
+                wait_for_gpu
+                say "== $name once more, with VLLM_USE_V2_MODEL_RUNNER=0"
+                say "---- with model runner V1" >>"$RESULTS/$name.log"
+                export VLLM_USE_V2_MODEL_RUNNER=0
+                run_part "$name"
+                if [ "$code" -eq 0 ]; then
+                    say V1 >"$RESULTS/runner"
+                    result='passed with runner V1' because="with V2: $first"
+                else
+                    say neither >"$RESULTS/runner"
+                    unset VLLM_USE_V2_MODEL_RUNNER
+                    because="$because (with runner V1 too)"
+                fi
+            fi
+            ;;
+        passed*vllm)
+            [ "$(cat "$RESULTS/runner" 2>/dev/null)" = V1 ] && result='passed with runner V1'
+            ;;
     esac
-    say "$result|$(($(date +%s) - began))" >"$RESULTS/$name"
+    case $(transport)$(about "$name" 2) in
+        process_group*app*vllm) because="${because:+$because; }weights over process_group, for cuda_ipc failed" ;;
+    esac
+    say "$result|$(($(date +%s) - began))|" >"$RESULTS/$name"
+    [ -z "$because" ] || say "$because" >"$RESULTS/$name.why"
+    [ "$name" = site ] && grep '^on: ' "$RESULTS/site.log" >"$RESULTS/on"
     tail -n 25 "$RESULTS/$name.log"
     keep
     [ "$code" -eq 0 ] || wait_for_gpu
@@ -266,4 +408,4 @@ done
 keep
 say
 cat "$RESULTS/table.txt"
-! grep -q -e FAILED -e 'TIMED OUT' -e 'not run' "$RESULTS/table.txt"
+! grep -v '^ *why: ' "$RESULTS/table.txt" | grep -q -e FAILED -e 'TIMED OUT' -e 'not run'

@@ -1,1 +1,1 @@
-"""Moving weights between Megatron shards, Hugging Face checkpoints and vLLM engines."""
+"""Live weights, from Megatron's ranks into vLLM's workers."""

@@ -15,7 +15,7 @@ and B fixed tables of odd numbers. Three things follow:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -39,6 +39,19 @@ def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
     bytes.
     start: index of its first element in the full tensor. A vector counts as one row.
     """
+    return checksums([(values, start)])[0]
+
+
+def checksums(slices: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> list[int]:
+    """``checksum`` of each slice. For those on a GPU the host waits once, at the end."""
+    sums = [_sum_slice(values, start) for values, start in slices]
+    on_device = [x for x in sums if isinstance(x, torch.Tensor)]
+    copied = iter(torch.stack(on_device).tolist() if on_device else [])
+    return [(next(copied) if isinstance(x, torch.Tensor) else x) % MODULUS for x in sums]
+
+
+def _sum_slice(values: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor:
+    """One slice's checksum, not yet brought into 0 .. MODULUS - 1; on a GPU a scalar that is still there."""
     if values.dim() > 2 or values.dim() != len(start):
         raise ValueError(
             f"checksum of {values.dim()} dimensions at {tuple(start)}: give a matrix or a vector"
@@ -58,14 +71,14 @@ def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
         return _weighted_sum(aligned, row_weights, word_weights)
     step = max(1, BLOCK_BYTES // (8 * words))
     block = torch.zeros((min(step, rows), words * per_word), dtype=values.dtype, device=values.device)
-    total = 0
+    total: int | torch.Tensor = 0
     for row in range(0, rows, step):
         part = values[row : row + step]
         block[: len(part), lead : lead + columns].copy_(part)
         words_of_part = _as_words(block[: len(part)])
         assert words_of_part is not None
-        total += _weighted_sum(words_of_part, row_weights[row : row + step], word_weights)
-    return total % MODULUS
+        total = total + _weighted_sum(words_of_part, row_weights[row : row + step], word_weights)
+    return total
 
 
 def _as_words(values: torch.Tensor) -> torch.Tensor | None:
@@ -81,7 +94,7 @@ def _as_words(values: torch.Tensor) -> torch.Tensor | None:
 
 def _weighted_sum(
     words: torch.Tensor, row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
-) -> int:
+) -> int | torch.Tensor:
     if words.device.type != "cpu":
         return _weighted_sum_on_device(words, row_weights, word_weights)
     # einsum multiplies and adds in one pass without a temporary; numpy's integers wrap as the modulus wants.
@@ -90,15 +103,20 @@ def _weighted_sum(
 
 def _weighted_sum_on_device(
     words: torch.Tensor, row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
-) -> int:
+) -> torch.Tensor:
     """The same with torch's signed integers, which wrap alike; some megabytes of temporaries at a time."""
-    by_row = torch.from_numpy(row_weights.view(np.int64)).to(words.device)
-    by_word = torch.from_numpy(word_weights.view(np.int64)).to(words.device)
+    by_row, by_word = (_copy(w.view(np.int64), words.device) for w in (row_weights, word_weights))
     step = max(1, (DEVICE_BLOCK_BYTES // 8) // words.shape[1])
     sums = [
         ((w * by_word).sum(1) * r).sum() for w, r in zip(words.split(step), by_row.split(step), strict=True)
     ]
-    return int(torch.stack(sums).sum()) % MODULUS
+    return torch.stack(sums).sum()
+
+
+def _copy(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """On the device; from pinned memory, or the host would wait until a GPU has done all that is queued."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @lru_cache(maxsize=64)

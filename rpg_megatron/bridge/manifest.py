@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.bridge.plan import Box
+from rpg_megatron.models.boxes import Box
 
 MANIFEST = "manifest.json"
 HEADER_BYTES = 64
@@ -25,6 +25,18 @@ CHECKSUM_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A shard's values in the memory of a GPU; see ``cuda_ipc``."""
+
+    rank: int
+    """Trainer rank whose memory it is."""
+    gpu: str
+    """UUID of its GPU."""
+    handle: str
+    """CUDA IPC handle of the memory."""
+
+
+@dataclass(frozen=True)
 class Shard:
     """One piece of a trainer rank's memory, or all that it sends."""
 
@@ -34,8 +46,8 @@ class Shard:
     """In bytes; of a file, header included."""
     file: str = ""
     """Name of the file, where there is one."""
-    handle: str = ""
-    """CUDA IPC handle of the memory, where it is read on its GPU: see ``cuda_ipc``."""
+    copies: tuple[Copy, ...] = ()
+    """Where it is read on a GPU: the rank's own memory and that of the node's other replicas, by rank."""
 
     def __str__(self) -> str:
         """For messages: whose it is, and which file."""
@@ -97,7 +109,15 @@ class Manifest:
             }
             for name, t in self.tensors.items()
         }
-        shards = [{"rank": s.rank, "size": s.size, "file": s.file, "handle": s.handle} for s in self.shards]
+        shards = [
+            {
+                "rank": s.rank,
+                "size": s.size,
+                "file": s.file,
+                "copies": [[c.rank, c.gpu, c.handle] for c in s.copies],
+            }
+            for s in self.shards
+        ]
         whole = {
             "transport": self.transport,
             "generation": self.generation,
@@ -112,7 +132,13 @@ def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
     try:
         raw: dict[str, Any] = json.loads(text)
         shards = tuple(
-            Shard(int(s["rank"]), int(s["size"]), str(s["file"]), str(s["handle"])) for s in raw["shards"]
+            Shard(
+                int(s["rank"]),
+                int(s["size"]),
+                str(s["file"]),
+                tuple(Copy(int(rank), str(gpu), str(handle)) for rank, gpu, handle in s["copies"]),
+            )
+            for s in raw["shards"]
         )
         tensors = {
             name: PublishedTensor(str(t["dtype"]), tuple(t["shape"]), tuple(map(_box, t["boxes"])))

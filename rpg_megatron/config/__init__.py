@@ -1,4 +1,4 @@
-"""Typed, strict settings. Imports neither torch nor vLLM, so a login node can check a job at once."""
+"""Typed settings, without torch: a login node can check a job."""
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape

@@ -59,7 +59,8 @@ class ParallelSettings(Section):
 class FP8Settings(Section):
     """Matrix products of the layers in FP8 (Transformer Engine), in training and in log-prob passes alike.
 
-    Attention, norms, embedding and output layer stay bfloat16. There is no loss scale to set.
+    Attention, norms, embedding and output layer stay bfloat16. There is no loss scale to set. With device cpu
+    it is emulated: operands are rounded as the recipe says, products are float32.
     """
 
     recipe: Literal["blockwise", "tensorwise", "delayed"] = "blockwise"
@@ -68,7 +69,7 @@ class FP8Settings(Section):
     values of the last 1024 passes."""
     parameters: bool = False
     """Keep the layers' weights in FP8, beside the optimizer's float32 ones; what engines then get are these
-    weights, in bfloat16."""
+    weights, in bfloat16. Not with device cpu."""
     first_last_bf16: int = Field(0, ge=0)
     """So many layers at the start, and as many at the end, stay in bfloat16."""
 
@@ -96,7 +97,7 @@ class PrecisionSettings(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and activations in the trainer and in the engine. Gradients and the optimizer stay float32."""
     fp8: FP8Settings | None = None
-    """FP8 in the trainer, on Hopper GPUs; null for none."""
+    """FP8 in the trainer, on Hopper GPUs, or emulated on a CPU; null for none."""
 
     @model_validator(mode="after")
     def _fp8_is_mixed_with_bfloat16(self) -> PrecisionSettings:

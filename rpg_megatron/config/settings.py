@@ -174,8 +174,8 @@ class Settings(Section):
 
     def _what_needs_transformer_engine(self) -> Iterator[str]:
         fp8, wanted = self.precision.fp8, self.model.implementation
-        if self.device == "cpu" and fp8 is not None:
-            yield "precision.fp8 needs device cuda, and a Hopper GPU; set it to null"
+        if self.device == "cpu" and fp8 is not None and fp8.parameters:
+            yield "precision.fp8.parameters needs device cuda: a CPU only emulates products; set it to false"
         if self.device == "cpu" and wanted == "transformer_engine":
             yield "model.implementation transformer_engine needs device cuda; use auto or local"
         if self.precision.dtype == "float32" and wanted == "transformer_engine":
@@ -183,7 +183,7 @@ class Settings(Section):
                 "model.implementation transformer_engine needs precision.dtype bfloat16: its attention knows "
                 "no float32; use auto or local"
             )
-        if fp8 is not None and wanted == "local":
+        if self.device == "cuda" and fp8 is not None and wanted == "local":
             yield "precision.fp8 needs Transformer Engine's layers; set model.implementation to auto"
         if fp8 is not None and fp8.parameters and not self.optimizer.distributed:
             yield "precision.fp8.parameters needs optimizer.distributed, which makes them from float32 ones"

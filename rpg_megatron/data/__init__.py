@@ -1,1 +1,1 @@
-"""Prompts, trajectories and results."""
+"""Problems, prompts, packing, trajectories, and their files."""

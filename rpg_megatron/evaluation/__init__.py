@@ -1,1 +1,1 @@
-"""From graded responses to the numbers of an evaluation."""
+"""avg@k, pass@k and maj@k from graded responses."""

@@ -1,4 +1,4 @@
-"""Losses and advantages: pure tensor mathematics, nothing of the rest of the package."""
+"""Losses and advantages: pure functions of tensors."""
 
 from rpg_megatron.objectives.advantages import AdvantageKind, group_advantages
 from rpg_megatron.objectives.aggregate import Aggregation, aggregate

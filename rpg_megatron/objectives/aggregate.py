@@ -7,13 +7,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rpg_megatron.objectives.ratios import sequence_sum
+from rpg_megatron.objectives.ratios import sequence_lengths
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def aggregate(
-    per_token: Tensor, sequences: Tensor, *, kind: Aggregation = "token_mean", constant: float = 1.0
+    per_token: Tensor,
+    sequences: Tensor,
+    *,
+    kind: Aggregation = "token_mean",
+    constant: float = 1.0,
+    sequence_count: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(sum, count) of a micro-batch: the batch's loss is the total of the sums over that of the counts.
 
@@ -24,12 +29,14 @@ def aggregate(
     ``token_mean``: every token counts alike. ``sequence_mean``: every sequence counts alike, its tokens share
     its weight. ``constant``: every sequence's sum is divided by ``constant`` (Dr.GRPO: the largest response
     length).
+    ``sequence_count``: as in ``sequence_lengths``; sequences without a token count for nothing.
     Sources: token mean arXiv 2503.14476; sequence mean arXiv 2402.03300; constant arXiv 2503.20783.
     """
     if kind == "token_mean":
-        return per_token.sum(), torch.tensor(per_token.numel(), device=per_token.device)
-    count = torch.tensor(len(torch.unique(sequences)), device=per_token.device)
+        # Not torch.tensor: the copy of a single number to a GPU waits for all that is queued there.
+        return per_token.sum(), torch.full((), per_token.numel(), device=per_token.device)
+    lengths, member = sequence_lengths(sequences, sequence_count)
+    count = (lengths > 0).sum()
     if kind == "constant":
         return per_token.sum() / constant, count
-    _, length = sequence_sum(torch.zeros_like(per_token.detach()), sequences)
-    return (per_token / length).sum(), count
+    return (per_token / lengths[member].to(per_token.dtype)).sum(), count

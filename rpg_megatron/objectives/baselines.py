@@ -135,16 +135,17 @@ def gspo_loss(
     *,
     low: float = 3e-4,
     high: float = 4e-4,
+    sequence_count: int | None = None,
 ) -> LossOutput:
     """GSPO: one ratio a sequence, the geometric mean of its tokens', clipped as PPO does.
 
-    Shapes: all [tokens]; ``sequences`` integer labels, each sequence's tokens all present. Every token
-    carries its sequence's loss, so aggregate by sequence mean. Errors: as ``ppo_loss``. Source: arXiv
-    2507.18071.
+    Shapes: all [tokens]; ``sequences`` integer labels, each sequence's tokens all present;
+    ``sequence_count``: as in ``sequence_lengths``. Every token carries its sequence's loss, so aggregate by
+    sequence mean. Errors: as ``ppo_loss``. Source: arXiv 2507.18071.
     """
     require_alike(logp, old_logp=old_logp, advantages=advantages)
     advantage = advantages.detach()
-    total, count = sequence_sum(logp - old_logp.detach(), sequences)
+    total, count = sequence_sum(logp - old_logp.detach(), sequences, sequence_count)
     log_s, clamped = clamp_log_ratio(total / count)
     s = log_s.exp()
     clip = Clip(low=low, high=high, c=float("inf"))

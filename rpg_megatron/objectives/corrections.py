@@ -28,13 +28,14 @@ def rollout_correction(
     level: Literal["token", "sequence"] = "token",
     low: float = 0.5,
     high: float = 2.0,
+    sequence_count: int | None = None,
 ) -> Correction:
     """Importance factor exp(old - behaviour) of each token, or of its whole sequence, kept within bounds.
 
     Shapes: all [tokens]; log-probs in nats, ``sequences`` integer labels. ``truncate`` (truncated importance
     sampling): the ratio, at most ``high``. ``icepop``: the ratio where it lies in [low, high], 0 elsewhere. A
     token with factor 0 stays in the loss's denominator. At sequence level the ratio is the product over the
-    sequence's tokens.
+    sequence's tokens. ``sequence_count``: as in ``sequence_lengths``.
     Metrics: ``correction_ratio`` (before bounds) and ``correction_hit`` (1 where a bound acted).
     Raises ValueError as ``rpg_loss`` does, or if the bounds are not 0 <= low < 1 < high.
     Source: truncated importance sampling as in arXiv 1802.01561; IcePop as its authors describe it (token
@@ -46,7 +47,7 @@ def rollout_correction(
     with torch.no_grad():
         gap = old_logp - behaviour_logp
         if level == "sequence":
-            gap, _ = sequence_sum(gap, sequences)
+            gap, _ = sequence_sum(gap, sequences, sequence_count)
         ratio = clamp_log_ratio(gap)[0].exp()
         if kind == "truncate":
             hit = ratio > high

@@ -16,9 +16,13 @@ def require_alike(logp: Tensor, **others: Tensor) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, logp has {tuple(logp.shape)}; they must be alike"
             )
-    for name, x in {"logp": logp, **others}.items():
-        finite = torch.isfinite(x)
+    checks = {name: torch.isfinite(x) for name, x in {"logp": logp, **others}.items()}
+    # One answer for all of them: on a GPU the host waits for each.
+    if bool(torch.stack([finite.all() for finite in checks.values()]).all()):
+        return
+    for name, finite in checks.items():
         if not bool(finite.all()):
+            x = logp if name == "logp" else others[name]
             index = (~finite).nonzero()[0].tolist()
             place = index[0] if len(index) == 1 else tuple(index)
             raise ValueError(
@@ -31,13 +35,28 @@ def clamp_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio.detach().abs() > LOG_RATIO_LIMIT
 
 
-def sequence_sum(values: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
+def sequence_lengths(sequences: Tensor, sequence_count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Token count of each sequence, and where each token's is to be found in it.
+
+    Shapes: sequences [tokens] integer labels -> int64 [sequences], int64 [tokens]. ``sequence_count``: the
+    labels are int64 and lie in 0 .. sequence_count - 1, of which some may have no token. Without it they may
+    be any, and on a GPU the host waits until they are numbered.
+    """
+    if sequence_count is None:
+        _, member = torch.unique(sequences, return_inverse=True)
+        return torch.bincount(member), member
+    none = torch.zeros(sequence_count, dtype=torch.int64, device=sequences.device)
+    return none.index_add(0, sequences, torch.ones_like(sequences)), sequences
+
+
+def sequence_sum(
+    values: Tensor, sequences: Tensor, sequence_count: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Sum of ``values`` over each sequence, given back to each of its tokens; and the sequence's token count.
 
     Shapes: values [tokens], sequences [tokens] integer labels -> two of [tokens]; differentiable in
-    ``values``.
+    ``values``. ``sequence_count``: as in ``sequence_lengths``.
     """
-    _, member = torch.unique(sequences, return_inverse=True)
-    count = torch.bincount(member)
-    total = values.new_zeros(len(count)).index_add(0, member, values)
-    return total[member], count[member].to(values.dtype)
+    lengths, member = sequence_lengths(sequences, sequence_count)
+    total = values.new_zeros(len(lengths)).index_add(0, member, values)
+    return total[member], lengths[member].to(values.dtype)

@@ -43,6 +43,7 @@ def rpg_loss(
     kl_placement: Literal["folded", "additive"] | None = None,
     anchor_logp: Tensor | None = None,
     sequences: Tensor | None = None,
+    sequence_count: int | None = None,
 ) -> LossOutput:
     """Loss of each token, to be minimised; its mean over valid tokens is the surrogate objective.
 
@@ -58,7 +59,7 @@ def rpg_loss(
     tokens', instead of one a token. Exact off-policy for all divergences, where the token-level loss is exact
     only at the old policy (reverse) or up to a frozen prefix distribution; its variance grows with the
     length. A sequence's losses then add up to the sequence's, so the mean over tokens is the sum over
-    sequences, over the token count.
+    sequences, over the token count. ``sequence_count``: as in ``sequence_lengths``.
 
     A folded differentiable loss has its regularised advantage detached: with the gradient flowing through it,
     as algorithm 1 reads literally, the KL gradient of the forward divergences would be lost.
@@ -78,7 +79,7 @@ def rpg_loss(
     ratios = [logp - old, logp - anchor, anchor - old]
     share: Tensor | float = 1.0  # of its sequence's loss that a token carries
     if sequences is not None:
-        sums = [sequence_sum(x, sequences) for x in ratios]
+        sums = [sequence_sum(x, sequences, sequence_count) for x in ratios]
         ratios, share = [total for total, _ in sums], 1.0 / sums[0][1]
     (log_w, clamped_w), (log_u, clamped_u), (log_v, clamped_v) = (clamp_log_ratio(x) for x in ratios)
     w, v = log_w.exp(), log_v.exp()
@@ -116,7 +117,7 @@ def rpg_loss(
         else:
             # The value of the clamped ratio with the gradient of log p, so that a truncated token still
             # learns.
-            score = logp if sequences is None else sequence_sum(logp, sequences)[0]
+            score = logp if sequences is None else sequence_sum(logp, sequences, sequence_count)[0]
             loss = -w_used * (score - score.detach() + 1) * regularised
         if placement == "additive":
             loss = loss + kl_penalty(divergence, w, log_u, v, beta)

@@ -1,1 +1,1 @@
-"""The policy on Megatron-Core: parallel set-up, model, packed passes, optimizer."""
+"""The Megatron model on a rank: micro-batches, log-probs, updates."""

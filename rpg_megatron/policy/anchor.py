@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 from rpg_megatron.config.objective import AnchorSettings
+from rpg_megatron.policy import host_memory
+
+_PART = 1 << 24
+"""Numbers that are swapped at a time; so many take room on the device besides."""
 
 
 class HeldAnchor:
@@ -20,7 +24,9 @@ class HeldAnchor:
     def __init__(self, params: Iterable[torch.nn.Parameter], settings: AnchorSettings) -> None:
         self._settings = settings
         self._params = list(params)
-        self._held = [torch.empty_like(p, device="cpu", requires_grad=False) for p in self._params]
+        self._held = [
+            host_memory.host_tensor(p.shape, p.dtype, pinned=p.device.type == "cuda") for p in self._params
+        ]
         self.refreshes = -1
         self._take()
 
@@ -61,14 +67,24 @@ class HeldAnchor:
     @torch.no_grad()
     def _take(self) -> None:
         for held, p in zip(self._held, self._params, strict=True):
-            held.copy_(p)
+            held.copy_(p, non_blocking=True)
+        self._wait()
         self.refreshes += 1
         self._updates = 0
         self._kl: float | None = None
 
     @torch.no_grad()
     def _swap(self) -> None:
+        # All on one stream: the copies keep their order, and the CPU waits once, at the end.
         for held, p in zip(self._held, self._params, strict=True):
-            present = p.detach().to("cpu", copy=True)
-            p.copy_(held)
-            held.copy_(present)
+            parts = held.view(-1).split(_PART), p.detach().view(-1).split(_PART)
+            for waiting, live in zip(*parts, strict=True):
+                present = live.clone()  # on the device, where it needs no second buffer in host memory
+                live.copy_(waiting, non_blocking=True)
+                waiting.copy_(present, non_blocking=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until all copies are done."""
+        if any(p.device.type == "cuda" for p in self._params):
+            torch.cuda.synchronize()

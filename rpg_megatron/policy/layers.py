@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rpg_megatron.policy.context import gather_places
+from rpg_megatron.policy.context_parallel import gather_places
 
 
 class RMSNorm(torch.nn.Module):

@@ -38,21 +38,23 @@ class _ChunkedLogProbs(torch.autograd.Function):
             entropy[part] = log_total[part] - sums[1] / sums[0]
         # Two normalisers: their sum would be rounded at the size of the logits.
         ctx.save_for_backward(hidden, weight, targets, top, log_total, entropy)
+        ctx.set_materialize_grads(False)  # to see, without a look at values, that entropies need no gradient
         ctx.first, ctx.valid, ctx.temperature, ctx.chunk = first, valid, temperature, chunk
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, d_logp: Tensor, d_entropy: Tensor) -> Any:
+    def backward(ctx: Any, d_logp: Tensor | None, d_entropy: Tensor | None) -> Any:
         hidden, weight, targets, top, log_total, entropy = ctx.saved_tensors
+        if d_logp is None:
+            d_logp = torch.zeros_like(top)
         d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         rows = weight[: ctx.valid]
-        with_entropy = bool((d_entropy != 0).any())
         for start in range(0, hidden.size(0) if ctx.valid else 0, ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.size(0)))
             d_logits = _logits(hidden[part], rows, ctx.temperature)
             d_logits.sub_(top[part, None]).sub_(log_total[part, None])
-            if with_entropy:
+            if d_entropy is not None:
                 # d entropy / d logit_j = -p_j (log p_j + entropy)
                 p = d_logits.exp()
                 d_logits.add_(entropy[part, None]).mul_(d_entropy[part, None]).add_(d_logp[part, None])
@@ -124,6 +126,7 @@ def token_logprobs(
     chunk: int,
     vocab: int,
     group: Any = None,
+    target_range: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and the entropy of it.
 
@@ -132,10 +135,14 @@ def token_logprobs(
     The vocabulary is cut over ``group`` (None: whole); every rank returns the full result, and a gradient of
     ``hidden`` that is its share of the sum over the group. Two chunks of logits are held at most, forward and
     backward: 2 x chunk x vocab/tp x 4 bytes.
+    ``target_range``: the smallest and the largest target, where the caller knows them; to look for them, the
+    host has to wait for the device.
     Raises ValueError if a target lies outside the vocabulary.
     Source: arXiv 2505.17508, section 2 (token-level policy); temperature as in rollout sampling.
     """
-    if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocab):
+    if target_range is None and targets.numel():
+        target_range = int(targets.min()), int(targets.max())
+    if target_range is not None and (target_range[0] < 0 or target_range[1] >= vocab):
         raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
     first = 0 if group is None else group.rank() * weight.size(0)
     valid = min(max(vocab - first, 0), weight.size(0))
@@ -154,8 +161,8 @@ def logprob_head(
 ) -> Tensor:
     """Stand in for the output layer of GPTModel.forward (its ``output_processor``).
 
-    ``labels`` [1, t]; ``context`` holds temperature, chunk and vocab. Returns [2, t]: log-probs and
-    entropies, float32.
+    ``labels`` [1, t]; ``context`` holds temperature, chunk, vocab and label_range. Returns [2, t]: log-probs
+    and, without a gradient, entropies, float32.
     """
     # The layer lends its weight and is not called, so nobody else runs what Megatron hangs in front of its
     # calls: waiting for that weight where it is still being gathered.
@@ -177,5 +184,6 @@ def logprob_head(
         chunk=context.chunk,
         vocab=context.vocab,
         group=group,
+        target_range=context.label_range,
     )
-    return torch.stack([logp, entropy])
+    return torch.stack([logp, entropy.detach()])

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.policy.layers import PackedAttention, RMSNorm
 from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
 
@@ -75,6 +76,28 @@ class Mesh:
     def reports(self) -> bool:
         """One rank of each data-parallel replica: of the ranks that hold its results, the first."""
         return self.last_stage and self.tensor_rank == 0 and self.context_rank == 0
+
+    def placement(self, vocab_multiple: int) -> RankCoordinates:
+        """What this rank's weights depend on; see ``RankCoordinates``."""
+        return RankCoordinates(
+            rank=self.rank,
+            tensor=self.tensor,
+            tensor_rank=self.tensor_rank,
+            pipeline_rank=self.pipeline_rank,
+            data_rank=self.data_rank,
+            context_rank=self.context_rank,
+            vocab_multiple=vocab_multiple,
+        )
+
+    def replica(self, data: int) -> list[int]:
+        """The ranks of a data-parallel replica, in order."""
+        # Megatron numbers ranks by tensor, context, data, pipeline rank.
+        inner = self.tensor * self.context
+        return [
+            rank
+            for stage in range(self.pipeline)
+            for rank in range((stage * self.data + data) * inner, (stage * self.data + data + 1) * inner)
+        ]
 
 
 def start_mesh(parallel: ParallelSettings) -> Mesh:
@@ -131,7 +154,7 @@ def transformer_config(
     """Megatron's configuration for a shape, a layout, a precision and what is recomputed in backward.
 
     device: where the weights are made. fused: with Transformer Engine's layers, of which ``precision.fp8``
-    asks, too, that they are there.
+    asks, too, that they are there; on a CPU Megatron learns nothing of it, and ``emulate_fp8`` does the rest.
     """
     dtype = DTYPES[precision.dtype]
     implementation = _FUSED if fused else _LOCAL
@@ -181,7 +204,7 @@ def transformer_config(
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
         **implementation,
-        **fp8_fields(precision.fp8),
+        **fp8_fields(precision.fp8 if device.type == "cuda" else None),
         **_RECOMPUTE[recompute],
         # Micro-batches are packed to a token budget, so their lengths differ from one to the next.
         variable_seq_lengths=parallel.pipeline > 1,

@@ -23,6 +23,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from rpg_megatron.config.policy import MemorySettings, OptimizerSettings, PrecisionSettings
 from rpg_megatron.policy.model import DTYPES
+from rpg_megatron.system.collectives import default_group_on_host
 
 
 class CpuAdam(torch.optim.Optimizer):
@@ -201,7 +202,9 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW over float32 master weights of all chunks, with gradient-norm clipping."""
     config = optimizer_config(settings, precision, memory)
-    with _building_with("offloading" if memory.offload_optimizer else settings.type):
+    kind = "offloading" if memory.offload_optimizer else settings.type
+    # Ranks compare their groups of parameters: objects, over the default group.
+    with _building_with(kind), default_group_on_host():
         optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if settings.type == "schedule_free_adamw":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,24 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_save
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.objectives import LossOutput, unnormalised_kl
-from rpg_megatron.policy.checkpoint import PlannedSave, load_weights, plan_save
-from rpg_megatron.policy.context import gather_places
+from rpg_megatron.policy.context_parallel import gather_places
+from rpg_megatron.policy.fp8_emulation import emulate_fp8
 from rpg_megatron.policy.logprobs import logprob_head
+from rpg_megatron.policy.microbatch import MicroBatch, ResponseTokens, make_pack
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
+from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.policy.optimizer import (
     build_optimizer,
     gather_weights,
     use_training_point,
     wrap_data_parallel,
 )
-from rpg_megatron.policy.packed import Pack, ResponseTokens, make_pack
-from rpg_megatron.policy.parking import Parking
 from rpg_megatron.policy.precision import (
-    ServedWeights,
+    ExportedWeights,
     loadable,
     quantise,
     token_multiple,
@@ -40,8 +41,9 @@ from rpg_megatron.policy.precision import (
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
 """(logp [n], the rest of what is known of these n response tokens) -> loss of each."""
-Aggregator = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(loss of each token [n], sequences [n]) -> (sum, count) that add up over micro-batches and ranks."""
+Aggregator = Callable[[Tensor, Tensor, int | None], tuple[Tensor, Tensor]]
+"""(loss of each token [n], sequences [n], their number as in ResponseTokens) -> (sum, count) that add up over
+micro-batches and ranks."""
 
 _MEANS = (
     "abs_loss",
@@ -65,10 +67,12 @@ class _Head:
     temperature: float
     chunk: int
     vocab: int
+    label_range: tuple[int, int] | None = None
+    """Of the pack at hand."""
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateStats:
     """One optimizer update, over all ranks: means over its response tokens, and the norm before clipping."""
 
     tokens: int
@@ -107,6 +111,8 @@ class Policy:
         )
         self.chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
         """This rank's GPTModels: one for each virtual stage."""
+        if settings.precision.fp8 is not None and device.type == "cpu":
+            emulate_fp8(self.chunks, settings.precision.fp8)
         load(self)
         quantise(self.named_parameters())
         self._models = wrap_data_parallel(
@@ -119,8 +125,8 @@ class Policy:
         self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
-        self.parking = Parking(self._models, self._optimizer)
-        self.served = ServedWeights(self.named_parameters())
+        self.offloader = StateOffloader(self._models, self._optimizer)
+        self.served = ExportedWeights(self.named_parameters())
         self._align = token_multiple(settings)
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
@@ -142,7 +148,7 @@ class Policy:
         """Take up weights and optimizer state that were saved, in whatever layout."""
         load_weights(folder, self.chunks, self.vocab, self._optimizer)
 
-    def pack(self, trajectories: Sequence[Trajectory]) -> Pack:
+    def pack(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
         """A micro-batch on this rank's device."""
         return make_pack(
             trajectories,
@@ -153,7 +159,7 @@ class Policy:
             mask_truncated=self.settings.training.mask_truncated,
         )
 
-    def logprobs(self, packs: Sequence[Pack]) -> list[Tensor]:
+    def logprobs(self, packs: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs and entropies at every place of every pack: [2, t] each, float32, nats.
 
         Without gradient. All ranks of a data-parallel replica get them.
@@ -170,7 +176,9 @@ class Policy:
             dist.broadcast(flat, src=last, group=mpu.get_pipeline_model_parallel_group())
         return list(flat.split([p.size for p in packs], dim=1))
 
-    def update(self, packs: Sequence[Pack], loss: TokenLoss, aggregator: Aggregator, lr: float) -> Update:
+    def update(
+        self, packs: Sequence[MicroBatch], loss: TokenLoss, aggregator: Aggregator, lr: float
+    ) -> UpdateStats:
         """One optimizer update on a mini-batch: this rank's packs, as many as every other data rank has.
 
         The loss is the mean, as ``aggregator`` counts, over the whole mini-batch, wherever it lies.
@@ -192,12 +200,13 @@ class Policy:
         grad_norm = float(self._optimizer.get_grad_norm())
         # The norm counts only once what tensor-parallel ranks hold alike: each looks at all that it holds.
         sums = torch.stack([p.main_grad.sum() for _, p in self.named_parameters()])
-        finite = math.isfinite(grad_norm) and bool(torch.isfinite(sums).all())
-        spoilt = torch.tensor([float(not finite)], device=self.device)
+        finite = torch.isfinite(sums).all().view(1)
+        spoilt = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
         dist.all_reduce(spoilt, op=dist.ReduceOp.MAX)
-        if not spoilt:
+        skipped = bool(spoilt)
+        if not skipped:
             self._optimizer.step()
-        return self._reduce(reports, grad_norm, skipped=bool(spoilt))
+        return self._reduce(reports, grad_norm, skipped=skipped)
 
     def spoilt_gradients(self) -> list[str]:
         """This rank's parameters whose gradient was not finite in the last update. Not collective."""
@@ -219,7 +228,9 @@ class Policy:
         finally:
             use_training_point(self._optimizer, False)
 
-    def _run(self, step: Callable[..., object], packs: Sequence[Pack], *, forward_only: bool) -> list[Any]:
+    def _run(
+        self, step: Callable[..., object], packs: Sequence[MicroBatch], *, forward_only: bool
+    ) -> list[Any]:
         """Megatron's schedule; what ``step`` leaves of each pack, in their order, on the last stage.
 
         Interleaved, it wants a multiple of the pipeline size: empty packs fill up, the same number on every
@@ -239,7 +250,7 @@ class Policy:
         )
         return results
 
-    def _forward(self, pack: Pack, model: torch.nn.Module) -> Tensor:
+    def _forward(self, pack: MicroBatch, model: torch.nn.Module) -> Tensor:
         return model(
             pack.tokens,
             pack.positions,
@@ -247,7 +258,7 @@ class Policy:
             labels=pack.labels,
             packed_seq_params=pack.packed,
             output_processor=logprob_head,
-            output_processor_context=self._head,
+            output_processor_context=replace(self._head, label_range=pack.label_range),
         )
 
     def _scored(self, iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
@@ -259,7 +270,7 @@ class Policy:
         return self._forward(pack, model), whole
 
     def _sum_loss(
-        self, output: Tensor, pack: Pack, loss: TokenLoss, aggregator: Aggregator
+        self, output: Tensor, pack: MicroBatch, loss: TokenLoss, aggregator: Aggregator
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's contract where it divides by a global count: (sum, count, report).
 
@@ -268,13 +279,13 @@ class Policy:
         """
         tokens = pack.response_tokens()
         logp = gather_places(output[0], pack.packed.places, summed=False)
-        out = loss(logp[pack.mask], tokens)
-        total, count = aggregator(out.per_token, tokens.sequences)
+        out = loss(logp.index_select(0, pack.learnt), tokens)
+        total, count = aggregator(out.per_token, tokens.sequences, tokens.sequence_count)
         report = _report(out, total, count)
         # int: Megatron adds the counts up in an integer tensor.
         return total, count.int() * (self.mesh.context_rank == 0), report
 
-    def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float, *, skipped: bool) -> Update:
+    def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float, *, skipped: bool) -> UpdateStats:
         """Sum the micro-batches' reports over all ranks; one rank of each replica contributes."""
         sums = torch.zeros(len(_MEANS) + 3, dtype=torch.float64, device=self.device)
         largest = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -284,9 +295,9 @@ class Policy:
                 largest = torch.maximum(largest, report["largest"])
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        loss, count, tokens, *values = sums.tolist()
+        ratio_max, loss, count, tokens, *values = torch.cat([largest, sums]).tolist()
         means = {name: value / max(tokens, 1) for name, value in zip(_MEANS, values, strict=True)}
-        return Update(int(tokens), loss / max(count, 1), means, float(largest), grad_norm, skipped)
+        return UpdateStats(int(tokens), loss / max(count, 1), means, ratio_max, grad_norm, skipped)
 
 
 def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Tensor]:

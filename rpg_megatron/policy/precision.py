@@ -22,24 +22,26 @@ HOPPER = (9, 0)
 
 
 def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
-    """Whether the policy is made of Transformer Engine's layers on this device.
+    """Whether the policy is made of Transformer Engine's layers on this device; never on a CPU.
 
     Raises UserError if it is to be and cannot: no such package, or FP8 on a GPU that has none.
     """
     wanted, fp8 = settings.model.implementation, settings.precision.fp8
+    if device.type == "cpu":
+        return False
     if fp8 is not None and torch.cuda.get_device_capability(device) < HOPPER:
         raise UserError(
             f"precision.fp8: {torch.cuda.get_device_name(device)} has compute capability "
             f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and FP8 training needs 9.0 "
             "(Hopper) or later; set precision.fp8=null"
         )
-    suits = device.type == "cuda" and settings.precision.dtype == "bfloat16" and wanted != "local"
+    suits = settings.precision.dtype == "bfloat16" and wanted != "local"
     here = suits and importlib.util.find_spec("transformer_engine") is not None
     if not here and (fp8 is not None or wanted == "transformer_engine"):
         key, other = ("precision.fp8", "null") if fp8 is not None else ("model.implementation", "local")
         raise UserError(
-            f"{key}: the package transformer_engine is not installed; pip install -e '.[gpu]', or "
-            f"set {key}={other}"
+            f"{key}: the package transformer_engine is not installed; install requirements/gpu.txt and "
+            f"requirements/te-torch.txt (README.md, On a cluster), or set {key}={other}"
         )
     return here
 
@@ -93,7 +95,7 @@ def quantise(params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
             p.copy_(p.get_high_precision_init_val())
 
 
-class ServedWeights:
+class ExportedWeights:
     """A rank's weights by name, in precision.dtype, as engines and exports get them.
 
     They are the parameters themselves; for those in FP8, copies as good as they were at the last ``refresh``.

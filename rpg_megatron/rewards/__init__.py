@@ -1,4 +1,4 @@
-"""From responses to rewards."""
+"""Graders of responses, and their worker processes."""
 
 from rpg_megatron.rewards.grader import Grader, Verdict, grade
 

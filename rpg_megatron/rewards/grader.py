@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from rpg_megatron.rewards import spelling
-from rpg_megatron.rewards.constants import compare_constants
+from rpg_megatron.rewards import normalize
 from rpg_megatron.rewards.extraction import STYLES, Style, find_answer
+from rpg_megatron.rewards.latex_numbers import compare_constants
 from rpg_megatron.rewards.pool import Outcome, WorkerPool
 
 DEADLINE = 5.0
@@ -27,7 +27,7 @@ LONGEST, DEEPEST = 300, 12
 wait: its time grows with the square of the one, and exponentially with the other.
 """
 _REMEMBERED = 10_000
-_SYMBOLIC = "rpg_megatron.rewards.symbolic:equal"
+_SYMBOLIC = "rpg_megatron.rewards.math_verify_worker:equal"
 _FAILED = {
     "timeout": "math-verify was killed at the deadline",
     "crash": "math-verify's process died",
@@ -72,11 +72,11 @@ def judge_plainly(extracted: str | None, answer: str) -> Verdict | None:
     """The verdict if rules alone give one; None if math-verify is to decide. Linear in long texts."""
     if extracted is None:
         return Verdict(False, None, "no answer found")
-    if spelling.same(extracted, answer):
+    if normalize.answers_match(extracted, answer):
         return Verdict(True, extracted, "same number or text")
     if max(len(extracted), len(answer)) > LONGEST:
         return Verdict(False, extracted, f"not the same text, and longer than {LONGEST} characters")
-    if spelling.differ(extracted, answer):
+    if normalize.answers_differ(extracted, answer):
         return Verdict(False, extracted, "another number or word")
     if _depth(extracted) > DEEPEST:
         return Verdict(False, extracted, f"not the same text, and more than {DEEPEST} brackets deep")
@@ -119,9 +119,9 @@ class Grader:
         assert extracted is not None
         return map_future(self._compare(extracted, answer), lambda outcome: _verdict(extracted, outcome))
 
-    def take_counts(self) -> dict[str, int]:
-        """See ``WorkerPool.take_counts``."""
-        return self._pool.take_counts()
+    def pop_counts(self) -> dict[str, int]:
+        """See ``WorkerPool.pop_counts``."""
+        return self._pool.pop_counts()
 
     def close(self) -> None:
         """End the workers."""

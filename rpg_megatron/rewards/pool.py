@@ -2,7 +2,7 @@
 
 A thread for each worker passes inputs on, one at a time. Whatever a worker does (hang, crash, use up its
 memory, raise), its input gets an ``Outcome`` that says so and the next worker is there in milliseconds: see
-``nursery``.
+``fork_server``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class WorkerPool:
         self._tasks.put((list(arguments), future))
         return future
 
-    def take_counts(self) -> dict[str, int]:
+    def pop_counts(self) -> dict[str, int]:
         """How many inputs failed, by failure, since this was asked last."""
         with self._lock:
             counts = {failure: self._counts[failure] for failure in FAILURES}
@@ -133,7 +133,7 @@ class WorkerPool:
     def _start_nursery(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "rpg_megatron.rewards.nursery", self._function]
+            command = [sys.executable, "-m", "rpg_megatron.rewards.fork_server", self._function]
             command += [str(self._memory), str(os.getpid()), str(theirs.fileno())]
             # A group of its own, so that Ctrl-C does not reach it, but this process's session.
             process = subprocess.Popen(

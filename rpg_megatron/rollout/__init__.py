@@ -1,1 +1,1 @@
-"""Engines, their client, and the sampler that feeds them."""
+"""Prompts in, trajectories out: sampler, dynamic sampling, engine pool."""

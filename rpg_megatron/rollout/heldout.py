@@ -8,12 +8,12 @@ from typing import Any
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data.prompts import Prompt
-from rpg_megatron.data.results import EvalResult
-from rpg_megatron.rewards.score import Scorer
-from rpg_megatron.rollout.client import Sample
-from rpg_megatron.rollout.draws import Draw, sample_draws, seed_of, stop_tokens
-from rpg_megatron.rollout.engine_command import context_length
-from rpg_megatron.rollout.fleet import Fleet, first_error
+from rpg_megatron.engine.client import Sample
+from rpg_megatron.engine.command import context_length
+from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.rewards.reward import Scorer
+from rpg_megatron.rollout.engine_pool import EnginePool, first_error
+from rpg_megatron.rollout.generation import GenerationRequest, sample_draws, seed_of, stop_tokens
 
 
 class HeldOut:
@@ -23,7 +23,7 @@ class HeldOut:
         self,
         settings: Settings,
         tokenizer: Any,
-        fleet: Fleet,
+        fleet: EnginePool,
         scorer: Scorer,
         prompts: Mapping[str, list[Prompt]],
     ):
@@ -61,7 +61,10 @@ class HeldOut:
         """
         chosen = [(name, prompt, seed) for name, prompt, seed in self._draws if (name, prompt.id) not in skip]
         samples = self._evaluation.samples
-        draws = [Draw(prompt, samples, seed, self._room[name, prompt.id]) for name, prompt, seed in chosen]
+        draws = [
+            GenerationRequest(prompt, samples, seed, self._room[name, prompt.id])
+            for name, prompt, seed in chosen
+        ]
         results: dict[int, EvalResult] = {}
 
         async def grade(place: int) -> None:

@@ -27,10 +27,17 @@ import numpy as np
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import Prompt, PromptStream, load_prompts
-from rpg_megatron.data.results import EvalResult
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rewards.score import Scorer
-from rpg_megatron.rollout.channel import (
+from rpg_megatron.engine.client import EngineClient, EngineError, Sample
+from rpg_megatron.engine.command import TOKEN_VARIABLE, context_length
+from rpg_megatron.engine.process import engine_address
+from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.rewards.reward import Scorer
+from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, groups_from_rows, groups_to_rows
+from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.rollout.generation import GenerationRequest, sample_draws, seed_of, stop_tokens
+from rpg_megatron.rollout.heldout import HeldOut
+from rpg_megatron.rollout.sampler_client import (
     EVENTS,
     SOCKET,
     RolloutBatch,
@@ -38,14 +45,7 @@ from rpg_megatron.rollout.channel import (
     SyncResult,
     WeightsWanted,
 )
-from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
-from rpg_megatron.rollout.draws import Draw, sample_draws, seed_of, stop_tokens
-from rpg_megatron.rollout.engine import engine_address
-from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE, context_length
-from rpg_megatron.rollout.events import EventSender
-from rpg_megatron.rollout.fleet import Fleet
-from rpg_megatron.rollout.heldout import HeldOut
-from rpg_megatron.rollout.selection import Selection, groups_from_rows, groups_to_rows
+from rpg_megatron.system.events import EventSender
 
 __all__ = ["RolloutBatch", "Sampler", "SamplerClient"]
 
@@ -59,7 +59,7 @@ class Sampler:
         self,
         settings: Settings,
         tokenizer: Any,
-        fleet: Fleet,
+        fleet: EnginePool,
         events: EventSender,
     ):
         self._settings = settings
@@ -99,7 +99,7 @@ class Sampler:
         self._fleet.expect(None)
         return await self._begin(self._evaluate())
 
-    async def go_on(self) -> Any:
+    async def resume_request(self) -> Any:
         """Wait for what was asked last and is under way: its result, or that an engine wants weights."""
         task = self._under_way
         if task is None:
@@ -115,11 +115,11 @@ class Sampler:
         return task.result()
 
     async def sync(self, manifest: Manifest, generation: int, again: bool) -> SyncResult:
-        """Bring the published weights into the engines; see ``Fleet.sync``."""
+        """Bring the published weights into the engines; see ``EnginePool.sync``."""
         return await self._fleet.sync(manifest, generation, again=again)
 
     async def sleep(self, level: int) -> None:
-        """Have the engines leave their GPUs; see ``Fleet.sleep``."""
+        """Have the engines leave their GPUs; see ``EnginePool.sleep``."""
         await self._fleet.sleep(level)
 
     async def wake(self) -> None:
@@ -128,7 +128,7 @@ class Sampler:
 
     async def counts(self) -> dict[str, float]:
         """Metrics of what went wrong with engines since this was asked last."""
-        return self._fleet.take_counts()
+        return self._fleet.pop_counts()
 
     async def state(self) -> dict[str, Any]:
         """What a checkpoint must hold for the prompts to go on where they are; JSON can hold it."""
@@ -147,13 +147,13 @@ class Sampler:
         if self._under_way is not None:  # whoever asked for that is gone
             self._under_way.cancel()
         self._under_way = asyncio.create_task(work)
-        return await self.go_on()
+        return await self.resume_request()
 
     # -- sampling --------------------------------------------------------------------------------------------
 
     async def _rollout(self, step: int, version: int) -> RolloutBatch:
         started, waited, place = time.monotonic(), 0.0, 0
-        selection = Selection(self._settings.rollout, self._surplus)
+        selection = DynamicSampler(self._settings.rollout, self._surplus)
         while wanted := selection.wanted(step):
             prompts = self._stream.take(wanted)
             groups, seconds = await self._sample_groups(prompts, place, step, version)
@@ -162,7 +162,7 @@ class Sampler:
             place += wanted
         trajectories, self._surplus = selection.result()
         seconds = time.monotonic() - started
-        metrics = batch_metrics(trajectories) | selection.metrics() | self._scorer.take_counts()
+        metrics = batch_metrics(trajectories) | selection.metrics() | self._scorer.pop_counts()
         metrics |= {"time/rollout": seconds - waited, "time/reward": waited}
         return RolloutBatch(trajectories, metrics, seconds)
 
@@ -207,7 +207,9 @@ class Sampler:
 
         return await self._heldout.evaluate(count)
 
-    async def _sample(self, draws: list[Draw], finish: Callable[[int, list[Sample]], None]) -> None:
+    async def _sample(
+        self, draws: list[GenerationRequest], finish: Callable[[int, list[Sample]], None]
+    ) -> None:
         """Sample all draws; ``finish(place, samples)`` is called for each as it is done."""
         done = 0
         self._events.phase("rollout", 0, len(draws))
@@ -228,8 +230,8 @@ class Sampler:
             logprobs=True,
         )
 
-    def _prepare(self, prompt: Prompt, place: int, samples: int, step: int) -> Draw:
-        return Draw(
+    def _prepare(self, prompt: Prompt, place: int, samples: int, step: int) -> GenerationRequest:
+        return GenerationRequest(
             prompt,
             samples,
             seed_of(self._settings.seed, "rollout", step, place, prompt.id),
@@ -237,7 +239,7 @@ class Sampler:
         )
 
     async def _trajectory(
-        self, draw: Draw, sample: Sample, *, group: int, number: int, version: int
+        self, draw: GenerationRequest, sample: Sample, *, group: int, number: int, version: int
     ) -> Trajectory:
         prompt = draw.prompt
         text = self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
@@ -284,7 +286,7 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
 
 # -- the process ---------------------------------------------------------------------------------------------
 
-_METHODS = ("rollout", "sync", "sleep", "wake", "evaluate", "go_on", "counts", "state", "restore")
+_METHODS = ("rollout", "sync", "sleep", "wake", "evaluate", "resume_request", "counts", "state", "restore")
 
 
 def serve(listener: Listener, sampler: Sampler, loop: asyncio.AbstractEventLoop) -> None:
@@ -343,7 +345,7 @@ async def _run(settings: Settings, work: Path, token: str) -> None:
         for i in range(settings.engine.replicas)
     ]
     events = EventSender(work / EVENTS)
-    sampler = Sampler(settings, tokenizer, Fleet(settings.engine, engines, work), events)
+    sampler = Sampler(settings, tokenizer, EnginePool(settings.engine, engines, work), events)
     with Listener(str(work / SOCKET), family="AF_UNIX", authkey=token.encode()) as listener:
         threading.Thread(target=serve, args=(listener, sampler, loop), daemon=True, name="serve").start()
         await stop.wait()

@@ -1,1 +1,1 @@
-"""The training loop and what one rank needs for it."""
+"""The training loop, and what one rank needs for it."""

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from rpg_megatron.config import UserError, load_settings
-from rpg_megatron.policy.runtime import start_device, start_process_group
-from rpg_megatron.rollout.channel import EVENTS
-from rpg_megatron.rollout.events import EventSender
-from rpg_megatron.training.stopping import REQUEUE
+from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.rollout.sampler_client import EVENTS
+from rpg_megatron.system.collectives import barrier
+from rpg_megatron.system.events import EventSender
+from rpg_megatron.training.preemption import REQUEUE
 
 if TYPE_CHECKING:
-    from rpg_megatron.training.run import Run
+    from rpg_megatron.training.run import RankRun
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What a disk says that takes no more."""
@@ -44,26 +45,26 @@ def main() -> None:
     job = sys.argv[4] if len(sys.argv) > 4 else "train"
     checkpoint = Path(sys.argv[5]) if len(sys.argv) > 5 else None
     token = os.environ.get("RPG_ENGINE_TOKEN", "")
-    run: Run | None = None
+    run: RankRun | None = None
     try:
         settings = load_settings(run_dir / "config.yaml")
         device = start_device(settings.device)
         start_process_group(device)
         # Megatron may be imported only when the device is prepared.
+        from rpg_megatron.commands.audit.rank import audit
+        from rpg_megatron.commands.replay.rank import replay
         from rpg_megatron.policy.model import start_mesh
-        from rpg_megatron.training.audit import audit
         from rpg_megatron.training.loop import train
-        from rpg_megatron.training.replay import replay
-        from rpg_megatron.training.run import Run
+        from rpg_megatron.training.run import RankRun
         from rpg_megatron.training.trainer import Trainer
 
         mesh = start_mesh(settings.parallel)
         done = True
         if job == "replay":
             replay(Trainer(settings, mesh, device), run_dir, EventSender(work / EVENTS))
-            dist.barrier()
+            barrier()
         else:
-            run = Run(settings, run_dir, work, bridge, token, mesh, device, checkpoint)
+            run = RankRun(settings, run_dir, work, bridge, token, mesh, device, checkpoint)
             # Megatron collects garbage in every save, and what has been made up to here is none.
             gc.collect()
             gc.freeze()
@@ -71,7 +72,7 @@ def main() -> None:
                 audit(run, run_dir, work, bridge, token)
             else:
                 done = train(run)
-            dist.barrier()
+            barrier()
             run.close()
         dist.destroy_process_group()
         if not done:

@@ -18,29 +18,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rpg_megatron.bridge.hf_export import export_hf
-from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.bridge.publish import open_publisher
+from rpg_megatron.bridge.publisher import open_publisher
+from rpg_megatron.checkpoints.hf_export import export_hf
+from rpg_megatron.checkpoints.run_folder import read_state
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.evaluation.score import score_sets, write_results
+from rpg_megatron.data.rollout_files import rollouts_file, write_rollouts
+from rpg_megatron.evaluation.metrics import score_sets, write_results
+from rpg_megatron.policy.device import peak_memory_bytes
 from rpg_megatron.policy.model import DTYPES, Mesh
-from rpg_megatron.policy.runtime import peak_memory_bytes
-from rpg_megatron.rollout.channel import EVENTS, SOCKET, SamplerClient
-from rpg_megatron.rollout.events import EventSender
-from rpg_megatron.training.checkpoints import read_state, rollouts_file
-from rpg_megatron.training.journal import write_rollouts
+from rpg_megatron.rollout.sampler_client import EVENTS, SOCKET, SamplerClient
+from rpg_megatron.system.events import EventSender
+from rpg_megatron.training.checkpoint_saver import Saver
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
+from rpg_megatron.training.preemption import StopRequest
 from rpg_megatron.training.profiling import Profiler
-from rpg_megatron.training.serving import Serving
-from rpg_megatron.training.state import Saver
-from rpg_megatron.training.stopping import StopRequest
 from rpg_megatron.training.trainer import Batch, Trainer
+from rpg_megatron.training.weight_sync import Serving
 
 _ENGINES_END_SECONDS = 60.0
 """How long engines may take to give their memory back, when a run is stopped."""
 
 
-class Run:
+class RankRun:
     """Everything a rank holds between the loop's lines.
 
     Every method may raise Stopped where it says that the run can stop there: on all ranks alike.
@@ -69,7 +68,7 @@ class Run:
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
-        self._placement = Placement.of(mesh, settings.model.vocab_multiple)
+        self._placement = mesh.placement(settings.model.vocab_multiple)
         publisher = open_publisher(
             settings.bridge,
             bridge,
@@ -89,7 +88,7 @@ class Run:
             )
         self._serving = Serving(publisher, sampler, self._stop)
         if settings.engine.colocated and checkpoint is None:  # else it is read into the state first
-            self.policy.parking.leave()
+            self.policy.offloader.offload()
         # What a checkpoint would hold now: the last step whose updates are done, its row of metrics while
         # that is not written, and the sampler's state after it.
         self._reached = 0
@@ -146,7 +145,7 @@ class Run:
         """
         self.finish_saving()
         if self._saved != self._reached:
-            self._take_gpus_back()
+            self._reload_state()
             self._save()
             self.finish_saving()
         if self._saved != self._reached:
@@ -155,12 +154,12 @@ class Run:
                 "command goes on from the newest checkpoint"
             )
 
-    def _take_gpus_back(self) -> None:
+    def _reload_state(self) -> None:
         """After Stopped, when no engine is spoken to any more: the launcher ends those on our GPUs."""
         end = time.monotonic() + _ENGINES_END_SECONDS
         while True:
             try:
-                return self.policy.parking.come_back()
+                return self.policy.offloader.reload()
             except torch.OutOfMemoryError:
                 if time.monotonic() > end:
                     raise
@@ -189,13 +188,13 @@ class Run:
     @contextmanager
     def _state_at_hand(self) -> Iterator[None]:
         """What is to be saved is on the GPU, and if that is shared, engines that serve sleep meanwhile."""
-        away = self.policy.parking.away
+        away = self.policy.offloader.is_offloaded
         if away:
             self._serving.sleep(1)
-            self.policy.parking.come_back()
+            self.policy.offloader.reload()
         yield
         if away:
-            self.policy.parking.leave()
+            self.policy.offloader.offload()
             self._serving.wake()
 
     def _tell_of_saves(self) -> dict[str, float]:
@@ -223,7 +222,7 @@ class Run:
         self._version = version
         if self.settings.engine.colocated:
             with self.time("handover"):
-                self.policy.parking.leave()
+                self.policy.offloader.offload()
         if self.mesh.rank == 0:
             self.events.phase("sync", 0, self.settings.engine.replicas)
         start = time.monotonic()
@@ -240,14 +239,14 @@ class Run:
         """Sample and score the step's prompts, make advantages, and give each rank its share. The run can
         stop while it waits.
         """
-        rollouts = self._serving.attend(lambda sampler: sampler.rollout(step, self._version))
-        state = self._serving.attend(lambda sampler: sampler.state())
+        rollouts = self._serving.call_with_resync(lambda sampler: sampler.rollout(step, self._version))
+        state = self._serving.call_with_resync(lambda sampler: sampler.state())
         batch = self._trainer.share_out(rollouts.trajectories if rollouts else [])
         if rollouts and state:
             batch.metrics, batch.sampler = rollouts.metrics, state
         return batch
 
-    def take_gpus(self) -> None:
+    def offload_engines(self) -> None:
         """Engines and trainer share GPUs: have the engines leave them, and take the optimizer's state back.
 
         The run can stop while it waits; it is the next sync that wakes the engines.
@@ -255,19 +254,19 @@ class Run:
         if self.settings.engine.colocated:
             with self.time("handover"):
                 self._serving.sleep(2)
-                self.policy.parking.come_back()
+                self.policy.offloader.reload()
 
-    def score(self, batch: Batch) -> None:
+    def compute_log_probs(self, batch: Batch) -> None:
         """Fill in ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
         self._phase("logprobs")
-        self._trainer.score(batch)
+        self._trainer.compute_log_probs(batch)
 
-    def journal(self, step: int, batch: Batch) -> None:
+    def save_rollouts(self, step: int, batch: Batch) -> None:
         """Keep the step's rollouts. Rank 0's work."""
         if self.mesh.rank == 0:
             self._keep(lambda: write_rollouts(rollouts_file(self._run_dir, step), batch.all))
 
-    def compare(self, batch: Batch) -> None:
+    def check_mismatch(self, batch: Batch) -> None:
         """Engine against trainer on tokens of the present weights; the guard may stop the run (rank 0)."""
         if self.mesh.rank:
             return
@@ -308,7 +307,7 @@ class Run:
     def evaluate(self, step: int) -> None:
         """Score the held-out sets with the weights the engines serve. The run can stop while it waits."""
         evaluation = self.settings.evaluation
-        results = self._serving.attend(lambda sampler: sampler.evaluate())
+        results = self._serving.call_with_resync(lambda sampler: sampler.evaluate())
         if evaluation is None or results is None or self._row is None:
             return
         self._keep(lambda: write_results(self._run_dir / "evaluation" / f"step_{step:06d}.jsonl", results))
@@ -320,9 +319,9 @@ class Run:
         self._summary["accuracy_after"] = accuracy
         self._row |= row
 
-    def record(self, step: int) -> None:
+    def log_metrics(self, step: int) -> None:
         """Write the step's row of metrics and show it. The run can stop before that."""
-        counts = self._serving.attend(lambda sampler: sampler.counts())
+        counts = self._serving.call_with_resync(lambda sampler: sampler.counts())
         peak = torch.tensor([peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         row, self._row = (self._row or {}) | self._times | (counts or {}) | self._tell_of_saves(), None

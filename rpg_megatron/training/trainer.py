@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from rpg_megatron.bridge.collective import gather_objects
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.data.packing import Plan, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.registry import layout_for
 from rpg_megatron.objectives import group_advantages
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.optimizer import learning_rate
-from rpg_megatron.policy.policy import Policy, Update
-from rpg_megatron.training.objective import build_aggregator, build_loss
-from rpg_megatron.training.state import load_run
+from rpg_megatron.policy.policy import Policy, UpdateStats
+from rpg_megatron.system.collectives import barrier, gather_objects
+from rpg_megatron.training.batch_scatter import BatchScatter, Share
+from rpg_megatron.training.checkpoint_saver import load_run
+from rpg_megatron.training.loss import build_aggregator, build_loss
 
 _SHOWN = 3  # parameters that a message names
 
@@ -35,8 +35,8 @@ _SHOWN = 3  # parameters that a message names
 class Batch:
     """A step's trajectories: this rank's share, cut up for the updates; on rank 0 all of them as well."""
 
-    minibatches: list[list[list[Trajectory]]]
-    """[mini-batch][micro-batch] -> trajectories; an empty micro-batch keeps the data ranks in step."""
+    minibatches: Share
+    """This rank's; an empty micro-batch keeps the data ranks in step."""
     all: list[Trajectory]
     """Rank 0: every trajectory, in the order of the prompts. Elsewhere empty."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -57,6 +57,7 @@ class Trainer:
         self.anchor = (
             HeldAnchor([p for _, p in self.policy.named_parameters()], settings.anchor) if held else None
         )
+        self._scatter = BatchScatter(mesh)
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
         self.skipped_updates = 0
         """So many updates in a row were skipped, up to the last one."""
@@ -70,6 +71,7 @@ class Trainer:
             tensor_rank=self.mesh.tensor_rank,
             vocab_multiple=self.settings.model.vocab_multiple,
         )
+        barrier()  # here, not within the first collective over NCCL, wait those that have read fast
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Take up a checkpoint of a run; returns what else is in it."""
@@ -79,7 +81,7 @@ class Trainer:
 
     def share_out(self, everything: list[Trajectory]) -> Batch:
         """Make advantages of the rewards, and give each rank its share. everything: on rank 0."""
-        shares: list[Any] = [None] * self.mesh.world
+        plan: Plan = []
         if self.mesh.rank == 0:
             rewards = torch.tensor([t.reward for t in everything], dtype=torch.float64)
             groups = torch.tensor([t.group for t in everything])
@@ -96,15 +98,9 @@ class Trainer:
                 context=self.mesh.context,
                 attention_length=self.shape.attention_length,
             )
-            shares = [
-                [[[everything[i] for i in micro] for micro in mini] for mini in plan[data_rank]]
-                for data_rank in _data_ranks(self.mesh)
-            ]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, shares if self.mesh.rank == 0 else None, src=0)
-        return Batch(mine[0], everything)
+        return Batch(self._scatter.scatter(plan, everything), everything)
 
-    def score(self, batch: Batch) -> None:
+    def compute_log_probs(self, batch: Batch) -> None:
         """Fill in ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
         packs = [self.policy.pack(micro) for mini in batch.minibatches for micro in mini]
         old = self.policy.logprobs(packs)
@@ -112,24 +108,24 @@ class Trainer:
         if self.anchor:
             with self.anchor.swapped_in():
                 anchor = self.policy.logprobs(packs)
-        scored: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for pack, values, other in zip(packs, old, anchor, strict=True):
-            for (t, logp), (_, anchor_logp) in zip(pack.split(values[0]), pack.split(other[0]), strict=True):
-                t.old, t.anchor = logp.cpu().numpy().copy(), anchor_logp.cpu().numpy().copy()
-                scored[t.group, t.sample] = t.old, t.anchor
+        own = _to_host(old)
+        held = own if anchor is old else _to_host(anchor)
+        for pack, values, logps, anchor_logps in zip(packs, old, own, held, strict=True):
+            for (t, logp), (_, anchor_logp) in zip(pack.split(logps), pack.split(anchor_logps), strict=True):
+                t.old = logp.numpy().copy()
+                t.anchor = anchor_logp.numpy().copy() if self.anchor else t.old
             if self.mesh.reports:
-                entropy += torch.stack([values[1][pack.mask].double().sum(), pack.mask.sum().double()])
+                learnt = values[1].index_select(0, pack.learnt)
+                entropy += torch.stack([learnt.double().sum(), pack.mask.sum().double()])
         dist.all_reduce(entropy)
         batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
-        gathered: list[Any] = [None] * self.mesh.world
-        dist.gather_object(
-            scored if self.mesh.reports else {}, gathered if self.mesh.rank == 0 else None, dst=0
-        )
-        if self.mesh.rank == 0:
-            found = {key: value for part in gathered for key, value in part.items()}
+        self._scatter.gather("old", batch.minibatches)
+        if self.anchor:
+            self._scatter.gather("anchor", batch.minibatches)
+        else:
             for t in batch.all:
-                t.old, t.anchor = found[t.group, t.sample]
+                t.anchor = t.old
 
     def update(self, step: int, batch: Batch, tell: Callable[[int, int], None]) -> None:
         """One optimizer update for each mini-batch; then the anchor is moved if it is due.
@@ -138,7 +134,7 @@ class Trainer:
         Raises UserError if too many updates in a row had to be skipped.
         """
         lr = learning_rate(self.settings.optimizer, step)
-        updates: list[Update] = []
+        updates: list[UpdateStats] = []
         with self.policy.updating():
             for i, minibatch in enumerate(batch.minibatches):
                 tell(i, len(batch.minibatches))
@@ -151,7 +147,7 @@ class Trainer:
             self.anchor.after_step(len(done), sum(u.means["kl"] * u.tokens for u in done) / max(tokens, 1))
         batch.metrics |= self._summarise(updates) | {"lr": lr}
 
-    def _count_skipped(self, where: str, update: Update) -> None:
+    def _count_skipped(self, where: str, update: UpdateStats) -> None:
         self.skipped_updates = self.skipped_updates + 1 if update.skipped else 0
         if not update.skipped:
             return
@@ -175,7 +171,7 @@ class Trainer:
         if self.mesh.rank == 0:
             print(f"warning: {message}, {self.skipped_updates} in a row; {most} end the run", flush=True)
 
-    def _summarise(self, updates: Sequence[Update]) -> dict[str, float]:
+    def _summarise(self, updates: Sequence[UpdateStats]) -> dict[str, float]:
         """Metrics of those of a step's updates that were not skipped, if there are any."""
         done = [u for u in updates if not u.skipped]
         row = {"policy/skipped_updates": float(len(updates) - len(done))}
@@ -210,6 +206,6 @@ class Trainer:
         return row
 
 
-def _data_ranks(mesh: Mesh) -> list[int]:
-    """Data-parallel rank of every rank. Megatron numbers them tensor, context, data, pipeline."""
-    return [rank // (mesh.tensor * mesh.context) % mesh.data for rank in range(mesh.world)]
+def _to_host(scored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The log-probs of what ``Policy.logprobs`` returns, on the CPU; a GPU is waited for once."""
+    return torch.cat([x[0] for x in scored]).cpu().split([x.size(1) for x in scored])

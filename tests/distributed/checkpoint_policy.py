@@ -1,15 +1,15 @@
 """What workers start with: the policy of a case's settings, with the weights of its checkpoint.
 
-To be imported after ``rpg_megatron.policy.runtime``.
+To be imported after ``rpg_megatron.policy.device``.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
 

@@ -8,20 +8,18 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.hf_export import export_hf
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.plan import Placement
+from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
-from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.distributed.checkpoint_policy import checkpoint_policy
 
 
@@ -91,7 +89,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         anchored = logprobs() if case["after"] else []
     for (parameter, p), before in zip(policy.named_parameters(), weights, strict=True):
         assert torch.equal(p, before), f"{parameter} is not what it was before the anchor took its turn"
-    placement = Placement.of(mesh, settings.model.vocab_multiple)
+    placement = mesh.placement(settings.model.vocab_multiple)
     for what, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):
         export_hf(folder / what / name, settings.model.path, params, layout, placement, dtype=torch.float32)
     everyone: list = [None] * mesh.world

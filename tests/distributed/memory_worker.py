@@ -6,12 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import torch.distributed as dist
 
 from benchmarks.long_context import CHUNK, TOKENS, VOCABULARY, head_peaks, make_checkpoint, plain_peak
 from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 
 

@@ -9,8 +9,6 @@ import pickle
 import sys
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import torch
 import torch.distributed as dist
 from layout_worker import cut_unevenly
@@ -18,8 +16,9 @@ from megatron.core import parallel_state as mpu
 
 from rpg_megatron.config import Settings
 from rpg_megatron.policy import optimizer
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.distributed.checkpoint_policy import checkpoint_policy
 
 BUCKET = 1000

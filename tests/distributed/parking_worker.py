@@ -6,47 +6,54 @@ import json
 import sys
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.collective import gather_objects
 from rpg_megatron.config import Settings
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
+from rpg_megatron.system.collectives import gather_objects
 from tests.distributed.skip_worker import differing, start, state, train
+
+
+def requested() -> int:
+    """Bytes of the GPU that tensors have asked for, without what the allocator adds to each."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 def measure(case: dict, folder: Path, device: torch.device) -> dict:
     mesh = start_mesh(Settings.model_validate(case["settings"]).parallel)
     one, other = start(case, mesh, device), start(case, mesh, device)
-    parking = one.policy.parking
-    empty = parking.leave()  # before the first update there are main weights and no moments
-    parking.come_back()
+    parking = one.policy.offloader
+    empty = parking.offload()  # before the first update there are main weights and no moments
+    parking.reload()
     for trainer in (one, other):
         train(trainer, 1, folder)
     before = state(one)
     weights = sum(p.nbytes for _, p in one.policy.named_parameters())
     gradients = [p.main_grad for _, p in one.policy.named_parameters()]
-    held = parking.leave()
-    again = parking.leave()
+    kept_for_gradients = {s.data_ptr(): s.nbytes() for g in gradients for s in [g.untyped_storage()]}
+    held = parking.offload()
+    again = parking.offload()
     left = sum(s.nbytes() for s in parking._storages())
     released = all(g.untyped_storage().nbytes() == 0 for g in gradients)
     scores = [t.policy.logprobs([t.policy.pack([])])[0] for t in (one, other)]
-    parking.come_back()
-    parking.come_back()
+    parking.reload()
+    parking.reload()
     returned = differing(before, state(one))
     places = {id(b) for buffers in parking._buffers.values() for b in buffers}
-    parking.leave()
-    parking.come_back()
+    parking.offload()
+    parking.reload()
     kept = places == {id(b) for buffers in parking._buffers.values() for b in buffers}
-    here, away = [], []
+    here, away, asked = [], [], []
     for _ in range(5 if device.type == "cuda" else 0):
         here.append(torch.cuda.memory_allocated())
-        parking.leave()
+        asked.append(requested())
+        parking.offload()
         away.append(torch.cuda.memory_allocated())
-        parking.come_back()
+        asked[-1] -= requested()
+        parking.reload()
     for trainer in (one, other):
         train(trainer, 2, folder)
     everyone = gather_objects(
@@ -57,7 +64,9 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
             "returned": returned,
             "apart": differing(state(one), state(other)),
             "kept": kept,
+            "gradients": sum(kept_for_gradients.values()),
             "memory": [here, away],
+            "freed": asked,
         }
     )
     mpu.destroy_model_parallel()

@@ -6,21 +6,19 @@ import json
 import sys
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import numpy as np
 import torch.distributed as dist
 
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.bridge.publish import open_publisher, published
+from rpg_megatron.bridge.publisher import open_publisher, published
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import DTYPES, start_mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.training.loss import build_aggregator, build_loss
 
 
 def resident(key: str) -> int:
@@ -89,7 +87,7 @@ def main() -> None:
 
     policy = Policy(settings, shape, mesh, device, load)
     phase("optimizer")
-    placement = Placement.of(mesh, settings.model.vocab_multiple)
+    placement = mesh.placement(settings.model.vocab_multiple)
     publisher = open_publisher(
         settings.bridge,
         Path(case["bridge"]),

@@ -7,19 +7,18 @@ import pickle
 import sys
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import torch
 import torch.distributed as dist
 from layout_worker import cut_unevenly
 from megatron.core import parallel_state as mpu
 
+from rpg_megatron.checkpoints.run_folder import CONFIG
 from rpg_megatron.config import Settings
 from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.training.checkpoints import CONFIG
-from rpg_megatron.training.objective import build_aggregator, build_loss
-from rpg_megatron.training.state import Saver, load_model
+from rpg_megatron.training.checkpoint_saver import Saver, load_model
+from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.distributed.checkpoint_policy import checkpoint_policy
 
 

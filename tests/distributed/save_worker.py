@@ -6,13 +6,12 @@ import gc
 import sys
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 from saving_worker import build, fill, numbers
 
+from rpg_megatron.checkpoints.run_folder import find_problems, list_steps
 from rpg_megatron.config import Settings
-from rpg_megatron.training.checkpoints import find_problems, list_steps
-from rpg_megatron.training.state import Saver, load_run
+from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.training.checkpoint_saver import Saver, load_run
 
 
 def main() -> None:

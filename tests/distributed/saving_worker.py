@@ -13,22 +13,20 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.megatron import PlannedSave
+from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, LATEST, find_problems, list_steps
 from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.anchor import HeldAnchor
-from rpg_megatron.policy.checkpoint import PlannedSave
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.training.checkpoints import CHECKPOINTS, LATEST, find_problems, list_steps
-from rpg_megatron.training.state import Saver
+from rpg_megatron.training.checkpoint_saver import Saver
 
 GATE = threading.Event()
 """Nothing is written before it is set."""
@@ -73,7 +71,7 @@ def build(settings: Settings, device: torch.device) -> tuple[Mesh, Policy, HeldA
 
 def adopt(settings: Settings, mesh: Mesh, policy: Policy, folder: Path) -> SharedMemoryPublisher:
     """Move the weights into shared memory, as the bridge does."""
-    place = Placement.of(mesh, 4)
+    place = mesh.placement(4)
     parameters = dict(policy.named_parameters())
     layout = layout_for(read_model_shape(settings.model.path))
     publisher = SharedMemoryPublisher(folder, place, parameters, layout, torch.float32)

@@ -7,15 +7,14 @@ import pickle
 import sys
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.collective import gather_objects
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.system.collectives import gather_objects
 from rpg_megatron.training.trainer import Trainer
 
 
@@ -27,7 +26,7 @@ def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
     """One step on the fixed batch; its metrics."""
     everything = pickle.loads((folder / "batch.pkl").read_bytes()) if trainer.mesh.rank == 0 else []
     batch = trainer.share_out(everything)
-    trainer.score(batch)
+    trainer.compute_log_probs(batch)
     trainer.update(step, batch, lambda done, total: None)
     return batch.metrics
 

@@ -83,7 +83,7 @@ def _start_forked(
     script: Path, arguments: list[str], environment: dict[str, str], log: Path
 ) -> multiprocessing.process.BaseProcess:
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["rpg_megatron.policy.runtime", "rpg_megatron.training.run"])
+    server.set_forkserver_preload(["rpg_megatron.policy.device", "rpg_megatron.training.run"])
     rank = server.Process(target=_be_rank, args=(script, arguments, environment, log))
     rank.start()
     return rank

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rpg_megatron.training.checkpoints import step_folder
+from rpg_megatron.checkpoints.run_folder import step_folder
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_resume_layouts import compare, make_resume_case, write_batch
 

@@ -51,6 +51,10 @@ def test_what_was_parked_comes_back(tmp_path: Path) -> None:
             moments, main = (4, 2) if dtype == "bfloat16" else (2, 0)  # times the weights' bytes
             assert 0.9 * share <= held / (weights * (moments + main)) <= 1.1 * share + 0.1, (name, rank)
             assert (empty > 0) == (main > 0), name
+            assert 0.9 <= rank["gradients"] / (weights * (2 if dtype == "bfloat16" else 1)) <= 1.1, (
+                name,
+                rank,
+            )
             assert (again, left) == (0, 0), name
             assert rank["released"], name
             assert rank["scores"], name

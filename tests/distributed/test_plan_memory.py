@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from spawn import run_ranks
 
+from rpg_megatron.commands.plan.activations import head_bytes, layer_bytes, widths
+from rpg_megatron.commands.plan.trainer_memory import IMPORTS, rank_memory, recomputation
 from rpg_megatron.config import Settings, read_model_shape
-from rpg_megatron.launch.plan.activations import head_bytes, layer_bytes, widths
-from rpg_megatron.launch.plan.trainer import IMPORTS, rank_memory, recomputation
 
 LENGTHS = [300, 212]
 TOKENS = sum(LENGTHS) - len(LENGTHS)

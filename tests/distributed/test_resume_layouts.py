@@ -35,8 +35,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rpg_megatron.policy.checkpoint_folder import MANIFEST
-from rpg_megatron.training.checkpoints import (
+from rpg_megatron.checkpoints.megatron_folder import MANIFEST
+from rpg_megatron.checkpoints.run_folder import (
     ANCHOR,
     MODEL,
     find_problems,

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from rpg_megatron.training.checkpoints import ANCHOR, CHECKPOINTS, CONFIG, MODEL, find_problems, step_folder
+from rpg_megatron.checkpoints.run_folder import ANCHOR, CHECKPOINTS, CONFIG, MODEL, find_problems, step_folder
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_layouts import make_case, make_model
 from tests.distributed.test_resume_layouts import read_whole

@@ -29,12 +29,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from rpg_megatron.checkpoints.run_folder import list_steps, read_state
+from rpg_megatron.commands.replay.command import plan_replay
 from rpg_megatron.config import load_settings
-from rpg_megatron.data.results import EvalResult
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.launch.replay import plan_replay
-from rpg_megatron.rollout.channel import SOCKET, RolloutBatch, SyncResult
-from rpg_megatron.training.checkpoints import list_steps, read_state
+from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SyncResult
 from tests.distributed.spawn import free_port
 
 WORLD, STEPS = 2, 5

@@ -6,18 +6,20 @@ import json
 import sys
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
 
+from rpg_megatron.commands.audit.module_check import ModuleChecker, StoredWeights
+from rpg_megatron.commands.audit.rank import trainer_side
+from rpg_megatron.commands.audit.trace_megatron import trace_policy
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.evaluation.drift import Chain, StoredWeights
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.policy.trace import trace_policy
-from rpg_megatron.training.audit import trainer_side
+from rpg_megatron.policy.policy import Policy
 from tests.distributed.checkpoint_policy import checkpoint_policy
 
 
@@ -34,16 +36,40 @@ def batch(vocab: int) -> list[Trajectory]:
     return found
 
 
+class NormAndLinear(nn.Module):
+    """A linear layer that norms what comes in, as Transformer Engine's fused layers do."""
+
+    def __init__(self, norm: nn.Module, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.linear(self.norm(x))
+
+
+def fuse_norms(policy: Policy) -> None:
+    """Put the norms where Transformer Engine's dense layers have them; they leave an identity behind."""
+    for chunk in policy.chunks:
+        for layer in chunk.decoder.layers:
+            attention, mlp = layer.self_attention, layer.mlp
+            attention.linear_qkv = NormAndLinear(layer.input_layernorm, attention.linear_qkv)
+            mlp.linear_fc1 = NormAndLinear(layer.pre_mlp_layernorm, mlp.linear_fc1)
+            layer.input_layernorm, layer.pre_mlp_layernorm = IdentityOp(), IdentityOp()
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     device = start_device("cpu")
     start_process_group(device)
     results = {}
     for name, case in json.loads((folder / "cases.json").read_text()).items():
+        fused = case.pop("fused")
         settings = Settings.model_validate(case)
         mesh = start_mesh(settings.parallel)
         shape = read_model_shape(settings.model.path)
         policy = checkpoint_policy(settings, mesh, device)
+        if fused:
+            fuse_norms(policy)
         trajectories = batch(shape.vocab_size)
         # Two micro-batches: what a hook keeps must be told apart.
         packs = [policy.pack(trajectories[:2]), policy.pack(trajectories[2:])]
@@ -51,7 +77,7 @@ def main() -> None:
         if mesh.rank == 0:
             side = trainer_side(trajectories, packs, traced)
             weights = StoredWeights(settings.model.path)
-            chain = Chain(side, shape, weights, settings.rollout.temperature)
+            chain = ModuleChecker(side, shape, weights, settings.rollout.temperature)
             results[name] = {
                 "links": {site: chain.error(site) for site in chain.sites()}
                 | {"logp": chain.logprob_error()},

@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.plan import Box
+from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.registry import layout_for
 
 
 def publish(folder: Path) -> None:
     from benchmarks.gpu_policies import SHAPES, build, start
 
     device, mesh = start("cuda")
-    from rpg_megatron.bridge.cuda_ipc import CudaIpcPublisher
-    from rpg_megatron.bridge.plan import Placement
+    from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
+    from rpg_megatron.models.placement import RankCoordinates
 
     shape = SHAPES["tiny"]
     policy = build(shape, mesh, device, "bf16")
     bridge = folder / "bridge"
     bridge.mkdir(mode=0o700)
-    place = Placement(
+    place = RankCoordinates(
         rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
     )
     params = policy.served.tensors
@@ -48,7 +48,7 @@ def publish(folder: Path) -> None:
 
 
 def read(folder: Path, told: str) -> None:
-    from rpg_megatron.bridge.reader import ShardReader
+    from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 
     place, generation, sums = json.loads(told)
     reader = ShardReader(folder / "bridge")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.gpu_policies import SHAPES
-from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.models.registry import layout_for
 from tests.gpu.processes import run_alone
 
 

@@ -34,4 +34,9 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     assert rank["released"]
     here, away = rank["memory"]
     assert len(set(here)) == len(set(away)) == 1
-    assert away[0] < here[0] / 2
+    # The other trainer, which never parks, keeps its own memory, and so do this one's weights.
+    _, held, _, _, weights = rank["bytes"]
+    parked = held + rank["gradients"]
+    assert parked > 5 * weights
+    for freed in rank["freed"]:
+        assert abs(freed - parked) <= parked / 100

@@ -11,27 +11,26 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from rpg_megatron.bridge.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.commands.audit import rank as auditing
+from rpg_megatron.commands.audit.module_check import StoredWeights
 from rpg_megatron.config import Settings, load_settings
-from rpg_megatron.evaluation.drift import StoredWeights
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import engine_socket
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.layers import PackedAttention
+from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences
 from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.policy.packed import Pack, PackedSequences
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.rollout.engine import engine_socket
-from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
-from rpg_megatron.training import audit as auditing
-from rpg_megatron.training.run import Run
+from rpg_megatron.training.run import RankRun
 
 
 @contextmanager
-def rope_base(run: Run, base: float) -> Iterator[None]:
+def rope_base(run: RankRun, base: float) -> Iterator[None]:
     """The trainer rotates with another base."""
     rotary = [c.rotary_pos_emb for c in run.policy.chunks]
     before = [r.inv_freq for r in rotary]
@@ -46,7 +45,7 @@ def rope_base(run: Run, base: float) -> Iterator[None]:
 
 
 @contextmanager
-def head(run: Run, **changes: float) -> Iterator[None]:
+def head(run: RankRun, **changes: float) -> Iterator[None]:
     """The trainer's log-probs are taken at another temperature, or over another vocabulary."""
     before = run.policy._head
     run.policy._head = dataclasses.replace(before, **changes)
@@ -55,11 +54,11 @@ def head(run: Run, **changes: float) -> Iterator[None]:
 
 
 @contextmanager
-def packs(run: Run, spoil: Callable[[Pack], None]) -> Iterator[None]:
+def packs(run: RankRun, spoil: Callable[[MicroBatch], None]) -> Iterator[None]:
     """The trainer packs wrongly."""
     plain = Policy.pack
 
-    def pack(self: Policy, trajectories: list) -> Pack:
+    def pack(self: Policy, trajectories: list) -> MicroBatch:
         made = plain(self, trajectories)
         spoil(made)
         return made
@@ -70,7 +69,7 @@ def packs(run: Run, spoil: Callable[[Pack], None]) -> Iterator[None]:
 
 
 @contextmanager
-def leak(run: Run) -> Iterator[None]:
+def leak(run: RankRun) -> Iterator[None]:
     """Sequences see those before them."""
     plain = PackedAttention.forward
 
@@ -86,7 +85,7 @@ def leak(run: Run) -> Iterator[None]:
     PackedAttention.forward = plain
 
 
-def run_on(pack: Pack) -> None:
+def run_on(pack: MicroBatch) -> None:
     """Positions go on from one sequence to the next."""
     bounds = torch.tensor([0, pack.size], dtype=torch.int32)
     pack.packed.cu_seqlens_q = pack.packed.cu_seqlens_kv = bounds
@@ -94,7 +93,7 @@ def run_on(pack: Pack) -> None:
 
 
 @contextmanager
-def engine_temperature(run: Run, temperature: float) -> Iterator[None]:
+def engine_temperature(run: RankRun, temperature: float) -> Iterator[None]:
     """The engine samples at another temperature."""
     plain = auditing.trace_engine
 
@@ -107,7 +106,7 @@ def engine_temperature(run: Run, temperature: float) -> Iterator[None]:
     auditing.trace_engine = plain
 
 
-TRAINER_FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
+TRAINER_FAULTS: dict[str, Callable[[RankRun], AbstractContextManager[None]]] = {
     "rope": lambda run: rope_base(run, 50_000.0),
     "temperature": lambda run: head(run, temperature=0.8),
     "vocabulary": lambda run: head(run, vocab=run.policy.settings.model.vocab_multiple),
@@ -117,7 +116,7 @@ TRAINER_FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
 }
 
 
-def load(run: Run, folder: Path) -> None:
+def load(run: RankRun, folder: Path) -> None:
     """Fill the policy from a checkpoint."""
     load_hf_weights(
         folder,
@@ -135,10 +134,10 @@ def main() -> None:
     settings = load_settings(run_dir / "config.yaml")
     device = start_device("cpu")
     start_process_group(device)
-    run = Run(
+    run = RankRun(
         settings, run_dir, work, bridge, os.environ[TOKEN_VARIABLE], start_mesh(settings.parallel), device
     )
-    request = auditing.Request()
+    request = auditing.AuditRequest()
     given = auditing.choose_tokens(settings, request)[:3]
     true = run_dir / "weights"
     run.write_checkpoint(true)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
+from rpg_megatron.engine.command import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 SECRET = "wandb-5ecret-0123456789abcdef0123456789abcdef"
@@ -133,7 +133,7 @@ class Slurm:
         tasks = [p for p in self.processes() if p.info["environ"].get("SLURMD_NODENAME") == node]
         steps = [p for task in tasks for p in task.parents() if p.name() == "slurmstepd"]
         # What a dead machine had in its memory is gone with it; here the guardian removes it.
-        victims = [p for p in tasks if "rpg_megatron.launch.guardian" not in p.info["cmdline"]]
+        victims = [p for p in tasks if "rpg_megatron.launcher.reaper" not in p.info["cmdline"]]
         for one in [psutil.Process(self.daemons[node].pid), *steps, *victims]:
             _kill(one)
         self.daemons.pop(node).wait()

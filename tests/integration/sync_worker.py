@@ -12,23 +12,21 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.policy.runtime import start_device, start_process_group  # isort: skip
-
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.bridge.publish import open_publisher, published
-from rpg_megatron.bridge.sync import SyncReport, sync_engine
+from rpg_megatron.bridge.controller import SyncReport, sync_engine
+from rpg_megatron.bridge.publisher import open_publisher, published
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.rollout.client import EngineClient, Sample
 from tests.distributed.checkpoint_policy import checkpoint_policy
 
 PROMPTS = [[3 + (7 * i + k) % 90 for i in range(9 + 5 * k)] for k in range(3)]
@@ -122,7 +120,7 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
     shape = read_model_shape(settings.model.path)
     layout = layout_for(shape)
     policy = checkpoint_policy(settings, mesh, device)
-    placement = Placement.of(mesh, settings.model.vocab_multiple)
+    placement = mesh.placement(settings.model.vocab_multiple)
     params = dict(policy.named_parameters())
     publishers = {
         kind: open_publisher(

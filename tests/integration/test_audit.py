@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rollout.engine import EngineProcess, engine_socket
-from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
-from rpg_megatron.training.journal import write_rollouts
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import EngineProcess, engine_socket
 from tests.distributed.spawn import free_port
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

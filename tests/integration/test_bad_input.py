@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.rollout.processes import members
+from rpg_megatron.system.process_groups import members
 
 MARK = "RPG_TEST_MARK"
 
@@ -240,7 +240,8 @@ def test_an_engine_that_is_too_slow_is_ended(command, config_file: Path):
 
 @pytest.mark.parametrize("seconds", [0.3, 1.0, 6.0, 20.0])
 def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
-    one = command("train", str(config_file))
+    # So many steps that a quick machine is still at work when the signal comes.
+    one = command("train", str(config_file), "training.steps=100000")
     time.sleep(seconds)
     files = one.shared_memory()
     one.process.send_signal(signal.SIGINT)

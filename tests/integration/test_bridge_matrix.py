@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from rpg_megatron.config import Settings
-from rpg_megatron.rollout.engine import EngineProcess, engine_socket
+from rpg_megatron.engine.process import EngineProcess, engine_socket
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from spawn import run_ranks

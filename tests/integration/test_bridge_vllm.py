@@ -33,15 +33,16 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from bridge_models import grid, stage_values
 
-from rpg_megatron.bridge.group_publisher import GroupPublisher
-from rpg_megatron.bridge.hf_export import export_hf
-from rpg_megatron.bridge.hf_import import verify_hf_checkpoint
-from rpg_megatron.bridge.layouts import layout_for
+from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed, sync_engine
 from rpg_megatron.bridge.manifest import read_manifest
-from rpg_megatron.bridge.plan import Box, Piece, Placement
-from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
-from rpg_megatron.bridge.sync import ApplyFailed, CheckFailed, sync_engine
+from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.hf_export import export_hf
+from rpg_megatron.checkpoints.hf_import import verify_hf_checkpoint
 from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.models.boxes import Box, Piece
+from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.registry import layout_for
 
 TOKEN = "bridge-test-token"
 PROMPT = [3 + 7 * i % 90 for i in range(40)]
@@ -138,7 +139,7 @@ def hf_logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
 IN_PLACE = """
 import torch
 import vllm.model_executor.layers.utils as layers
-import rpg_megatron.bridge.vllm_plugin_model as model
+import rpg_megatron.bridge.vllm.weight_loader as model
 
 def plain(layer, remove_weight):
     layer.cpu_linear = torch.nn.functional.linear
@@ -149,7 +150,7 @@ def register():
 """
 
 WHOLE = """
-from rpg_megatron.bridge.recording import LoadRecorder
+from rpg_megatron.bridge.vllm.load_recorder import LoadRecorder
 
 def register():
     LoadRecorder._note_copy = lambda self, key, target, source: self.refused.append("stand-in")
@@ -196,8 +197,8 @@ class Engine:
         ]
         command += ["--max-model-len", "128", "--max-num-seqs", "4", "-tp", str(tensor)]
         command += ["--weight-transfer-config", '{"backend": "rpg_pull"}']
-        command += ["--worker-extension-cls", "rpg_megatron.bridge.vllm_plugin.WorkerExtension"]
-        command += ["--middleware", "rpg_megatron.bridge.vllm_plugin.BearerAuth"]
+        command += ["--worker-extension-cls", "rpg_megatron.bridge.vllm.plugin.WorkerExtension"]
+        command += ["--middleware", "rpg_megatron.bridge.vllm.plugin.BearerAuth"]
         env = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -594,7 +595,7 @@ def test_a_module_that_shares_the_embedding_is_repacked_too():
         make_tied_llama(work / "model")
         engine = Engine(work / "model", work, tensor=1)
         params = state_dict(work / "model", 1)
-        place = Placement(0, 1, 0, 0, 0, 0, 1)
+        place = RankCoordinates(0, 1, 0, 0, 0, 0, 1)
         publisher = SharedMemoryPublisher(engine.bridge, place, params, AsStored(params), torch.float32)
         engine.wait()
         for generation in (1, 2):

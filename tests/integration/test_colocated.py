@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rpg_megatron.rollout import processes
-from rpg_megatron.training.journal import read_rollouts
+from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.system import process_groups
 from tests.integration.test_bad_input import Command
 from tests.integration.test_resume import SAME, Run
 
@@ -85,6 +85,6 @@ def test_turns_change_nothing(tmp_path: Path) -> None:
     finally:
         for run in (side_by_side, in_turns, stopped):
             if run.now is not None and run.now.process.poll() is None:
-                processes.send(run.now.sessions if run.now.processes() else [], signal.SIGKILL)
+                process_groups.send(run.now.sessions if run.now.processes() else [], signal.SIGKILL)
                 run.now.process.wait()
     assert json.loads((stopped.folder / "summary.json").read_text())["steps"] == STEPS

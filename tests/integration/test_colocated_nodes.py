@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.rollout import processes
+from rpg_megatron.system import process_groups
 from tests.integration.test_bad_input import Command
 from tests.integration.test_colocated import assert_same
 from tests.integration.test_resume import QUICKSTART, SETTINGS, Run
@@ -57,7 +57,7 @@ class Nodes(Run):
         finally:
             for one in self.launchers:
                 if one.process.poll() is None:
-                    processes.send(one.sessions if one.processes() else [], signal.SIGKILL)
+                    process_groups.send(one.sessions if one.processes() else [], signal.SIGKILL)
                     one.process.wait()
         for one in self.launchers:
             one.assert_nothing_left(seconds=10)

@@ -29,8 +29,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as torch_checkpoint
 
-from rpg_megatron.bridge import convert
-from rpg_megatron.bridge.convert_processes import LOGITS, ConversionFailed, Progress, _HeldBack
+from rpg_megatron.commands.convert import command
+from rpg_megatron.commands.convert.processes import (
+    LOGITS,
+    ConversionFailed,
+    ConvertProgress,
+    _DeferredSignals,
+)
 from rpg_megatron.config import read_model_shape
 from tests.distributed.test_families import SCALING, SHARED, UNSCALED, WIDE
 from tests.unit.bridge_models import megatron_value
@@ -327,18 +332,18 @@ def test_inspect_lists_both_kinds(pair: tuple[Path, Path]) -> None:
 
 def test_wrong_logits_are_noticed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """The comparison itself, with transformers' own logits, of which one is changed a little."""
-    source = convert.open_hf(pair[0], 1, 1)
-    job = convert._job(source, "hf_to_megatron", tmp_path / "out", tmp_path, verify=True)
+    source = command.open_hf(pair[0], 1, 1)
+    job = command._job(source, "hf_to_megatron", tmp_path / "out", tmp_path, verify=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32).eval()
     with torch.no_grad():
         logits = {str(i): model(torch.tensor([s])).logits[0].clone() for i, s in enumerate(job.sequences)}
     logits["2"][7, 250] += 1e-4
     save_file(logits, tmp_path / LOGITS)
     with (
-        Progress() as progress,
+        ConvertProgress() as progress,
         pytest.raises(ConversionFailed, match=r"position 7, logit of token 250") as e,
     ):
-        convert._compare(job, pair[0], progress)
+        command._compare(job, pair[0], progress)
     assert "up to 1.0" in str(e.value)
 
 
@@ -400,11 +405,11 @@ def test_an_interrupted_conversion_leaves_nothing(
 def test_a_signal_waits_until_no_child_is_half_known() -> None:
     """Raised out of ``Popen.poll``, a Ctrl-C once left its lock taken: the conversion hung, then."""
     before = signal.getsignal(signal.SIGINT)
-    with _HeldBack() as signals:
+    with _DeferredSignals() as signals:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signals.check()
-    late = _HeldBack()
+    late = _DeferredSignals()
     late.__enter__()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

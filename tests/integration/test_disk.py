@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rpg_megatron.training.checkpoints import find_problems, list_steps
+from rpg_megatron.checkpoints.run_folder import find_problems, list_steps
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SETTINGS = [

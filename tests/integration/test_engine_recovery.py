@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST
-from rpg_megatron.rollout import processes
-from rpg_megatron.training.journal import read_rollouts
+from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.system import process_groups
 from tests.integration.test_bad_input import Command
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine takes minutes to start an engine
@@ -96,7 +96,7 @@ class Run(Command):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
             except OSError:
                 continue
-            if all(word in line for word in words) and "guardian" not in line:
+            if all(word in line for word in words) and "reaper" not in line:
                 return pid
         return None
 
@@ -153,12 +153,12 @@ class Run(Command):
 
 
 def kill(leader: int) -> None:
-    processes.send([leader], signal.SIGKILL)
+    process_groups.send([leader], signal.SIGKILL)
 
 
 def kill_at_work(leader: int) -> None:
     """Stop an engine, so that what is asked of it stays unanswered, then kill it."""
-    processes.send([leader], signal.SIGSTOP)
+    process_groups.send([leader], signal.SIGSTOP)
     time.sleep(1.0)
     kill(leader)
 
@@ -184,7 +184,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ru
 
     yield start_one
     for one in started:
-        processes.send(one.sessions if one.processes() else [], signal.SIGKILL)
+        process_groups.send(one.sessions if one.processes() else [], signal.SIGKILL)
         one.process.wait()
         assert one.process.stderr is not None
         one.process.stderr.close()
@@ -210,7 +210,7 @@ def test_an_engine_killed_in_a_rollout_and_in_a_sync(start: Callable[..., Run], 
 
     one.wait_for_rollouts(1)
     engine = one.engine()
-    processes.send([engine], signal.SIGSTOP)
+    process_groups.send([engine], signal.SIGSTOP)
     one.wait(lambda: one.published() == 1)
     time.sleep(1.0)  # the sampler has begun the sync and waits for an answer
     kill(engine)
@@ -384,7 +384,7 @@ def test_one_of_two_engines_killed_in_a_sync_by_process_groups(
     one = start("two-groups", "engine.replicas=2", "bridge.transport=process_group")
     one.wait_for_rollouts(1)
     engine = one.engine(1)
-    processes.send([engine], signal.SIGSTOP)
+    process_groups.send([engine], signal.SIGSTOP)
     one.wait(lambda: one.out.read_text().splitlines().count("sync") == 2)  # of the start, and of step 1
     time.sleep(2.0)
     kill(engine)
@@ -398,7 +398,7 @@ def test_a_hung_engine_is_restarted(start: Callable[..., Run], undisturbed: Run)
     one = start("hung", "engine.health_timeout=10")
     engine = one.wait_for_engine()
     one.wait_for_first_rollout()
-    processes.send([engine], signal.SIGSTOP)
+    process_groups.send([engine], signal.SIGSTOP)
     one.wait_for_restart(1)
     assert "did not answer for 10 s (engine.health_timeout)" in one.out.read_text()
     one.assert_done_like(undisturbed, restarts=1)

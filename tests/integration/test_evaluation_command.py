@@ -156,7 +156,7 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
     pids = {"launcher": one.process.pid}
     for pid in one.processes():
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"rpg_megatron.evaluation.evaluator" in words:
+        if b"rpg_megatron.commands.eval.process" in words:
             pids["evaluator"] = pid
         if b"vllm.entrypoints.openai.api_server" in words:
             pids["engine"] = pid

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.launch.report import write_report
+from rpg_megatron.commands.report import write_report
 from tests.integration.browser import Browser, find_chromium
 from tests.unit.report_runs import HOSTILE, make_run
 

@@ -27,8 +27,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rpg_megatron.rollout import processes
-from rpg_megatron.training.journal import read_rollouts, write_rollouts
+from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
+from rpg_megatron.system import process_groups
 from tests.integration.test_bad_input import Command
 
 pytestmark = pytest.mark.timeout(3600)  # a busy machine takes minutes to start an engine
@@ -170,7 +170,7 @@ def runs(folder: Path) -> Iterator[list[Run]]:
     yield started
     for run in started:
         if run.now is not None:
-            processes.send(run.now.sessions if run.now.processes() else [], signal.SIGKILL)
+            process_groups.send(run.now.sessions if run.now.processes() else [], signal.SIGKILL)
             run.now.process.wait()
 
 

@@ -26,17 +26,17 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rpg_megatron.bridge.hf_import import load_hf_weights
-from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.bridge.plan import Placement
-from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rollout.channel import SOCKET, SamplerClient
-from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
-from rpg_megatron.rollout.engine import EngineProcess, engine_socket
-from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
+from rpg_megatron.engine.client import EngineClient, EngineError, Sample
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.registry import layout_for
+from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
 
 TOKEN = secrets.token_urlsafe(16)
 EOS = 256
@@ -209,7 +209,7 @@ def published(bridge: Path, model: Path) -> Iterator[Manifest]:
     params = {name: torch.empty(shape) for name, shape in shapes.items()}
     load_hf_weights(model, params.items(), layout, tensor_rank=0, **cut)
     ranks = dict.fromkeys(("rank", "tensor_rank", "pipeline_rank", "data_rank", "context_rank"), 0)
-    placement = Placement(**ranks, **cut)
+    placement = RankCoordinates(**ranks, **cut)
     publisher = SharedMemoryPublisher(bridge, placement, params, layout, torch.float32)
     try:
         manifest = publisher.publish(7)

@@ -27,11 +27,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rpg_megatron.config import Settings, load_settings
-from rpg_megatron.rollout.channel import SOCKET, SamplerClient
-from rpg_megatron.rollout.client import EngineClient, Sample
-from rpg_megatron.rollout.engine import EngineProcess, engine_socket
-from rpg_megatron.rollout.engine_command import TOKEN_VARIABLE
-from rpg_megatron.training.journal import read_rollouts
+from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
 from tests.distributed.spawn import free_port
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

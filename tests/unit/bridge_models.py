@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from safetensors.torch import save_file
 
-from rpg_megatron.bridge.layouts import Layout
-from rpg_megatron.bridge.plan import Placement
 from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
+from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.placement import RankCoordinates
 
 TINY = ModelShape(
     family="qwen3",
@@ -52,7 +52,7 @@ def tiny_shape(family="qwen3", **changes) -> ModelShape:
     return replace(TINY, **{**FAMILIES[family], **changes})
 
 
-def random_state_dict(layout: Layout, dtype=torch.float32, seed=0) -> dict[str, torch.Tensor]:
+def random_state_dict(layout: ModelMapping, dtype=torch.float32, seed=0) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {n: torch.randn(s, generator=g).to(dtype) for n, s in layout.hf_tensors().items()}
 
@@ -95,9 +95,9 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple):
     }[rest]()
 
 
-def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1) -> list[Placement]:
+def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1) -> list[RankCoordinates]:
     return [
-        Placement(
+        RankCoordinates(
             rank=p * tensor + t,
             tensor=tensor,
             tensor_rank=t,
@@ -121,7 +121,7 @@ def rank_layers(shape: ModelShape, pipeline: int, virtual: int, rank: int) -> li
 
 
 def stage_shapes(
-    layout: Layout, place: Placement, pipeline: int, virtual: int = 1, fused: bool = False
+    layout: ModelMapping, place: RankCoordinates, pipeline: int, virtual: int = 1, fused: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes on one rank; ``fused``: under Transformer Engine's names."""
     shapes = layout.stage_params(
@@ -141,7 +141,7 @@ def _fused(name: str) -> str:
 
 
 def stage_values(
-    layout: Layout, place: Placement, pipeline: int, sd, virtual: int = 1, fused: bool = False
+    layout: ModelMapping, place: RankCoordinates, pipeline: int, sd, virtual: int = 1, fused: bool = False
 ) -> dict[str, torch.Tensor]:
     return {
         name: megatron_value(

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from rpg_megatron.data.results import EvalResult
+from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.evaluation.score import score_results, write_results
-from rpg_megatron.launch.environment import record_environment
-from rpg_megatron.training.journal import write_rollouts
+from rpg_megatron.evaluation.metrics import score_results, write_results
+from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.training.metrics import MetricsWriter
 
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">&amp;<!--'

@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 from bridge_models import FAMILIES, random_state_dict, tiny_shape, write_checkpoint
 
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.vllm_plugin_trace import join_workers
+from rpg_megatron.bridge.vllm.trace import join_workers
+from rpg_megatron.commands.audit.finding import Finding
+from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, distance, minimise
+from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape
-from rpg_megatron.data.trace import LOGITS, Trace, all_sites, split_site
-from rpg_megatron.evaluation.drift import Chain, Side, distance, minimise
-from rpg_megatron.evaluation.finding import Finding
-from rpg_megatron.evaluation.verdict import Verdict, judge
+from rpg_megatron.models.activation_sites import LOGITS, Trace, all_sites, split_site
+from rpg_megatron.models.registry import layout_for
 
 Weights = dict[str, torch.Tensor]
 LENGTHS = [9, 14, 5]
@@ -47,16 +47,16 @@ def make_side(
     temperature: float = 1.0,
     padding: float = 0.0,
     dtype: torch.dtype = torch.float32,
-    spoil: Callable[[str, Chain, torch.Tensor], torch.Tensor] = lambda site, chain, values: values,
-) -> Side:
+    spoil: Callable[[str, ModuleChecker, torch.Tensor], torch.Tensor] = lambda site, chain, values: values,
+) -> ActivationTrace:
     """A side that computes with these weights and rounds every value; ``spoil`` changes a module's."""
     g = torch.Generator().manual_seed(3)
     total = sum(LENGTHS)
     tokens = torch.randint(shape.vocab_size, (total,), generator=g)
     predicts = torch.cat([torch.arange(n) >= n // 2 for n in LENGTHS])
     sampled = torch.randint(shape.vocab_size, (int(predicts.sum()),), generator=g)
-    side = Side(name, {}, tokens, LENGTHS, predicts, sampled, torch.zeros(0), str(dtype)[6:])
-    chain = Chain(side, shape, lambda n: weights[n], temperature)
+    side = ActivationTrace(name, {}, tokens, LENGTHS, predicts, sampled, torch.zeros(0), str(dtype)[6:])
+    chain = ModuleChecker(side, shape, lambda n: weights[n], temperature)
     for site in all_sites(shape.num_layers, shape.qk_norm):
         side.trace[site] = spoil(site, chain, chain.expected(site)).to(dtype)
     side.logp = chain.logprobs(padding=padding).float()
@@ -66,14 +66,14 @@ def make_side(
 def verdict_of(
     shape: ModelShape,
     weights: Weights,
-    engine: Side,
+    engine: ActivationTrace,
     *,
-    trainer: Side | None = None,
+    trainer: ActivationTrace | None = None,
     others: dict[str, Weights] | None = None,
     dtype: str = "float32",
     bounds: tuple[float, float] = (1e-3, 1e-4),
-) -> Verdict:
-    return judge(
+) -> AuditVerdict:
+    return diagnose(
         engine,
         trainer or make_side(shape, weights, "trainer", dtype=getattr(torch, dtype)),
         make_side(shape, weights, "trainer", dtype=getattr(torch, dtype)),
@@ -87,7 +87,7 @@ def verdict_of(
     )
 
 
-def only(verdict: Verdict) -> Finding:
+def only(verdict: AuditVerdict) -> Finding:
     assert len(verdict.findings) == 1, verdict.findings
     return verdict.findings[0]
 
@@ -234,13 +234,13 @@ def test_rope_bases_and_shifted_positions(family: str):
     shape = tiny_shape(family)
     weights = weights_of(shape)
 
-    def base(site: str, chain: Chain, values: torch.Tensor) -> torch.Tensor:
+    def base(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return chain.expected(site, theta=5e5) if site.endswith("_rope") else values
 
-    def shifted(site: str, chain: Chain, values: torch.Tensor) -> torch.Tensor:
+    def shifted(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return chain.expected(site, positions=chain.side.positions + 1) if site.endswith("_rope") else values
 
-    def interleaved(site: str, chain: Chain, values: torch.Tensor) -> torch.Tensor:
+    def interleaved(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return values.flip(1) if site.endswith("_rope") else values
 
     found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=base)))
@@ -257,7 +257,7 @@ def test_attention_that_is_wrong_alone_too():
     shape = tiny_shape()
     weights = weights_of(shape)
 
-    def spoil(site: str, _: Chain, values: torch.Tensor) -> torch.Tensor:
+    def spoil(site: str, _: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return values.roll(1, 0) if site == "layers.1.attention" else values
 
     found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=spoil)))
@@ -290,10 +290,10 @@ def test_a_temperature_that_rounding_would_hide():
     weights["lm_head.weight"] = 12 * weights["lm_head.weight"]
     weights = {n: w.bfloat16() for n, w in weights.items()}
 
-    def confident(name: str, temperature: float) -> Side:
+    def confident(name: str, temperature: float) -> ActivationTrace:
         side = make_side(shape, weights, name, dtype=torch.bfloat16)
         side.sampled = side.trace[LOGITS].argmax(1)
-        chain = Chain(side, shape, lambda n: weights[n], 1.0)
+        chain = ModuleChecker(side, shape, lambda n: weights[n], 1.0)
         side.logp = chain.logprobs(temperature).float()
         del side.trace[LOGITS]  # as a trainer's: what it rounded is not known
         return side
@@ -312,7 +312,7 @@ def test_nan_is_a_fault_where_it_first_is():
     shape = tiny_shape()
     weights = weights_of(shape)
 
-    def spoil(site: str, _: Chain, values: torch.Tensor) -> torch.Tensor:
+    def spoil(site: str, _: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return values * float("nan") if site == "layers.2.activation" else values
 
     verdict = verdict_of(shape, weights, make_side(shape, weights, spoil=spoil))

@@ -228,5 +228,8 @@ def test_aggregation_does_not_depend_on_the_cut(lengths: list[int], cuts: list[i
             else torch.zeros(0, dtype=torch.int64)
         )
         part, number = aggregate(values, labels, kind=kind, constant=16)
+        known = aggregate(values, labels, kind=kind, constant=16, sequence_count=len(losses))
+        assert known[0].equal(part)
+        assert known[1].equal(number)
         total, count = total + part, count + number
     torch.testing.assert_close(total / count, wanted)

@@ -24,12 +24,12 @@ from bridge_models import (
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rpg_megatron.bridge.hf_export import export_hf
-from rpg_megatron.bridge.hf_import import load_hf_weights, verify_hf_checkpoint
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.plan import LayoutError
+from rpg_megatron.checkpoints.hf_export import export_hf
+from rpg_megatron.checkpoints.hf_import import load_hf_weights, verify_hf_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.models.boxes import LayoutError
+from rpg_megatron.models.registry import layout_for
 
 
 def load(folder, layout, place, pipeline, dtype=torch.float32):

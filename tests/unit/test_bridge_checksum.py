@@ -17,6 +17,7 @@ from rpg_megatron.bridge.checksum import (
     _weighted_sum_on_device,
     _weights,
     checksum,
+    checksums,
 )
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -107,10 +108,22 @@ def test_more_than_two_dimensions_are_refused():
         checksum(torch.zeros(2, 2, 2), (0, 0, 0))
 
 
+def test_sums_of_several_slices_on_a_device_are_copied_together(monkeypatch):
+    """What runs on a GPU, here on the CPU: whole words, and rows that are moved into them in blocks."""
+    t = torch.randint(-(2**15), 2**15, (70, 36), dtype=torch.int16)
+    slices = [(t, (0, 0)), (t[3:, 1:7], (3, 1)), (t[0], (0,)), (t[:0], (0, 0)), (t[5:9], (5, 0))]
+    want = [checksum(*s) for s in slices]
+    monkeypatch.setattr("rpg_megatron.bridge.checksum._weighted_sum", _weighted_sum_on_device)
+    monkeypatch.setattr("rpg_megatron.bridge.checksum.BLOCK_BYTES", 200)
+    monkeypatch.setattr("rpg_megatron.bridge.checksum.DEVICE_BLOCK_BYTES", 300)
+    assert checksums(slices) == want
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (300, 40)])
 def test_the_sum_for_gpus_is_the_same(shape, monkeypatch):
     """Its arithmetic runs anywhere; here on the CPU, in blocks of a few rows."""
     monkeypatch.setattr("rpg_megatron.bridge.checksum.DEVICE_BLOCK_BYTES", 1000)
     words = torch.randint(-(2**63), 2**63 - 1, shape)
     by_row, by_word = _weights(5, shape[0], _ROW_SEED), _weights(9, shape[1], _WORD_SEED)
-    assert _weighted_sum_on_device(words, by_row, by_word) == _weighted_sum(words, by_row, by_word) % MODULUS
+    found = int(_weighted_sum_on_device(words, by_row, by_word)) % MODULUS
+    assert found == _weighted_sum(words, by_row, by_word) % MODULUS

@@ -16,13 +16,13 @@ import torch.multiprocessing as mp
 from bridge_models import grid, random_state_dict, stage_values, tiny_shape
 
 from rpg_megatron.bridge.checksum import MODULUS
-from rpg_megatron.bridge.group_publisher import GroupPublisher
-from rpg_megatron.bridge.group_reader import GroupReader
-from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, PublishedTensor, Shard
-from rpg_megatron.bridge.plan import Box
-from rpg_megatron.bridge.reader import ShardError
-from rpg_megatron.bridge.stream import plan_streams, room_of
+from rpg_megatron.bridge.transports.buckets import plan_streams, room_of
+from rpg_megatron.bridge.transports.mapped_reader import ShardError
+from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+from rpg_megatron.bridge.transports.process_group_reader import GroupReader
+from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.registry import layout_for
 
 SHAPE = tiny_shape(tied_embeddings=True)
 LAYOUT = layout_for(SHAPE)

@@ -22,17 +22,11 @@ from bridge_models import (
     tiny_shape,
 )
 
-from rpg_megatron.bridge.layouts import check_layout, layout_for
-from rpg_megatron.bridge.plan import (
-    Box,
-    Holding,
-    LayoutError,
-    Piece,
-    assign_sources,
-    check_cover,
-    group_shards,
-)
+from rpg_megatron.checkpoints.hf_export import group_shards
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.models.boxes import Box, LayoutError, Piece, check_cover
+from rpg_megatron.models.placement import RankShards, assign_sources
+from rpg_megatron.models.registry import check_layout, layout_for
 
 HEADS = [(1, 6, 2), (2, 6, 2), (4, 12, 4), (4, 12, 2), (4, 12, 1)]
 """Ranks, query heads, groups: several groups on a rank, one, and one cut over two ranks and over four."""
@@ -102,7 +96,9 @@ def check_round_trip(shape, tensor, pipeline, virtual, vocab_multiple, *, fused)
             ):
                 built[piece.local.slices()] = sd[piece.hf_name][piece.hf.slices()]
             assert torch.equal(built, value), (place, name)
-    holdings = [Holding(p, tuple(stage_shapes(layout, p, pipeline, virtual, fused).items())) for p in places]
+    holdings = [
+        RankShards(p, tuple(stage_shapes(layout, p, pipeline, virtual, fused).items())) for p in places
+    ]
     sources = assign_sources(layout, holdings)
     for name, want in sd.items():
         back = torch.full_like(want, float("nan"))
@@ -115,7 +111,7 @@ def test_tied_copy_on_the_last_stage_loads_the_embedding_but_is_not_a_source():
     layout = layout_for(tiny_shape(tied_embeddings=True))
     places = grid(layout.shape, 2, 2)
     assert "output_layer.weight" in stage_shapes(layout, places[3], 2)
-    holdings = [Holding(p, tuple(stage_shapes(layout, p, 2).items())) for p in places]
+    holdings = [RankShards(p, tuple(stage_shapes(layout, p, 2).items())) for p in places]
     owners = {s.param for s in assign_sources(layout, holdings)["model.embed_tokens.weight"]}
     assert owners == {"embedding.word_embeddings.weight"}
 
@@ -182,9 +178,9 @@ def test_layers_over_stages():
 def test_replicas_are_not_sources_and_a_lost_stage_is_named():
     layout = layout_for(TINY)
     places = grid(TINY, 2, 2)
-    holdings = [Holding(p, tuple(stage_shapes(layout, p, 2).items())) for p in places]
+    holdings = [RankShards(p, tuple(stage_shapes(layout, p, 2).items())) for p in places]
     copies = [
-        Holding(replace(h.placement, rank=h.placement.rank + 4, data_rank=1), h.params) for h in holdings
+        RankShards(replace(h.placement, rank=h.placement.rank + 4, data_rank=1), h.params) for h in holdings
     ]
     sources = assign_sources(layout, [*copies, *holdings])
     assert {s.rank for found in sources.values() for s in found} == {0, 1, 2, 3}
@@ -200,12 +196,12 @@ def test_wrong_shape_wrong_name_and_wrong_offset_name_rank_and_parameter():
     with pytest.raises(
         LayoutError, match=r"rank 0: decoder\.layers\.1\.mlp\.linear_fc2\.weight .*\(24, 20\)"
     ):
-        assign_sources(layout, [Holding(place, tuple(wrong.items()))])
+        assign_sources(layout, [RankShards(place, tuple(wrong.items()))])
     with pytest.raises(LayoutError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
-        assign_sources(layout, [Holding(place, (("decoder.layers.0.mlp.router.weight", (1,)),))])
+        assign_sources(layout, [RankShards(place, (("decoder.layers.0.mlp.router.weight", (1,)),))])
     beyond = {**shapes, "decoder.layers.4.input_layernorm.weight": (24,)}
     with pytest.raises(LayoutError, match="numbered through the whole model"):
-        assign_sources(layout, [Holding(place, tuple(beyond.items()))])
+        assign_sources(layout, [RankShards(place, tuple(beyond.items()))])
 
 
 def test_cover_check_finds_gaps_overlaps_and_overhang():
@@ -275,7 +271,7 @@ def test_parallel_sizes_that_do_not_fit_are_all_listed(changes, tensor, pipeline
 
 def test_layouts_do_not_import_torch():
     code = (
-        "import sys, rpg_megatron.bridge.hf_files, rpg_megatron.bridge.layouts; "
+        "import sys, rpg_megatron.checkpoints.hf_files, rpg_megatron.models.registry; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'safetensors', 'vllm')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,16 +13,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from bridge_models import TINY, grid, random_state_dict, stage_values, tiny_shape
 
-from rpg_megatron.bridge.agreement import node_name
 from rpg_megatron.bridge.checksum import MODULUS, checksum
-from rpg_megatron.bridge.group_publisher import GroupPublisher
-from rpg_megatron.bridge.group_reader import GroupReader
-from rpg_megatron.bridge.layouts import layout_for
 from rpg_megatron.bridge.manifest import read_manifest
-from rpg_megatron.bridge.plan import Box, Placement
-from rpg_megatron.bridge.reader import ShardError, ShardReader
-from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
+from rpg_megatron.bridge.publish_plan import node_name
+from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
+from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+from rpg_megatron.bridge.transports.process_group_reader import GroupReader
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.registry import layout_for
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_two_ranks_publish_one_model(tmp_path):
 def _replica(rank, folder, manifests, done):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     layout = layout_for(TINY)
-    place = Placement(rank, 1, 0, 0, data_rank=rank, context_rank=0, vocab_multiple=1)
+    place = RankCoordinates(rank, 1, 0, 0, data_rank=rank, context_rank=0, vocab_multiple=1)
     # Replicas have the same weights, of course; here they differ, so that it shows who was asked.
     params = stage_values(layout, place, 1, random_state_dict(layout, seed=rank))
     node = folder / f"node-{rank}"

@@ -7,8 +7,8 @@ Loaders here are the slicing idioms of vLLM's layers in a few lines. Not covered
 import pytest
 import torch
 
-from rpg_megatron.bridge.plan import Box
-from rpg_megatron.bridge.recording import LoadRecorder, Strided, strided_box
+from rpg_megatron.bridge.vllm.load_recorder import LoadRecorder, Strided, strided_box
+from rpg_megatron.models.boxes import Box
 
 
 def record(load, sources, targets):

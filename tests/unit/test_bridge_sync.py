@@ -13,11 +13,17 @@ import torch
 from bridge_models import TINY, grid, random_state_dict, stage_values
 
 from rpg_megatron.bridge.checksum import MODULUS, checksum
-from rpg_megatron.bridge.layouts import layout_for
-from rpg_megatron.bridge.plan import Box
-from rpg_megatron.bridge.reader import ShardError, ShardReader
-from rpg_megatron.bridge.shared_memory import SharedMemoryPublisher
-from rpg_megatron.bridge.sync import ApplyFailed, CheckFailed, EngineLost, compare_checksums, sync_engine
+from rpg_megatron.bridge.controller import (
+    ApplyFailed,
+    CheckFailed,
+    EngineLost,
+    compare_checksums,
+    sync_engine,
+)
+from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.registry import layout_for
 
 
 class StandInEngine:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.config.errors import UserError
-from rpg_megatron.policy.checkpoint_folder import (
+from rpg_megatron.checkpoints.megatron_folder import (
     LATEST,
     MANIFEST,
-    Facts,
+    CheckpointMetadata,
     find_checkpoint,
     find_damage,
     hash_files,
@@ -23,8 +22,9 @@ from rpg_megatron.policy.checkpoint_folder import (
     read_manifest,
     write_manifest,
 )
+from rpg_megatron.config.errors import UserError
 
-FACTS = Facts("0.19.2", "bfloat16", 2, 3)
+FACTS = CheckpointMetadata("0.19.2", "bfloat16", 2, 3)
 
 
 def write(folder: Path) -> Path:

@@ -17,7 +17,7 @@ import yaml
 
 import rpg_megatron
 from rpg_megatron import cli
-from rpg_megatron.launch import training
+from rpg_megatron.commands import train
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -92,7 +92,7 @@ def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.Monkey
     def broken(*_: object, **how: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(training, "train", broken)
+    monkeypatch.setattr(train, "train", broken)
     with pytest.raises(ZeroDivisionError, match="ours"):
         cli.main(["train", str(config_file)])
 

@@ -19,7 +19,7 @@ import yaml
 import rpg_megatron
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.explanation import valid_keys
-from rpg_megatron.launch.run_directory import create_run, resolved_yaml
+from rpg_megatron.launcher.run_dir import create_run, resolved_yaml
 
 PACKAGE = Path(rpg_megatron.__file__).parent
 
@@ -154,8 +154,8 @@ def test_a_folder_that_cannot_be_written_is_one_message(config_file: Path):
     "statement",
     [
         "import rpg_megatron.config",
-        "import rpg_megatron.launch.preflight",
-        "import rpg_megatron.launch.launcher",
+        "import rpg_megatron.launcher.preflight",
+        "import rpg_megatron.launcher.run",
         "import rpg_megatron.cli; rpg_megatron.cli.main(['--help'])",
     ],
 )

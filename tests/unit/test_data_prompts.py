@@ -17,8 +17,8 @@ from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import Prompt, PromptStream, fit_prompts, load_prompts
-from rpg_megatron.launch import preflight
-from rpg_megatron.launch.preflight import check_data
+from rpg_megatron.launcher import preflight
+from rpg_megatron.launcher.preflight import check_data
 
 
 class CharacterTokenizer:

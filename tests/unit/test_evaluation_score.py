@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rpg_megatron.data.results import EvalResult
-from rpg_megatron.evaluation.score import (
+from rpg_megatron.evaluation.metrics import (
     bootstrap_intervals,
     describe_set,
     majority_correct,
@@ -20,6 +19,7 @@ from rpg_megatron.evaluation.score import (
     score_results,
     write_results,
 )
+from rpg_megatron.evaluation.results import EvalResult
 
 
 def result(answers: list[str | None], gold: str = "1", finishes: list[str] | None = None) -> EvalResult:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import UserError, load_settings, read_model_shape
-from rpg_megatron.launch.nodes import share_of
-from rpg_megatron.launch.plan.plan import make_plan
-from rpg_megatron.launch.preflight import check_model
+from rpg_megatron.launcher.nodes import share_of
+from rpg_megatron.launcher.preflight import check_model
 from tests.unit.recipes import EXAMPLES, H100, PAPER, REHEARSED, ROWS, shrunk
 
 GIB = 1024**3

@@ -1,22 +1,23 @@
 """``tools/gpu_check.sh``: its arguments, what it says without a GPU, and its table of what came of the parts.
 
 Why: minutes on a borrowed GPU are few; the script that spends them must not stumble over itself.
-GPU and packages are stand-ins, mostly Python too. Not covered: the parts themselves, which need a GPU.
+A call may find another machine than the last one had. GPU and packages are stand-ins, mostly Python too. Not
+covered: the parts themselves, which need a GPU.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "gpu_check.sh"
-PARTS = 17
-NEED_VLLM = {
-    "smoke_vllm",
+PARTS = 19
+NEED_ENGINE = {
     "mismatch_bf16",
     "mismatch_fp8",
     "run_06b_2k",
@@ -27,11 +28,31 @@ NEED_VLLM = {
     "quickstart_bf16",
     "colocated",
 }
+WORTH = [
+    "site",
+    "smoke_te",
+    "cuda_ipc",
+    "smoke_vllm",
+    "run_06b_2k",
+    "mismatch_bf16",
+    "mismatch_fp8",
+    "numbers",
+]
+MARKS = {"te": "transformer_engine", "app": "math_verify", "deps": "xgrammar", "vllm": "vllm"}
+"""Archive -> a package that only it holds."""
+CARDS = """#!/bin/sh
+[ "$1" != -L ] || for i in $(seq ${CARDS:-1}); do echo "GPU $i: a card (UUID: GPU-$i)"; done
+"""
 PYTHON = """#!/bin/sh
 case "$*" in
-    *benchmarks.gpu_update*8b*) echo "no such kernel"; exit 3 ;;
-    *benchmarks.gpu_logprobs*) sleep 60 ;;
+    *importlib.util*) exit ;;
+    *benchmarks.gpu_update*8b*)
+        [ -z "${SOUND:-}" ] || exit 0
+        echo "RuntimeError: no such kernel"; echo; exit 3
+        ;;
+    *benchmarks.gpu_logprobs*) echo "step 1"; sleep ${HANG:-0} ;;
 esac
+[ "$1" = - ] || [ ! -x "$STAND_IN" ] || exec "$STAND_IN" "$@"
 echo "$PYTHONPATH"
 """
 
@@ -43,14 +64,14 @@ def check(
     tools, archives = folder / "tools", folder / "archives"
     for made in (tools, archives):
         made.mkdir(exist_ok=True)
-    for name, text in (("nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n"), ("python", PYTHON)):
+    for name, text in (("nvidia-smi", CARDS if gpu else "#!/bin/sh\nexit 9\n"), ("python", PYTHON)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{tools}:{os.environ['PATH']}",
         "PYTHON": python or str(tools / "python"),
         "RPG_GPU_ARCHIVES": str(archives),
-        "RPG_GPU_PART_SECONDS": "2",
+        "STAND_IN": str(folder / "stand_in"),
     }
     done = subprocess.run(
         ["sh", str(SCRIPT), *arguments],
@@ -62,10 +83,15 @@ def check(
     return done.returncode, done.stdout, done.stderr
 
 
+def hang(folder: Path, *arguments: str, **variables: str) -> None:
+    """A call in which one part, logprobs, is not done in time."""
+    check(folder, *arguments, "logprobs", gpu=True, HANG="60", RPG_GPU_PART_SECONDS="2", **variables)
+
+
 def site_with(folder: Path, *packages: str) -> Path:
-    """A site folder that seems to hold packages, and smoke tests that came with them."""
+    """A site folder that seems to hold archives' packages, and smoke tests that came with them."""
     for package in packages:
-        (folder / "site" / package).mkdir(parents=True, exist_ok=True)
+        (folder / "site" / MARKS[package]).mkdir(parents=True, exist_ok=True)
     (folder / "site" / "check").mkdir(exist_ok=True)
     for smoke in ("smoke_te", "smoke_vllm"):
         (folder / "site" / "check" / f"{smoke}.py").touch()
@@ -74,7 +100,19 @@ def site_with(folder: Path, *packages: str) -> Path:
 
 def results(table: str) -> dict[str, str]:
     rows = table[table.index("part  ") :].splitlines()[1:]
-    return {row.split()[0]: row[16:38].strip() for row in rows}
+    return {row.split()[0]: row[16:38].strip() for row in rows if "  why: " not in row}
+
+
+def reason(table: str, part: str) -> str:
+    """The line below a part's row."""
+    below = table[table.index("part  ") :].partition(f"\n{part} ")[2].splitlines()[1]
+    return below.partition("why: ")[2]
+
+
+def stand_in(folder: Path, script: str) -> None:
+    """What Python does, after the faults that are always there."""
+    (folder / "stand_in").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "stand_in").chmod(0o755)
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -101,43 +139,152 @@ def test_without_a_gpu_every_part_says_so_and_nothing_is_written(tmp_path: Path)
 
 
 def test_parts_that_pass_fail_and_hang(tmp_path: Path) -> None:
-    site = site_with(tmp_path, "transformer_engine", "vllm")
+    site = site_with(tmp_path, *MARKS)
     code, out, _ = check(tmp_path, str(site), "numbers", "tests", gpu=True)
     assert code == 1
     found = results(out)
     assert (found["numbers"], found["tests"]) == ("passed", "passed")
-    assert list(found.values()).count("not run") == PARTS - 2
+    assert list(found.values()).count("not run") == PARTS - 3
+    hang(tmp_path, str(site))
     (out_folder := tmp_path / "out").mkdir()
     code, out, _ = check(tmp_path, str(site), gpu=True, RPG_GPU_OUT=str(out_folder))
     assert code == 1
     assert "== numbers" not in out  # it has a result from before
     found = results(out)
     assert found.pop("update_8b") == "FAILED (3)"
+    assert reason(out, "update_8b") == "RuntimeError: no such kernel"
     assert found.pop("logprobs") == "TIMED OUT"
+    assert reason(out, "logprobs") == "no end after 2 s; the log ends with: step 1"
+    assert found.pop("two_gpus") == "skipped: needs 2 GPUs"
     assert set(found.values()) == {"passed"}
     assert (site / "check" / "table.txt").read_text() in out
-    assert "no such kernel" in (site / "check" / "update_8b.log").read_text()
     where = (site / "check" / "numbers.log").read_text().strip().split(":")
     assert where == [str(site), str(SCRIPT.parents[1])]
-    assert sorted(f.name for f in out_folder.iterdir()) == ["gpu_check.tar.gz", "gpu_check.txt"]
-    with tarfile.open(out_folder / "gpu_check.tar.gz") as kept:
-        assert {"./numbers.log", "./update_8b.log", "./logprobs.log"} <= set(kept.getnames())
+    kept = ["gpu_check.tar.gz", "gpu_check.txt", "gpu_check_failed.txt"]
+    assert sorted(f.name for f in out_folder.iterdir()) == kept
+    with tarfile.open(out_folder / "gpu_check.tar.gz") as archive:
+        assert {"./update_8b.log", "./logprobs.log", "./smoke_te.log"} <= set(archive.getnames())
+    failed = "==== update_8b\nRuntimeError: no such kernel\n\n==== logprobs\nstep 1\n"
+    assert (out_folder / "gpu_check_failed.txt").read_text() == failed
+
+
+def test_parts_run_in_the_order_of_their_worth(tmp_path: Path) -> None:
+    code, out, _ = check(tmp_path, str(site_with(tmp_path, *MARKS)), gpu=True, CARDS="2")
+    assert code == 1
+    order = re.findall(r"^== (\w+) \(log", out, re.MULTILINE)
+    assert order == list(results(out))
+    assert order[: len(WORTH)] == WORTH
+    assert results(out)["two_gpus"] == "passed"
 
 
 def test_parts_wait_for_their_packages_and_for_time(tmp_path: Path) -> None:
-    site = site_with(tmp_path, "transformer_engine")
-    code, out, _ = check(tmp_path, str(site), gpu=True, RPG_GPU_SECONDS="100")
+    site = site_with(tmp_path, "te", "app")
+    code, out, _ = check(tmp_path, str(site), gpu=True, RPG_GPU_SECONDS="110")
     assert code == 1
     found = results(out)
-    assert {name for name in NEED_VLLM if found[name] != "not run"} == set()
-    assert "== smoke_vllm waits for the archives: vllm" in out
-    assert (found["smoke_te"], found["numbers"], found["tests"]) == ("passed", "passed", "not run")
+    waiting = NEED_ENGINE | {"smoke_vllm"}
+    assert {name for name in waiting if found[name] != "not run"} == set()
+    assert f"not in {site}: deps.tar.xz vllm.tar.xz; archives: none in {tmp_path}" in out
+    assert "== run_06b_2k waits for: deps.tar.xz vllm.tar.xz" in out
+    assert re.search("^smoke_vllm .*needs deps.tar.xz vllm.tar.xz", out, re.MULTILINE)
+    assert (found["smoke_te"], found["cuda_ipc"], found["tests"]) == ("passed", "passed", "not run")
     assert "== tests waits for another call: " in out
+    # The engine's packages without what they need: nothing is started that could only fail.
     site_with(tmp_path, "vllm")
     code, out, _ = check(tmp_path, str(site), gpu=True)
-    assert "== smoke_te" not in out
+    assert "== smoke_te (" not in out
+    assert {results(out)[name] for name in waiting} == {"not run"}
+    assert "== smoke_vllm waits for: deps.tar.xz\n" in out
+    site_with(tmp_path, "deps")
+    (site / "check" / "smoke_vllm.py").unlink()
+    _, out, _ = check(tmp_path, str(site), gpu=True)
+    assert {name for name in waiting if results(out)[name] != "passed"} == {"smoke_vllm"}
+    assert "== smoke_vllm waits for: smoke_vllm.py" in out
+    site_with(tmp_path)
+    code, out, _ = check(tmp_path, str(site), gpu=True)
     found = results(out)
-    assert {found[name] for name in NEED_VLLM | {"tests"}} == {"passed"}
+    assert {found[name] for name in waiting} == {"passed"}
+
+
+def test_a_call_on_a_new_machine_goes_on_where_the_lost_one_stopped(tmp_path: Path) -> None:
+    (first := tmp_path / "first").mkdir()
+    (out_folder := tmp_path / "out").mkdir()
+    site = site_with(first, *MARKS)
+    hang(first, str(site))
+    check(first, str(site), "smoke_te", "update_8b", gpu=True, RPG_GPU_OUT=str(out_folder))
+    earlier = out_folder / "gpu_check.txt"
+    before = earlier.read_text()
+    # Folder of packages and results are gone, and one archive's packages have come. The table is given, or
+    # lies with the archives.
+    for way in ("named", "carried"):
+        (new := tmp_path / way).mkdir()
+        (new_out := new / "out").mkdir()
+        (new / "archives").mkdir()
+        if way == "carried":
+            (new / "archives" / "gpu_check.txt").write_text(before)
+        given = {"RPG_GPU_EARLIER": str(earlier)} if way == "named" else {}
+        site = site_with(new, "te")
+        python = sys.executable if way == "carried" else None
+        parts = ["smoke_te"] if way == "carried" else []
+        code, out, err = check(
+            new, str(site), *parts, gpu=True, python=python, RPG_GPU_OUT=str(new_out), **given
+        )
+        assert code == 1, err
+        found = results(out)
+        assert found["smoke_te"] == "passed"
+        assert ("== smoke_te (" in out) == (way == "carried")
+        assert (found["update_8b"], found["logprobs"]) == ("FAILED (3)", "TIMED OUT")
+        assert reason(out, "update_8b") == "RuntimeError: no such kernel"
+        assert reason(out, "logprobs") == reason(before, "logprobs")
+        assert re.search("^update_8b .*layers \\(earlier\\)$", out, re.MULTILINE)
+        assert (new_out / "gpu_check.txt").read_text() in out
+    assert "== cuda_ipc waits for: app.tar.xz" in check(new, str(site), gpu=True)[1]
+    # What this machine found itself counts more.
+    (site / "check" / "logprobs").write_text("passed|3|\n")
+    assert results(check(new, str(site), gpu=True, RPG_GPU_EARLIER=str(earlier))[1])["logprobs"] == "passed"
+    code, _, err = check(new, str(site), gpu=True, RPG_GPU_EARLIER=str(tmp_path / "none"))
+    assert (code, "there is no file" in err) == (2, True), err
+    code, _, err = check(new, str(site), gpu=True, RPG_GPU_EARLIER=str(SCRIPT))
+    assert (code, "is no table of this script" in err) == (2, True), err
+
+
+def test_what_fails_with_one_runner_is_tried_with_the_other_once(tmp_path: Path) -> None:
+    stand_in(tmp_path, 'case "$VLLM_USE_V2_MODEL_RUNNER" in 0) ;; *) echo "FAILED: V2"; exit 1 ;; esac')
+    site = site_with(tmp_path, *MARKS)
+    _, out, _ = check(tmp_path, str(site), "smoke_vllm", "run_06b_2k", gpu=True)
+    assert results(out)["smoke_vllm"] == results(out)["run_06b_2k"] == "passed with runner V1"
+    assert reason(out, "smoke_vllm") == "with V2: FAILED: V2"
+    assert out.count("once more, with VLLM_USE_V2_MODEL_RUNNER=0") == 1  # later parts know
+    (tmp_path / "gpu_check.txt").write_text(out[out.index("part  ") :])
+    # The next machine knows from the table.
+    (new := tmp_path / "new").mkdir()
+    stand_in(new, (tmp_path / "stand_in").read_text())
+    earlier = str(tmp_path / "gpu_check.txt")
+    _, out, _ = check(new, str(site_with(new, *MARKS)), "mismatch_bf16", gpu=True, RPG_GPU_EARLIER=earlier)
+    assert results(out)["mismatch_bf16"] == "passed with runner V1"
+    assert "once more" not in out
+    # In the end all have passed, whatever the table says about how.
+    stand_in(tmp_path, "exit 0")
+    code, out, _ = check(tmp_path, str(site), gpu=True, SOUND="1")
+    assert (code, reason(out, "smoke_vllm")) == (0, "with V2: FAILED: V2")
+    assert set(results(out).values()) == {"passed", "passed with runner V1", "skipped: needs 2 GPUs"}
+
+
+def test_what_fails_with_both_runners_is_not_tried_again(tmp_path: Path) -> None:
+    stand_in(tmp_path, 'echo "ValueError: whatever the runner"; exit 1')
+    _, out, _ = check(tmp_path, str(site_with(tmp_path, *MARKS)), "smoke_vllm", "run_06b_2k", gpu=True)
+    assert results(out)["smoke_vllm"] == results(out)["run_06b_2k"] == "FAILED (1)"
+    assert reason(out, "smoke_vllm") == "ValueError: whatever the runner (with runner V1 too)"
+    assert out.count("once more") == 1
+
+
+def test_without_cuda_ipc_runs_take_another_transport(tmp_path: Path) -> None:
+    stand_in(tmp_path, 'case "$*" in *test_cuda_ipc*) exit 1 ;; esac; echo "$@"')
+    site = site_with(tmp_path, *MARKS)
+    _, out, _ = check(tmp_path, str(site), "run_06b_2k", "cuda_ipc", "quickstart", gpu=True)
+    assert "--transport cuda_ipc" in (site / "check" / "run_06b_2k.log").read_text()
+    assert "bridge.transport=process_group" in (site / "check" / "quickstart.log").read_text()
+    assert reason(out, "quickstart") == "weights over process_group, for cuda_ipc failed"
 
 
 def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path) -> None:
@@ -153,7 +300,7 @@ def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path
         assert ("unpacked te.tar.xz" in out) == unpacked
     assert str(site / "transformer_engine" / "__init__.py") in out
     (info,) = site.glob("rpg_megatron-*.dist-info/entry_points.txt")
-    assert "rpg_megatron = rpg_megatron.bridge.vllm_plugin:register" in info.read_text()
+    assert "rpg_megatron = rpg_megatron.bridge.vllm.plugin:register" in info.read_text()
     (tmp_path / "elsewhere" / "benchmarks").mkdir(parents=True)
     (tmp_path / "elsewhere" / "benchmarks" / "__init__.py").touch()  # some package's own
     command = "import importlib.util as u; print(u.find_spec('benchmarks.gpu_run').origin)"

@@ -22,12 +22,12 @@ import yaml
 from rich.console import Console
 
 from rpg_megatron.config import UserError
-from rpg_megatron.launch.progress import Progress, clock
-from rpg_megatron.launch.summary import summarise
-from rpg_megatron.launch.workspace import create_workspace, remove_abandoned
-from rpg_megatron.rollout import processes
-from rpg_megatron.rollout.channel import EVENTS
-from rpg_megatron.rollout.events import EventSender
+from rpg_megatron.launcher.progress import Progress, clock
+from rpg_megatron.launcher.scratch_dirs import create_workspace, remove_abandoned
+from rpg_megatron.launcher.summary import summarise
+from rpg_megatron.rollout.sampler_client import EVENTS
+from rpg_megatron.system import process_groups
+from rpg_megatron.system.events import EventSender
 
 # Each stand-in has a grandchild that ignores SIGTERM, as a vLLM worker in the middle of a step does.
 STAND_IN = """
@@ -50,7 +50,7 @@ def act(name):
 DRIVER = """
 import os, subprocess, sys
 from rpg_megatron import cli
-from rpg_megatron.launch import launcher
+from rpg_megatron.launcher import run as launcher
 
 class Engine:
     def __init__(self, settings, index, *, socket, log, bridge_dir, token, gpus, extra):
@@ -73,7 +73,7 @@ class Engine:
         launcher_processes.end_groups([self.pid], 0.5)
         self.process.wait()
 
-from rpg_megatron.rollout import processes as launcher_processes
+from rpg_megatron.system import process_groups as launcher_processes
 launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
 launcher.GRACE = 1.0
 cli.main()
@@ -138,7 +138,7 @@ def wait_for(condition, seconds: float) -> None:
 
 
 def living(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if processes.start_time(pid) is not None]
+    return [pid for pid in pids if process_groups.start_time(pid) is not None]
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
 
 def test_folders_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path: Path):
     code = (
-        "import sys; from pathlib import Path; from rpg_megatron.launch.workspace import _make; "
+        "import sys; from pathlib import Path; from rpg_megatron.launcher.scratch_dirs import _make; "
         "_make(Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

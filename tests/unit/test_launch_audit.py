@@ -18,8 +18,8 @@ import yaml
 from typer.testing import CliRunner
 
 from rpg_megatron import cli
+from rpg_megatron.commands.audit.command import plan_audit
 from rpg_megatron.config import UserError
-from rpg_megatron.launch.audit import plan_audit
 from tests.unit.test_launch import Launch, assert_nothing_left, living, wait_for
 
 CLEAN = {

@@ -16,9 +16,15 @@ from typing import Any
 import pytest
 
 from rpg_megatron import cli
+from rpg_megatron.commands.launch import job_script
+from rpg_megatron.commands.launch.job_script import (
+    SETUP,
+    check_job,
+    gpus_a_node,
+    read_options,
+    training_script,
+)
 from rpg_megatron.config import UserError
-from rpg_megatron.launch import jobs
-from rpg_megatron.launch.jobs import SETUP, check_job, gpus_a_node, read_options, training_script
 
 KNOWN: dict[str, Any] = {
     "account": str,
@@ -149,9 +155,9 @@ def test_a_command_that_is_not_there_or_has_no_torch(
     own.parent.mkdir()
     own.write_text("")
     own.chmod(0o755)
-    monkeypatch.setattr(jobs.sys, "executable", str(own.with_name("python")))
+    monkeypatch.setattr(job_script.sys, "executable", str(own.with_name("python")))
     check_job(config_file, [], nodes=1, command=str(own), container=False)
-    monkeypatch.setattr(jobs, "_has_torch", lambda: False)
+    monkeypatch.setattr(job_script, "_has_torch", lambda: False)
     with pytest.raises(UserError, match="belongs to this environment, which has no torch"):
         check_job(config_file, [], nodes=1, command=str(own), container=False)
 

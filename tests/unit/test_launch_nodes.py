@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.rollout import processes
+from rpg_megatron.system import process_groups
 
 # Every stand-in has a child that ignores SIGTERM, as a worker in the middle of a step does.
 STAND_IN = """
@@ -67,8 +67,9 @@ stand_in.act("engine_" + sys.argv[1])
 DRIVER = """
 import os, sys
 from rpg_megatron import cli
-from rpg_megatron.launch import follower, launcher
-from rpg_megatron.rollout import engine
+from rpg_megatron.launcher import node_agent as follower
+from rpg_megatron.launcher import run as launcher
+from rpg_megatron.engine import process as engine
 
 def command(settings, index, socket, *, weights="dummy", listen=None):
     where = [listen[0], str(listen[1])] if listen else [str(socket)]
@@ -136,7 +137,7 @@ class Pair:
     def living(self) -> list[int]:
         file = self.folder / "pids"
         pids = [int(pid) for pid in file.read_text().split()] if file.exists() else []
-        return [pid for pid in pids if processes.start_time(pid) is not None]
+        return [pid for pid in pids if process_groups.start_time(pid) is not None]
 
     def out(self, rank: int) -> str:
         return (self.folder / f"out-{rank}").read_text()

@@ -64,8 +64,31 @@ def test_gradients_in_bfloat16_are_as_good_as_its_products() -> None:
         assert ((x.grad - y.grad).norm() / y.grad.norm()).item() < 2**-7
 
 
-def test_target_outside_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("known", [None, (11, 11)])
+@pytest.mark.parametrize(("target", "first"), [(11, 0), (-1, -1)])
+def test_target_outside_the_vocabulary_is_refused(
+    target: int, first: int, known: tuple[int, int] | None
+) -> None:
     with pytest.raises(ValueError, match="outside the vocabulary of 10"):
         token_logprobs(
-            torch.ones(1, 4), torch.ones(12, 4), torch.tensor([11]), temperature=1.0, chunk=4, vocab=10
+            torch.ones(1, 4),
+            torch.ones(12, 4),
+            torch.tensor([target]),
+            temperature=1.0,
+            chunk=4,
+            vocab=10,
+            target_range=known and (first, target),
         )
+
+
+def test_entropies_alone_have_a_gradient() -> None:
+    hidden = torch.randn(5, 8, requires_grad=True)
+    weight = torch.randn(12, 8)
+    token_logprobs(hidden, weight, torch.zeros(5, dtype=torch.int64), temperature=1.0, chunk=2, vocab=12)[
+        1
+    ].sum().backward()
+    found = hidden.grad
+    exact = hidden.detach().requires_grad_()
+    logp = torch.log_softmax(exact @ weight.t(), -1)
+    (-(logp.exp() * logp).sum()).backward()
+    torch.testing.assert_close(found, exact.grad)

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.launch import control
-from rpg_megatron.launch.control import Host, join, meeting_file
-from rpg_megatron.launch.nodes import (
+from rpg_megatron.launcher import control_channel
+from rpg_megatron.launcher.control_channel import RendezvousServer, join, meeting_file
+from rpg_megatron.launcher.nodes import (
+    NodeAssignment,
     Nodes,
-    Share,
     address_towards,
     expand_hosts,
     find_nodes,
@@ -97,33 +97,36 @@ def test_options_win_and_are_checked() -> None:
             find_nodes(rank, count, job, {})
 
 
-def shares(settings: Settings, count: int) -> list[Share]:
+def shares(settings: Settings, count: int) -> list[NodeAssignment]:
     return [share_of(settings, rank, count) for rank in range(count)]
 
 
 def test_shares(config_file: Path) -> None:
     both = ["bridge.transport=process_group", "parallel.data=4", "engine.replicas=4", "engine.tensor=2"]
     assert shares(load_settings(config_file, both), 2) == [
-        Share(range(0, 2), range(0, 2)),
-        Share(range(2, 4), range(2, 4)),
+        NodeAssignment(range(0, 2), range(0, 2)),
+        NodeAssignment(range(2, 4), range(2, 4)),
     ]
     apart = load_settings(config_file, [*both, "cluster={trainer_nodes: 1, engine_nodes: 2}"])
     assert shares(apart, 3) == [
-        Share(range(0, 4), range(0)),
-        Share(range(0), range(0, 2)),
-        Share(range(0), range(2, 4)),
+        NodeAssignment(range(0, 4), range(0)),
+        NodeAssignment(range(0), range(0, 2)),
+        NodeAssignment(range(0), range(2, 4)),
     ]
     assert [shares(apart, 3)[2].gpus(apart, engine) for engine in (2, 3)] == [[0, 1], [2, 3]]
     mixed = load_settings(config_file, [*both, "cluster.engine_nodes=1"])
     assert shares(mixed, 2)[1].gpus(mixed, 3) == [2 + 3 * 2, 2 + 3 * 2 + 1]
-    assert shares(load_settings(config_file, both), 1) == [Share(range(4), range(4))]
+    assert shares(load_settings(config_file, both), 1) == [NodeAssignment(range(4), range(4))]
 
 
 def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) -> None:
     """Each on GPUs of its node's ranks; it sees the others too if it reads their memory."""
     on = ["device=cuda", "engine={colocated: true, replicas: 4, tensor: 2}", "parallel.tensor=2"]
     settings = load_settings(config_file, [*on, "parallel.data=4", "bridge.transport=cuda_ipc"])
-    assert shares(settings, 2) == [Share(range(0, 4), range(0, 2)), Share(range(4, 8), range(2, 4))]
+    assert shares(settings, 2) == [
+        NodeAssignment(range(0, 4), range(0, 2)),
+        NodeAssignment(range(4, 8), range(2, 4)),
+    ]
     for share in shares(settings, 2):
         seen = [share.gpus(settings, engine) for engine in share.engines]
         assert seen == [[0, 1, 2, 3], [2, 3, 0, 1]]
@@ -203,15 +206,15 @@ def settings(config_file: Path) -> Settings:
 
 
 def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(settings, Nodes(0, 2, "job-x"))
+    host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     file = meeting_file(settings, Nodes(1, 2, "job-x"))
     try:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        place = control._read(file)
+        place = control_channel._read(file)
         assert place is not None
         silent = socket.create_connection((place.address, place.port))  # says nothing, and blocks nobody
         guessing = socket.create_connection((place.address, place.port))
-        assert control._shake_hands(guessing, "a guess", host=False) is None
+        assert control_channel._shake_hands(guessing, "a guess", host=False) is None
 
         found = []
         thread = threading.Thread(
@@ -237,14 +240,14 @@ def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pyte
         host.close()
 
 
-def wait_for_message(line: control.Line) -> None:
+def wait_for_message(line: control_channel.ControlChannel) -> None:
     while (message := line.take_one()) is None:
         assert not line.lost
     assert message == {"kind": "hello", "word": ""}
 
 
 def test_a_meeting_file_that_others_can_read_is_refused(settings: Settings) -> None:
-    host = Host(settings, Nodes(0, 2, "job-x"))
+    host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     try:
         meeting_file(settings, Nodes(1, 2, "job-x")).chmod(0o640)
         with pytest.raises(UserError, match=r"holds a token and is not private .*mode 0640"):
@@ -256,9 +259,9 @@ def test_a_meeting_file_that_others_can_read_is_refused(settings: Settings) -> N
 def test_a_loopback_address_of_another_machine_is_explained(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = Host(settings, Nodes(0, 2, "job-x"))
+    host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     try:
-        monkeypatch.setattr(control, "_machine", lambda: "another")
+        monkeypatch.setattr(control_channel, "_machine", lambda: "another")
         with pytest.raises(UserError, match=r"gives 127.0.0.1 as its address.*cluster.interface"):
             join(settings, Nodes(1, 2, "job-x"), lambda: None)
     finally:
@@ -266,7 +269,7 @@ def test_a_loopback_address_of_another_machine_is_explained(
 
 
 def test_a_file_that_a_dead_start_left_is_waited_out(settings: Settings) -> None:
-    host = Host(settings, Nodes(0, 2, "job-x"))
+    host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     file = meeting_file(settings, Nodes(0, 2, "job-x"))
     stale = file.read_text()
     host.close()
@@ -279,8 +282,8 @@ def test_a_file_that_a_dead_start_left_is_waited_out(settings: Settings) -> None
 
 def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Settings) -> None:
     """Those of living ones, of machines that cannot be asked, and of somebody else stay."""
-    alive = Host(settings, Nodes(0, 2, "job-alive"))
-    dead = Host(settings, Nodes(0, 2, "job-dead"))
+    alive = RendezvousServer(settings, Nodes(0, 2, "job-alive"))
+    dead = RendezvousServer(settings, Nodes(0, 2, "job-dead"))
     living, killed = (meeting_file(settings, Nodes(0, 2, f"job-{name}")) for name in ("alive", "dead"))
     text = json.loads(killed.read_text())
     dead.close()
@@ -299,7 +302,7 @@ def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Sett
     for file in (old, folder / ".meeting-job.jsonab12"):
         os.utime(file, (1, 1))
     try:
-        host = Host(settings, Nodes(0, 2, "job-next"))
+        host = RendezvousServer(settings, Nodes(0, 2, "job-next"))
         mine = meeting_file(settings, Nodes(0, 2, "job-next"))
         assert {file for file in folder.iterdir() if file.is_file()} == {living, elsewhere, open_to_all, mine}
         host.close()

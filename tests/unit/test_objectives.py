@@ -136,6 +136,20 @@ def test_normalised_and_unnormalised_agree_in_expectation_only(one: str, other: 
     assert (single[0] - single[1]).abs().min() > 1e-2
 
 
+@pytest.mark.parametrize("clip", [Clip(), Clip(kind="truncate"), None])
+def test_known_sequences_give_the_same_bits(clip: Clip | None) -> None:
+    """Numbers of sequences, of which some have no token, or any labels: a GPU waits for the latter."""
+    generator = torch.Generator().manual_seed(3)
+    logp, old, advantages = torch.randn(3, 12, generator=generator)
+    numbers = torch.tensor([0, 0, 0, 2, 2, 3, 3, 3, 3, 6, 6, 6])
+    losses = [
+        rpg_loss(logp, old, advantages, estimator="differentiable", clip=clip, sequences=s, sequence_count=n)
+        for s, n in ((numbers, 8), (numbers, None), (10 * numbers - 7, None))
+    ]
+    for other in losses[1:]:
+        assert losses[0].per_token.equal(other.per_token)
+
+
 def test_k3_is_the_unnormalised_kl() -> None:
     # Unnormalised on purpose: with normalised policies the mass term could be missing unseen.
     generator = torch.Generator().manual_seed(2)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy import layers
-from rpg_megatron.policy.context import zigzag_places
+from rpg_megatron.policy.context_parallel import zigzag_places
 from rpg_megatron.policy.layers import PackedAttention
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rpg_megatron.data.packing import Plan, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.policy.packed import make_pack
+from rpg_megatron.policy.microbatch import make_pack
 
 CPU = torch.device("cpu")
 
@@ -156,6 +156,9 @@ def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
     trajectories[1].finish = "length"
     pack = make_pack(trajectories, CPU, mask_truncated=True)
     tokens = pack.response_tokens()
+    assert pack.learnt.equal(pack.mask.nonzero()[:, 0])
+    assert tokens.sequence_count == len(trajectories)
+    assert pack.label_range == (int(pack.labels.min()), int(pack.labels.max()))
     assert tokens.sequences.tolist() == [0, 0, 0, 2, 2]
     assert [len(part) for _, part in pack.split(pack.labels[0])] == [3, 4, 2]  # all of them are scored
     assert make_pack(trajectories, CPU).mask.sum() == 9

@@ -17,16 +17,16 @@ import pytest
 import yaml
 
 from rpg_megatron import cli
+from rpg_megatron.commands.plan.activations import in_flight
+from rpg_megatron.commands.plan.batch import plan_batch
+from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
+from rpg_megatron.commands.plan.gpus import card_bytes
+from rpg_megatron.commands.plan.plan import Target, plan_for
+from rpg_megatron.commands.plan.sweep import smallest, sweep
+from rpg_megatron.commands.plan.trainer_memory import RESERVE, rank_memory, state_bytes
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.data.packing import plan_batches
-from rpg_megatron.launch.plan.activations import in_flight
-from rpg_megatron.launch.plan.batch import plan_batch
-from rpg_megatron.launch.plan.cards import card_bytes
-from rpg_megatron.launch.plan.engine import GRAPHS, engine_memory, worker_parameters
-from rpg_megatron.launch.plan.layouts import smallest, sweep
-from rpg_megatron.launch.plan.plan import Target, plan_for
-from rpg_megatron.launch.plan.trainer import RESERVE, rank_memory, state_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GIB = 1024**3
@@ -139,9 +139,14 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     apart = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine={"replicas": 2}, **ipc), "b200-180")
     assert plan.card is not None
     assert apart.card is None
-    context, rest = GIB // 2, plan.engine.running + RESERVE
-    assert plan.card.total("rollout") == 2 * weights + 20 * GIB + rest + context
-    assert plan.card.total("update") == apart.largest.peak + GRAPHS + RESERVE + context
+    rest = plan.engine.running + RESERVE
+    assert plan.card.total("rollout") == 2 * weights + 20 * GIB + rest
+    assert plan.card.total("update") == apart.largest.peak + GRAPHS + RESERVE
+    # A worker reads the replica on its own card: where that is two cards, the other's worker reads here too.
+    cut = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=told, **ipc), "b200-180")
+    far = {"bridge": {"transport": "process_group"}}
+    less = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=told, **far), "b200-180")
+    assert cut.card.total("rollout") == less.card.total("rollout") + GIB // 2
     assert plan.need == plan.card.peak > apart.rank_total
     parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
     assert parked == [12 * n // 2]
@@ -150,7 +155,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     # Messages are in host memory.
     sent = {"bridge": {"transport": "process_group", "bucket_mib": 512}}
     over_host = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=told, **sent), "b200-180")
-    assert over_host.card.total("rollout") == plan.card.total("rollout") - context
+    assert over_host.card.total("rollout") == plan.card.total("rollout")
     # Each turn by itself may be too much.
     for settings, gpu, problem in (
         (

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from rpg_megatron.commands.doctor.probe import has_gpu
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import (
     FP8Settings,
@@ -25,12 +26,11 @@ from rpg_megatron.config.policy import (
     PrecisionSettings,
 )
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.launch import preflight
-from rpg_megatron.launch.doctor.gpu import has_gpu
-from rpg_megatron.launch.preflight import check, check_precision
+from rpg_megatron.launcher import preflight
+from rpg_megatron.launcher.preflight import check, check_precision
 from rpg_megatron.policy import optimizer, precision
+from rpg_megatron.policy.microbatch import make_pack
 from rpg_megatron.policy.model import transformer_config
-from rpg_megatron.policy.packed import make_pack
 
 CUDA = torch.device("cuda")
 
@@ -76,8 +76,11 @@ def test_recipe_reaches_model_gradients_and_optimizer(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fp8: FP8Settings | None, fields: dict[str, Any]
 ) -> None:
     wanted = PrecisionSettings(fp8=fp8)
-    config = transformer_config(shape_of(checkpoint, num_layers=4), ParallelSettings(), wanted)
+    shape = shape_of(checkpoint, num_layers=4)
+    config = transformer_config(shape, ParallelSettings(), wanted, device=CUDA)
     assert {name: getattr(config, name) for name in fields} == fields
+    on_cpu = transformer_config(shape, ParallelSettings(), wanted)
+    assert (on_cpu.fp8, on_cpu.fp8_param, on_cpu.first_last_layers_bf16) == (None, False, False)
     assert (config.bf16, config.params_dtype) == (True, torch.bfloat16)
 
     seen: dict[str, Any] = {}
@@ -149,7 +152,7 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
         (["precision={dtype: float32, fp8: {}}"], "fp8 goes with dtype bfloat16, not float32"),
         (["precision.fp8={recipe: delayed, first_last_bf16: 1}"], "recipe delayed does not allow for layers"),
         (["precision.fp8.recipe=mxfp8"], "'blockwise', 'tensorwise' or 'delayed' (got 'mxfp8')"),
-        (["precision.fp8={}", "device=cpu"], "precision.fp8 needs device cuda"),
+        (["precision.fp8.parameters=true", "device=cpu"], "precision.fp8.parameters needs device cuda"),
         (["precision.fp8={}", "model.implementation=local"], "set model.implementation to auto"),
         (["precision.fp8.parameters=true", "optimizer.distributed=false"], "needs optimizer.distributed"),
         (["precision.fp8.parameters=true", "anchor.type=fixed"], "does not go with anchor.type fixed"),
@@ -179,6 +182,7 @@ def test_layers_are_chosen_by_device_precision_and_what_is_installed(
     assert not chosen("precision.dtype=float32")
     assert not chosen("model.implementation=local")
     assert not chosen(device=torch.device("cpu"))
+    assert not chosen("precision.fp8={}", "device=cpu", device=torch.device("cpu"))
     for wanted, other in (("precision.fp8={}", "null"), ("model.implementation=transformer_engine", "local")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         assert chosen(wanted)
@@ -195,7 +199,8 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = load_settings(config_file, ["device=cuda"])
-    with pytest.raises(UserError, match=r"^device is cuda, but this environment holds .* and not vllm; pip"):
+    wanted = r"^device is cuda, but this environment holds .* and not vllm; install requirements/gpu\.txt"
+    with pytest.raises(UserError, match=wanted):
         check(settings)
     monkeypatch.setattr(preflight, "check_packages", lambda device: None)
     with pytest.raises(
@@ -204,14 +209,23 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(
         check(settings)
 
 
-def test_sizes_that_fp8_does_not_take(tmp_path: Path, checkpoint: Path) -> None:
+def test_emulation_is_announced_once(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(load_settings(config_file, ["precision={dtype: bfloat16, fp8: {recipe: tensorwise}}"]))
+    assert capsys.readouterr().err.splitlines() == [f"warning: {preflight.FP8_EMULATED}"]
+    check(load_settings(config_file, []))
+    assert "emulated" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_sizes_that_fp8_does_not_take(tmp_path: Path, checkpoint: Path, device: str) -> None:
+    on = f"device={device}"
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "head_dim": 64, "num_layers": 8}
     shape = shape_of(checkpoint, **sizes)
-    check_precision(settings_of(tmp_path, "precision.fp8={}", "parallel.tensor=2"), shape)
+    check_precision(settings_of(tmp_path, on, "precision.fp8={}", "parallel.tensor=2"), shape)
     with pytest.raises(UserError, match=r"multiples of 128.*attention columns 64; .*recipe to tensorwise"):
-        check_precision(settings_of(tmp_path, "precision.fp8={}", "parallel.tensor=4"), shape)
-    check_precision(settings_of(tmp_path, "precision.fp8.recipe=tensorwise", "parallel.tensor=4"), shape)
+        check_precision(settings_of(tmp_path, on, "precision.fp8={}", "parallel.tensor=4"), shape)
+    check_precision(settings_of(tmp_path, on, "precision.fp8.recipe=tensorwise", "parallel.tensor=4"), shape)
     bf16 = "precision.fp8.first_last_bf16="
-    check_precision(settings_of(tmp_path, bf16 + "3"), shape)
+    check_precision(settings_of(tmp_path, on, bf16 + "3"), shape)
     with pytest.raises(UserError, match="of 8 layers on 4 pipeline stages it can be at most 2"):
-        check_precision(settings_of(tmp_path, bf16 + "3", "parallel.pipeline=4"), shape)
+        check_precision(settings_of(tmp_path, on, bf16 + "3", "parallel.pipeline=4"), shape)

@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 
 from rpg_megatron import cli
+from rpg_megatron.commands import train
+from rpg_megatron.commands.report import write_report
+from rpg_megatron.commands.report.health import check_health, find_changes
+from rpg_megatron.commands.report.run_files import name_runs, read_run, thin_rows
+from rpg_megatron.commands.report.samples import _parse_rollout, choose_samples
 from rpg_megatron.config import UserError
-from rpg_megatron.launch import training
-from rpg_megatron.launch.environment import record_environment
-from rpg_megatron.launch.report import write_report
-from rpg_megatron.launch.report.health import check_health, find_changes
-from rpg_megatron.launch.report.runs import name_runs, read_run, thin_rows
-from rpg_megatron.launch.report.samples import _parse_rollout, choose_samples
-from rpg_megatron.launch.resuming import hold_folder
+from rpg_megatron.launcher.environment import record_environment
+from rpg_megatron.launcher.resume import hold_folder
 from tests.unit.report_runs import HOSTILE, PROBLEMS, make_run
 
 
@@ -368,8 +368,8 @@ def test_a_broken_report_does_not_fail_the_run(
     def broken(*_: object, **how: object) -> None:
         raise MemoryError("full")
 
-    monkeypatch.setattr(training, "write_report", broken)
-    training._report(run)
+    monkeypatch.setattr(train, "write_report", broken)
+    train._report(run)
     assert "warning: no report was written: MemoryError('full')" in capsys.readouterr().out
 
 

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.launch.resuming import OpenRun, open_run
-from rpg_megatron.launch.run_directory import CONFIG, settings_file
-from rpg_megatron.policy.checkpoint_folder import Facts, write_manifest
-from rpg_megatron.training.checkpoints import (
+from rpg_megatron.checkpoints.megatron_folder import CheckpointMetadata, write_manifest
+from rpg_megatron.checkpoints.run_folder import (
     FORMAT,
     list_steps,
     part_folder,
@@ -23,6 +20,9 @@ from rpg_megatron.training.checkpoints import (
     remove_old,
     step_folder,
 )
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.launcher.resume import OpenRun, open_run
+from rpg_megatron.launcher.run_dir import CONFIG, settings_file
 
 
 def make_settings(folder: Path, **sections: dict) -> Settings:
@@ -37,7 +37,7 @@ def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0) -> Path:
     state = {"format": FORMAT, "step": step, "metrics_bytes": metrics_bytes}
     (part / "state.json").write_text(json.dumps(state))
     (part / CONFIG).write_text((run.folder / CONFIG).read_text())
-    write_manifest(part, Facts("0.0", "float32", 1, 1))
+    write_manifest(part, CheckpointMetadata("0.0", "float32", 1, 1))
     publish(part, folder, step)
     return folder
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron import cli
+from rpg_megatron.commands.grade import grade_file
 from rpg_megatron.config import UserError
-from rpg_megatron.rewards.files import grade_file
 
 GOOD = [
     {"response": "Answer: 18", "answer": "18"},

@@ -15,8 +15,8 @@ from rpg_megatron.config.rollout import OverlongSettings, RewardSettings
 from rpg_megatron.rewards import Grader, Verdict, grade
 from rpg_megatron.rewards.extraction import WINDOW, find_answer
 from rpg_megatron.rewards.grader import judge_plainly
-from rpg_megatron.rewards.score import Scorer, overlong_penalty
-from rpg_megatron.rewards.spelling import as_number, canonical, same
+from rpg_megatron.rewards.normalize import answers_match, as_number, canonical
+from rpg_megatron.rewards.reward import Scorer, overlong_penalty
 
 
 def accepts(response: str, answer: str) -> bool:
@@ -129,10 +129,10 @@ def test_no_text_raises(text: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(1, 999))
 def test_a_number_is_the_same_however_it_is_spelt(a: int, b: int) -> None:
-    assert same(f"{a:,}", f"{a}.00")
-    assert same(f"\\frac{{{a}}}{{{b}}}", f"{a}/{b}")
-    assert same(str(a), str(a * b) + f"/{b}")
-    assert not same(str(a), str(a + b))
+    assert answers_match(f"{a:,}", f"{a}.00")
+    assert answers_match(f"\\frac{{{a}}}{{{b}}}", f"{a}/{b}")
+    assert answers_match(str(a), str(a * b) + f"/{b}")
+    assert not answers_match(str(a), str(a + b))
 
 
 @pytest.mark.parametrize(

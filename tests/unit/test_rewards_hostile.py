@@ -127,7 +127,7 @@ def test_sixty_hostile_answers_each_get_a_verdict_in_time(answer: str, rounds: i
             futures = [grader.submit(f"So.\nAnswer: {text}", answer) for text in HOSTILE]
             verdicts = [future.result(timeout=300) for future in futures]
             seconds = time.monotonic() - started
-            counts = grader.take_counts()
+            counts = grader.pop_counts()
             assert not any(verdict.correct for verdict in verdicts)
             assert counts["timeout"] >= 4
             hangs = sum(counts.values())

@@ -21,7 +21,7 @@ import pytest
 from rpg_megatron.config import UserError
 from rpg_megatron.config.rollout import RewardSettings
 from rpg_megatron.rewards.pool import WorkerPool
-from rpg_megatron.rewards.score import Scorer
+from rpg_megatron.rewards.reward import Scorer
 
 ODD = """
 import os, subprocess, time
@@ -88,7 +88,7 @@ def children(session: int) -> list[int]:
             except OSError:
                 continue
             mine = int(stat[3]) == session and stat[0] not in "ZX"
-            if mine and (b"rewards.nursery" in command or command.startswith(b"sleep\x001000")):
+            if mine and (b"rewards.fork_server" in command or command.startswith(b"sleep\x001000")):
                 found.append(int(entry))
     return found
 
@@ -120,8 +120,8 @@ def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
     }
     assert [results[a].value for a in asked[7:]] == [0.5, -2.0, True, False]
     assert "no such key" in results["raise"].detail
-    assert pool.take_counts() == {"timeout": 1, "crash": 1, "memory": 1, "error": 4}
-    assert pool.take_counts() == {"timeout": 0, "crash": 0, "memory": 0, "error": 0}
+    assert pool.pop_counts() == {"timeout": 1, "crash": 1, "memory": 1, "error": 4}
+    assert pool.pop_counts() == {"timeout": 0, "crash": 0, "memory": 0, "error": 0}
 
 
 def test_it_works_on_after_each_kind_of_death(start: Callable[..., WorkerPool]) -> None:
@@ -157,7 +157,7 @@ def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., Wor
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert pool.submit("a", "a").result(timeout=300).value is True
-    assert pool.take_counts()["crash"] == 0
+    assert pool.pop_counts()["crash"] == 0
 
 
 def test_nothing_outlives_a_killed_parent(odd: str) -> None:
@@ -224,7 +224,7 @@ def test_a_function_of_the_users_own_scores(odd: str, caplog: pytest.LogCaptureF
     try:
         asked = ["a", "b", "half", "minus", "hang", "raise", "Answer: 5"]
         scores = [scorer.submit(a, "a", 1).result(timeout=300) for a in asked]
-        counts = scorer.take_counts()
+        counts = scorer.pop_counts()
     finally:
         scorer.close()
     assert [(s.reward, s.correct) for s in scores] == [

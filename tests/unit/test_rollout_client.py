@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from rpg_megatron.config import UserError
-from rpg_megatron.rollout.channel import RolloutBatch, SamplerClient
-from rpg_megatron.rollout.client import EngineClient, EngineError, Sample
-from rpg_megatron.rollout.events import EventSender
+from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.rollout.sampler import serve
+from rpg_megatron.rollout.sampler_client import RolloutBatch, SamplerClient
+from rpg_megatron.system.events import EventSender
 
 
 def choice(tokens: list[int], logprobs: list[float], finish: str = "stop", index: int = 0) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.launch.nodes import share_of
-from rpg_megatron.rollout import engine as module
-from rpg_megatron.rollout.engine import EngineProcess, engine_socket, first_error, tail_of
-from rpg_megatron.rollout.engine_command import context_length, engine_command, engine_environment
+from rpg_megatron.engine import process as module
+from rpg_megatron.engine.command import context_length, engine_command, engine_environment
+from rpg_megatron.engine.process import EngineProcess, engine_socket, first_error, tail_of
+from rpg_megatron.launcher.nodes import share_of
 
 SERVER = """
 import http.server, os, socketserver, subprocess, sys, time, signal
@@ -276,7 +276,7 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path, config_
 import sys, time
 from pathlib import Path
 from rpg_megatron.config import load_settings
-from rpg_megatron.rollout import engine as module
+from rpg_megatron.engine import process as module
 module.engine_command = lambda *_, **__: [sys.executable, "-c", "import time; time.sleep(600)"]
 settings = load_settings(Path({str(config_file)!r}))
 folder = Path({str(tmp_path)!r})

@@ -16,16 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rpg_megatron.bridge import sync
+from rpg_megatron.bridge import controller
+from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed, SyncReport
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.bridge.sync import ApplyFailed, CheckFailed, SyncReport
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.data.prompts import Prompt
-from rpg_megatron.rollout import fleet as fleet_module
-from rpg_megatron.rollout.client import EngineError, EngineGone, Sample
-from rpg_megatron.rollout.draws import Draw, sample_draws
-from rpg_megatron.rollout.fleet import Fleet
-from rpg_megatron.rollout.lives import begin_life, has_answered, is_trainers_turn, life_of, take_request
+from rpg_megatron.engine.client import EngineError, EngineGone, Sample
+from rpg_megatron.engine.restarts import (
+    begin_incarnation,
+    has_answered,
+    incarnation_of,
+    is_trainers_turn,
+    take_request,
+)
+from rpg_megatron.rollout import engine_pool as fleet_module
+from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.rollout.generation import GenerationRequest, sample_draws
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
 
@@ -66,7 +72,7 @@ class Engine:
     def restart(self) -> None:
         """What the launcher does."""
         self.weights, self.up, self.fail = -1, True, lambda request: None
-        begin_life(self.work, self.index, life_of(self.work, self.index) + 1)
+        begin_incarnation(self.work, self.index, incarnation_of(self.work, self.index) + 1)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +81,7 @@ def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
         engine = post.__self__
         await asyncio.sleep(0.01)
         if not engine.up:
-            raise sync.EngineLost("engine cannot start a weight update")
+            raise controller.EngineLost("engine cannot start a weight update")
         if engine.sync_error is not None:
             error, engine.sync_error = engine.sync_error, None
             raise error
@@ -87,16 +93,16 @@ def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_RETURN_SECONDS", 0.05)
 
 
-def build(work: Path, count: int, restarts: int = 3) -> tuple[Fleet, list[Engine]]:
+def build(work: Path, count: int, restarts: int = 3) -> tuple[EnginePool, list[Engine]]:
     engines = [Engine(i, work) for i in range(count)]
-    return Fleet(EngineSettings(restarts=restarts), engines, work), engines
+    return EnginePool(EngineSettings(restarts=restarts), engines, work), engines
 
 
-def draws(count: int = 12) -> list[Draw]:
-    return [Draw(Prompt(i, "", "", np.zeros(3, np.int32)), 6, 100 * i, 9) for i in range(count)]
+def draws(count: int = 12) -> list[GenerationRequest]:
+    return [GenerationRequest(Prompt(i, "", "", np.zeros(3, np.int32)), 6, 100 * i, 9) for i in range(count)]
 
 
-async def sample(fleet: Fleet) -> list[list[list[int]]]:
+async def sample(fleet: EnginePool) -> list[list[list[int]]]:
     """Sample a dozen groups; their tokens. Fails if a group is finished twice."""
     groups, finished = draws(), []
     await sample_draws(fleet, groups, finished.append, most=4, temperature=1.0)
@@ -132,12 +138,12 @@ def test_the_others_finish_what_a_lost_engine_began(tmp_path: Path) -> None:
         assert take_request(tmp_path, 1, 0) is None
         assert take_request(tmp_path, 0, 0) is None
         assert engines[1].asked <= 3 + 2  # at most the requests that were under way
-        counts = fleet.take_counts()
+        counts = fleet.pop_counts()
         assert 1 <= counts["engine/requests_resent"] <= 2
         assert counts["engine/restarts"] == 0
         engines[1].restart()
         await until(lambda: fleet.replicas[1].wants_weights)
-        assert fleet.take_counts() == {"engine/restarts": 1, "engine/requests_resent": 0}
+        assert fleet.pop_counts() == {"engine/restarts": 1, "engine/requests_resent": 0}
 
     play(scene)
 
@@ -175,7 +181,7 @@ def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_g
         assert not is_trainers_turn(tmp_path)
         for engine in engines[1:]:
             engine.up = False
-            fleet.lose(fleet.replicas[engine.index], 0, "died")
+            fleet.mark_failed(fleet.replicas[engine.index], 0, "died")
         engines[1].restart()
         engines[1].up = False  # its process runs and does not answer yet; nobody has started engine 2
         sleeping = asyncio.create_task(fleet.sleep(2))
@@ -263,7 +269,7 @@ def test_an_engine_that_was_restarted_between_steps(tmp_path: Path) -> None:
         await until(lambda: fleet.replicas[0].wants_weights)
         await fleet.sync(NOTHING, 6, again=True)
         assert await sampling == expected(6)
-        assert fleet.take_counts()["engine/restarts"] == 2
+        assert fleet.pop_counts()["engine/restarts"] == 2
 
     play(scene)
 
@@ -286,7 +292,7 @@ def test_without_restarts_the_first_loss_is_an_error(tmp_path: Path) -> None:
 def test_a_silent_engine_is_lost(tmp_path: Path) -> None:
     async def scene() -> None:
         engines = [Engine(0, tmp_path)]
-        fleet = Fleet(EngineSettings(health_timeout=0.05), engines, tmp_path)
+        fleet = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
         await fleet.sync(NOTHING, 5, again=False)
         await asyncio.sleep(0.2)
         assert take_request(tmp_path, 0, 0) is None
@@ -299,8 +305,8 @@ def test_a_silent_engine_is_lost(tmp_path: Path) -> None:
 
 def test_a_request_for_a_life_that_is_over_is_dropped(tmp_path: Path) -> None:
     fleet_module.ask_restart(tmp_path, 0, 0, "died")
-    begin_life(tmp_path, 0, 1)
-    assert take_request(tmp_path, 0, life_of(tmp_path, 0)) is None
+    begin_incarnation(tmp_path, 0, 1)
+    assert take_request(tmp_path, 0, incarnation_of(tmp_path, 0)) is None
     assert list(tmp_path.glob("*.restart")) == []
 
 

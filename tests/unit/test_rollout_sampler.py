@@ -17,12 +17,12 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.rollout import DynamicSamplingSettings, RewardSettings
-from rpg_megatron.evaluation.score import score_sets
-from rpg_megatron.rollout.client import EngineError, Sample
-from rpg_megatron.rollout.draws import seed_of, stop_tokens
-from rpg_megatron.rollout.events import EventSender
-from rpg_megatron.rollout.fleet import Fleet
+from rpg_megatron.engine.client import EngineError, Sample
+from rpg_megatron.evaluation.metrics import score_sets
+from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.rollout.generation import seed_of, stop_tokens
 from rpg_megatron.rollout.sampler import RolloutBatch, Sampler
+from rpg_megatron.system.events import EventSender
 
 
 class Tokenizer:
@@ -74,7 +74,7 @@ def settings(config_file: Path) -> Settings:
 def sampler_with(
     settings: Settings, engines: list[FakeEngine], events: Path = Path("/nowhere/events")
 ) -> Sampler:
-    fleet = Fleet(settings.engine, engines, events.parent)  # never synced: they are taken as they are
+    fleet = EnginePool(settings.engine, engines, events.parent)  # never synced: they are taken as they are
     return Sampler(settings, Tokenizer(), fleet, EventSender(events))
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.training.journal import read_rollouts, write_rollouts
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
 
 

@@ -28,8 +28,8 @@ from rpg_megatron.objectives import (
     rpg_loss,
 )
 from rpg_megatron.policy.anchor import HeldAnchor
-from rpg_megatron.policy.packed import ResponseTokens
-from rpg_megatron.training.objective import build_aggregator, build_loss
+from rpg_megatron.policy.microbatch import ResponseTokens
+from rpg_megatron.training.loss import build_aggregator, build_loss
 
 
 def tokens() -> tuple[torch.Tensor, ResponseTokens]:

@@ -50,13 +50,13 @@ RELIED_ON = [
         "distributed/weight_transfer/factory.py::WeightTransferEngineFactory.register_engine",
         "cls name module_path_or_cls class_name",
         "cbcf210b50b9",
-        "vllm_plugin.register",
+        "plugin.register",
     ),
     (
         "v1/worker/gpu_worker.py::Worker._start_weight_update",
         "self is_draft",
         "25af4532716e",
-        "sync.sync_engine's order of calls; rpg_abort undoes _weight_update_active",
+        "controller.sync_engine's order of calls; rpg_abort undoes _weight_update_active",
     ),
     (
         "v1/worker/gpu_worker.py::Worker.update_weights",
@@ -166,8 +166,26 @@ RELIED_ON = [
         "e5d83014b425",
         "sync_engine's update_info",
     ),
+    (
+        "v1/worker/gpu/sample/gumbel.py::_temperature_kernel",
+        "logits_ptr logits_stride expanded_idx_mapping_ptr temperature_ptr vocab_size BLOCK_SIZE",
+        "dca38cfa30be",
+        "engine_environment takes the older runner where this divides bfloat16 logits in place",
+    ),
+    (
+        "v1/worker/gpu/sample/sampler.py::Sampler.apply_sampling_params",
+        "self logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos skip_top_k_top_p",
+        "f1ec4687901f",
+        "the same: logits keep their type",
+    ),
+    (
+        "v1/sample/sampler.py::Sampler.forward",
+        "self logits sampling_metadata predict_bonus_token logprobs_mode_override",
+        "8bac6b58a895",
+        "the same: the older runner divides in float32",
+    ),
 ]
-"""File and function, arguments, digest of the code, what of ours follows it (in bridge/)."""
+"""File and function, arguments, digest of the code, what of ours follows it (in bridge/, rollout/)."""
 
 ROUTES = {
     "entrypoints/serve/dev/rlhf/api_router.py": {

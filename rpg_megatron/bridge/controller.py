@@ -1,0 +1,275 @@
+"""Controller side of the live bridge: take one engine from the weights it serves to a published generation.
+
+    pause -> start -> check -> apply -> finish -> reset the prefix cache -> resume
+
+and, for an engine that sleeps, memory for the weights before, and that of the KV cache after *finish*.
+
+Checksums are compared after *check* where memory is shared, and after *apply* where weights are sent. A
+failure up to *check* leaves the engine serving its old weights. A later one means that the engine may hold a
+mixture: it stays paused and must be restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.bridge.manifest import CHECKSUM_MODULUS, Manifest
+from rpg_megatron.bridge.transports.buckets import ITEM_BYTES
+
+Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
+"""``await post(path, json body or None, timeout in seconds)`` -> (HTTP status, text)."""
+
+
+class SyncError(Exception):
+    """An engine did not take new weights."""
+
+
+class CheckFailed(SyncError):
+    """Refused before anything was changed: the engine serves its old weights, or still waits for some."""
+
+
+class EngineLost(SyncError):
+    """The engine cannot be trusted any more; restart it, then sync it."""
+
+
+class ApplyFailed(EngineLost):
+    """Failed while weights were being changed: the engine is paused, with a mixture of old and new."""
+
+
+@dataclass
+class SyncReport:
+    """What a sync did and what it cost."""
+
+    generation: int
+    mode: str = ""
+    """``slices``, or ``whole`` if some worker had to load whole tensors."""
+    bytes_per_worker: tuple[int, ...] = ()
+    """Bytes that each worker brought into its model."""
+    bytes_checked: tuple[int, ...] = ()
+    """Bytes that each worker read, beforehand, to check them; 0 where they are checked as they come."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by phase: pause, start, check, apply, finish, resume; and, of engines that sleep, wake and
+    wake KV cache."""
+    workers: tuple[dict[str, Any], ...] = ()
+    """The workers' own figures for *apply*."""
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall time of the whole sync."""
+        return sum(self.seconds.values())
+
+
+async def sync_engine(
+    post: Post,
+    manifest: Manifest,
+    *,
+    generation: int,
+    engine_tensor: int,
+    timeout: float,
+    asleep: bool = False,
+) -> SyncReport:
+    """Move one engine to a published generation and let it serve again.
+
+    engine_tensor: number of the engine's workers. timeout: seconds for each call. Published files must stay
+    unchanged until this returns. asleep: the engine may have been put to sleep and have no weights: memory
+    for them is taken first, that of the KV cache when they are there, and nothing is served without them.
+    Raises CheckFailed (names tensor, rank and file; the engine goes on with its old weights), ApplyFailed or
+    EngineLost (restart the engine). Do not run two syncs of one engine at a time. If this is cancelled, the
+    engine stays paused, and the next sync finds its way from there.
+    """
+    session = uuid.uuid4().hex
+    report = SyncReport(generation)
+    call = _Caller(post, timeout)
+    info = {
+        "transport": manifest.transport,
+        "place": manifest.place,
+        "generation": generation,
+        "session": session,
+    }
+
+    try:
+        if asleep:
+            with _clock(report, "wake"):
+                await call("/wake_up?tags=weights")
+        with _clock(report, "pause"):
+            await call("/pause?mode=keep")
+        with _clock(report, "start"):
+            # A controller that died during a sync left it open; starting twice would make workers raise.
+            aborted = _results(await call("/collective_rpc", {"method": "rpg_abort"}))
+            await call("/start_weight_update")
+    except _CallFailed as e:
+        raise EngineLost(f"engine cannot start a weight update: {e}") from None
+
+    problem: str | None = None
+    with _clock(report, "check"):
+        try:
+            await call("/update_weights", {"update_info": {**info, "phase": "check"}})
+            checked = await _acks(call, session, "check", engine_tensor)
+            problem = _failures(checked) or await _verdict(manifest, checked)
+        except _CallFailed as e:
+            problem = str(e)
+    if problem is not None:
+        if any(a.get("unsettled") for a in aborted):
+            raise ApplyFailed(f"an earlier update stopped half way, and this one was refused: {problem}")
+        try:
+            await call("/collective_rpc", {"method": "rpg_abort"})
+            if not asleep:
+                await call("/resume")
+        except _CallFailed as e:
+            raise EngineLost(f"check failed ({problem}), and the engine did not resume: {e}") from None
+        if asleep:
+            raise CheckFailed(f"generation {generation} refused, the engine waits: {problem}")
+        raise CheckFailed(f"generation {generation} refused, the old weights are served on: {problem}")
+
+    try:
+        with _clock(report, "apply"):
+            await call("/update_weights", {"update_info": {**info, "phase": "apply"}})
+            done = await _acks(call, session, "apply", engine_tensor)
+            if wrong := _failures(done) or await _verdict(manifest, done):
+                raise _CallFailed(wrong)
+            if silent := [
+                a["rank"] for a, b in zip(checked, done, strict=True) if not (a["sums"] or b["sums"])
+            ]:
+                raise _CallFailed(f"worker ranks {silent} do not say what they read")
+        with _clock(report, "finish"):
+            await call("/finish_weight_update")
+        if asleep:
+            with _clock(report, "wake KV cache"):
+                await call("/wake_up?tags=kv_cache")
+        with _clock(report, "resume"):
+            answer = await call("/reset_prefix_cache?reset_running_requests=true")
+            if '"success":true' not in answer.replace(" ", ""):
+                raise _CallFailed(f"the prefix cache of the old weights could not be dropped: {answer[:200]}")
+            await call("/resume")
+    except _CallFailed as e:
+        raise ApplyFailed(f"generation {generation}: {e}; restart the engine") from None
+    report.mode = "whole" if any(a["mode"] == "whole" for a in done) else "slices"
+    report.bytes_per_worker = tuple(int(a["bytes"]) for a in done)
+    report.bytes_checked = tuple(int(a["bytes"]) for a in checked)
+    report.workers = tuple({k: v for k, v in a.items() if k != "sums"} for a in done)
+    return report
+
+
+def compare_checksums(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What is wrong with the workers' reading, by HF tensor name; empty if all that was published was read.
+
+    Workers partition some tensors and read others alike (norms, replicated key/value heads). Together they
+    read a tensor a whole number of times, k, and their partial sums must add up to k times the published one.
+    """
+    wrong: dict[str, str] = {}
+    for name, tensor in manifest.tensors.items():
+        parts = {int(a["rank"]): a["sums"][name] for a in acks if name in a["sums"]}
+        total = sum(int(s) for s, _ in parts.values()) % CHECKSUM_MODULUS
+        nbytes = sum(int(n) for _, n in parts.values())
+        whole = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+        times, rest = divmod(nbytes, whole)
+        if rest or not times:
+            wrong[name] = f"workers read {nbytes} bytes of {whole}"
+        elif total != tensor.checksum * times % CHECKSUM_MODULUS:
+            ranks = ", ".join(map(str, sorted(parts)))
+            wrong[name] = f"checksum differs from the published one as read by worker rank {ranks}"
+    return wrong
+
+
+class _CallFailed(Exception):
+    """A call did not answer 200, or workers did not acknowledge."""
+
+
+class _Caller:
+    def __init__(self, post: Post, timeout: float) -> None:
+        self.post, self.timeout = post, timeout
+
+    async def __call__(self, path: str, body: Any | None = None) -> str:
+        """The answer's text. Raises _CallFailed for any other status and for every transport error."""
+        try:
+            status, text = await asyncio.wait_for(self.post(path, body, self.timeout), self.timeout + 5)
+        except Exception as e:
+            raise _CallFailed(f"POST {path}: {type(e).__name__} {e}".rstrip()) from e
+        if status != 200:
+            raise _CallFailed(f"POST {path} answered {status}: {text[:500]}")
+        return text
+
+
+class _clock:
+    """Adds the wall time of a block to the report."""
+
+    def __init__(self, report: SyncReport, phase: str) -> None:
+        self.report, self.phase = report, phase
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self.report.seconds[self.phase] = time.perf_counter() - self.began
+
+
+async def _acks(call: _Caller, session: str, phase: str, workers: int) -> list[dict[str, Any]]:
+    """Each worker's answer to a phase, in rank order. A missing one becomes a failed one.
+
+    A call of its own, for the route that starts a phase passes no answers on.
+    """
+    given = {int(a["rank"]): a for a in _results(await call("/collective_rpc", {"method": "rpg_ack"}))}
+    missing = {"ok": False, "error": f"did not run {phase}"}
+    return [
+        ack if (ack.get("session"), ack.get("phase")) == (session, phase) else {"rank": rank, **missing}
+        for rank, ack in ((r, given.get(r, {})) for r in range(workers))
+    ]
+
+
+def _results(text: str) -> list[dict[str, Any]]:
+    """The workers' answers in that of a ``/collective_rpc``."""
+    try:
+        results = json.loads(text)["results"]
+        if not all("rank" in r for r in results):
+            raise ValueError("an answer without a rank")
+    except (ValueError, KeyError, TypeError) as e:
+        raise _CallFailed(f"the workers' answers cannot be read ({type(e).__name__}: {e})") from None
+    return list(results)
+
+
+def _failures(acks: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(f"worker rank {a['rank']}: {a.get('error')}" for a in acks if not a.get("ok"))
+
+
+async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | None:
+    """Why what the workers read is not what was published; None if it is, or if they read nothing yet."""
+    if not any(a["sums"] for a in acks):
+        return None
+    wrong = compare_checksums(manifest, acks)
+    if not wrong:
+        return None
+    named = []
+    for name, why in list(wrong.items())[:5]:
+        named.append(f"{name}: {why}{await asyncio.to_thread(_blame, manifest, name, acks)}")
+    more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
+    return "; ".join(named) + more
+
+
+def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:
+    """Say whose part of a tensor is damaged: by reading it once more here, where memory is shared."""
+    if manifest.transport != "shared_memory":  # a GPU's memory cannot be read again from here
+        ranks = {manifest.shards[b.shard].rank for b in manifest.tensors[name].boxes}
+        read = {int(a.get("givers", {}).get(str(rank), rank)) for a in acks for rank in ranks}
+        return f" (from trainer ranks {', '.join(map(str, sorted(read)))})"
+    from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
+
+    path = Path(manifest.place["manifest"])
+    if not path.is_absolute():  # on several nodes it may be another one's memory
+        return ""
+    reader = ShardReader(path.parent)
+    try:
+        reader.open(manifest.place, manifest.generation)
+        files = sorted(map(str, reader.damaged(name)))
+    except ShardError as e:
+        return f" ({e})"
+    finally:
+        reader.close()
+    return f" (damaged: {', '.join(files)})" if files else " (the files are intact: the reading was not)"

@@ -1,0 +1,1 @@
+"""What carries weights from ranks to engine workers."""

@@ -1,0 +1,84 @@
+"""What travels from a trainer rank to an engine worker where they share no memory, and in which order.
+
+Pure arithmetic that both ends do alike: nothing but weights goes over the link. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.models.boxes import Box
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ALIGNMENT = 64
+"""Parts begin at multiples of so many bytes within a bucket, so that any element type can be viewed in place.
+"""
+
+
+@dataclass(frozen=True)
+class BucketPart:
+    """A box of an HF tensor that one trainer rank holds, small enough for a bucket."""
+
+    hf_name: str
+    box: Box
+    nbytes: int
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes in a bucket."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+Bucket = tuple[BucketPart, ...]
+"""Parts that are sent as one message, one after another."""
+
+
+def split_box(manifest: Manifest, hf_name: str, wanted: Box, most: int) -> Iterator[tuple[int, BucketPart]]:
+    """Cut a box into (index of the shard that holds it, part) of at most ``most`` bytes, by rows.
+
+    A row is never cut: one that is larger is a part of its own.
+    """
+    tensor = manifest.tensors[hf_name]
+    item = ITEM_BYTES[tensor.dtype]
+    for published in tensor.boxes:
+        common = published.hf.intersect(wanted)
+        if common is None:
+            continue
+        rows = common.extent[0] if common.extent else 1
+        step = max(1, most * rows // max(item * common.numel, 1))
+        for row in range(0, rows, step):
+            count = min(step, rows - row)
+            start = (common.start[0] + row, *common.start[1:]) if common.extent else ()
+            box = Box(start, (count, *common.extent[1:]) if common.extent else ())
+            yield published.shard, BucketPart(hf_name, box, item * math.prod(box.extent))
+
+
+def plan_streams(manifest: Manifest, wanted: Iterable[tuple[str, Box]], most: int) -> dict[int, list[Bucket]]:
+    """What each shard's rank has to send for a worker's reads, in the order of the reads.
+
+    most: bytes of a bucket; a single larger part has one of its own.
+    """
+    streams: dict[int, list[list[BucketPart]]] = {}
+    used: dict[int, int] = {}
+    for name, box in wanted:
+        for shard, part in split_box(manifest, name, box, most):
+            buckets = streams.setdefault(shard, [])
+            if not buckets or used[shard] + part.room > most:
+                buckets.append([])
+                used[shard] = 0
+            buckets[-1].append(part)
+            used[shard] += part.room
+    return {shard: [tuple(b) for b in buckets] for shard, buckets in streams.items()}
+
+
+def room_of(bucket: Bucket) -> int:
+    """Bytes of a bucket's message."""
+    return sum(p.room for p in bucket)
+
+
+def largest(buckets: Sequence[Bucket]) -> int:
+    """Bytes of the largest message."""
+    return max(map(room_of, buckets), default=0)

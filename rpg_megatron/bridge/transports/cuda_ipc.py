@@ -1,0 +1,215 @@
+"""Memory of one GPU in two processes: CUDA IPC handles of the trainer's parameters.
+
+Nothing is copied to publish: engines on the same node read the live parameters, on the GPU where they lie or,
+between GPUs that reach each other, over their link. Each worker reads the replica on its own GPU where there
+is one: a process that opens memory of another card takes room on that card. A handle is JSON, so that reading
+one runs no code.
+
+Not for memory from torch's expandable segments (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard, write_private
+from rpg_megatron.bridge.publish_plan import Sums, agree, describe, node_name
+from rpg_megatron.bridge.transports.shared_memory import require_private_folder
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.system.collectives import gather_objects, run_together
+
+_BYTES = (1, 4, 6)
+"""Which parts of ``UntypedStorage._share_cuda_()`` are bytes; the others are numbers and a truth value."""
+
+
+class HandleError(Exception):
+    """Memory cannot be opened by its handle."""
+
+
+class CudaIpcPublisher:
+    """Lets engines on this node read this rank's parameters on their GPU; see ``Publisher``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        placement: RankCoordinates,
+        params: Mapping[str, torch.Tensor],
+        layout: ModelMapping,
+        dtype: torch.dtype,
+    ) -> None:
+        """folder: private folder for the manifest, the engines' RPG_BRIDGE_DIR.
+
+        params: live parameters of element type ``dtype`` by Megatron name, on a GPU.
+        On several nodes each has all of the weights, and a folder of its own.
+        Raises UserError if parameters are of another type, LayoutError if the ranks of a node together do not
+        hold the model.
+        """
+        self.folder = run_together(lambda: require_private_folder(folder))
+        self.placement, self.layout, self.dtype = placement, layout, dtype
+        self._params = params
+        self._agreement = agree(placement, params, layout, node_name(self.folder))
+        replicas = self._agreement.replicas
+        self._source = next(source for source, ranks in replicas.items() if placement.rank in ranks)
+        """The rank whose part this one's memory holds: itself, or one of the node's first replica."""
+        self._handles: dict[int, tuple[str, str]] = {}
+        self._told: _Memory | None = None
+        self._known: dict[int, _Memory] = {}
+        run_together(self._check_types)
+
+    @torch.no_grad()
+    def publish(self, generation: int) -> Manifest | None:
+        """Let engines read the present weights; returns the manifest on rank 0, else None.
+
+        Every replica can be read; checksums are those of the node's first one, so what an engine reads of
+        another proves that the two are alike. On several nodes the manifest is that of the first one.
+        """
+
+        def own() -> tuple[Sums, _Memory]:
+            torch.cuda.synchronize()
+            return self._agreement.sum_boxes(self._params, self.dtype), self._memory()
+
+        sums, memory = run_together(own)
+        # Where things lie is as good as always what all know since the first time.
+        gathered = gather_objects((self.placement.rank, sums, None if memory == self._told else memory))
+        self._told = memory
+        if self.placement.rank != self._agreement.lead:
+            return None
+        self._known |= {rank: memory for rank, _, memory in gathered if memory is not None}
+        shards: list[Shard] = []
+        where: dict[tuple[int, str], tuple[int, int]] = {}
+        for rank in self._agreement.ranks:
+            for param, (index, offset) in self._known[rank].places.items():
+                where[rank, param] = len(shards) + index, offset
+            shards += self._shards(rank)
+        path = self.folder / MANIFEST
+        manifest = describe(
+            self._agreement,
+            self.layout,
+            self.dtype,
+            tuple(shards),
+            where,
+            {rank: found for rank, found, _ in gathered},
+            transport="cuda_ipc",
+            # On several nodes each engine looks into its own folder.
+            place={"manifest": str(path) if self._agreement.alone else MANIFEST},
+            generation=generation,
+        )
+        write_private(path, manifest.to_json())
+        return manifest if self.placement.rank == 0 else None
+
+    def retract(self) -> None:
+        """From here on the weights may change: engines that still read notice it."""
+        if self.placement.rank == self._agreement.lead:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the manifest."""
+        self.retract()
+
+    def _check_types(self) -> None:
+        found = {str(self._params[p].dtype) for _, _, p, _ in self._agreement.of(self._source)}
+        if wrong := sorted(found - {str(self.dtype)}):
+            raise UserError(f"parameters are {', '.join(wrong)}, engines are to receive {self.dtype}")
+
+    def _memory(self) -> _Memory:
+        """Where this rank holds what its source gives."""
+        found = _Memory([], [], {})
+        index: dict[int, int] = {}
+        for _, _, name, _ in self._agreement.of(self._source):
+            param = self._params[name]
+            storage = param.untyped_storage()
+            address = storage.data_ptr()
+            if address not in index:
+                index[address] = len(found.sizes)
+                # Once for each piece of memory: every export would add to a chain that torch keeps.
+                if address not in self._handles:
+                    self._handles[address] = _export(storage)
+                found.handles.append(self._handles[address])
+                found.sizes.append(storage.nbytes())
+            found.places[name] = index[address], param.storage_offset() * param.element_size()
+        return found
+
+    def _shards(self, source: int) -> Iterator[Shard]:
+        """A source's pieces of memory, each with its copies."""
+        own = self._known[source]
+        alike = [
+            (rank, self._known[rank])
+            for rank in self._agreement.replicas[source]
+            # Replicas lay their memory out alike; one that did not could not be read by the source's offsets.
+            if (self._known[rank].sizes, self._known[rank].places) == (own.sizes, own.places)
+        ]
+        for i, size in enumerate(own.sizes):
+            yield Shard(source, size, copies=tuple(Copy(rank, *m.handles[i]) for rank, m in alike))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Where a rank's parameters lie."""
+
+    sizes: list[int]
+    """Bytes of each piece of memory."""
+    handles: list[tuple[str, str]]
+    """UUID of its GPU, and its handle."""
+    places: dict[str, tuple[int, int]]
+    """Of each parameter, by name: in which piece it lies, and at which byte it begins."""
+
+
+def _export(storage: torch.UntypedStorage) -> tuple[str, str]:
+    parts = list(storage._share_cuda_())
+    gpu = str(torch.cuda.get_device_properties(parts[0]).uuid)
+    parts[7] = False  # no event to wait for: ``publish`` has synchronised
+    for i in _BYTES:
+        parts[i] = base64.b64encode(parts[i]).decode()
+    return gpu, json.dumps(parts[1:])
+
+
+def choose_copies(shards: Sequence[Shard], gpu: str) -> list[Copy]:
+    """Of each shard the copy that a worker on a GPU (its UUID) reads: that on its own GPU, if there is one.
+
+    What its GPU does not hold it reads from the same replica, so that each card is read by the workers of one
+    replica; and a worker on none of these GPUs from one replica throughout, which workers share out.
+    """
+    near = [i for shard in shards for i, copy in enumerate(shard.copies) if copy.gpu == gpu]
+    replica = near[0] if near else zlib.crc32(gpu.encode())
+    return [
+        next((c for c in shard.copies if c.gpu == gpu), shard.copies[replica % len(shard.copies)])
+        for shard in shards
+    ]
+
+
+def gpu_of(device: torch.device) -> str:
+    """UUID of a GPU; empty on a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def open_memory(copy: Copy) -> torch.Tensor:
+    """The memory of a copy, as bytes on its GPU. Raises HandleError if this process cannot reach it."""
+    arguments = [_find_gpu(copy.gpu), *json.loads(copy.handle)]
+    for i in _BYTES:
+        arguments[i] = base64.b64decode(arguments[i])
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(*arguments)
+    except RuntimeError as e:
+        raise HandleError(
+            f"memory of trainer rank {copy.rank} on GPU {copy.gpu} cannot be opened ({e})"
+        ) from None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _find_gpu(uuid: str) -> int:
+    """Number of a GPU in this process: processes may see different GPUs, in different order."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return index
+    raise HandleError(
+        f"GPU {uuid} of the trainer is hidden from this engine; let engines see all GPUs of the node"
+    )

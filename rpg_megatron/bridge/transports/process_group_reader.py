@@ -1,0 +1,277 @@
+"""Engine side of the live bridge where it shares no memory with the trainers: slices arrive as messages.
+
+*Check* connects to every trainer rank that holds something for this worker, tells it what, and hears which
+generation it serves; nothing is moved. *Apply* streams: a message is unpacked into the model while the next
+is on its way, each slice is summed as it passes, and no byte comes twice. So weights that were damaged on the
+way are known only when they are in the model: the controller compares the sums before it lets the engine
+serve again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rpg_megatron.bridge.checksum import MODULUS, checksum
+from rpg_megatron.bridge.manifest import Manifest, parse_manifest
+from rpg_megatron.bridge.transports.buckets import (
+    Bucket,
+    BucketPart,
+    largest,
+    plan_streams,
+    room_of,
+    split_box,
+)
+from rpg_megatron.bridge.transports.mapped_reader import ShardError, Sums, torch_dtype
+from rpg_megatron.bridge.transports.process_group_link import RECEIVER, Link, LinkError, Rendezvous
+from rpg_megatron.bridge.transports.process_group_publisher import inbox
+from rpg_megatron.models.boxes import Box, check_cover
+
+
+class GroupReader:
+    """Reads publications of a ``GroupPublisher``; see ``Reader`` for the contract."""
+
+    def __init__(self, device: torch.device, node: str = "") -> None:
+        """device: where slices go, the engine's. node: its ``node_name``, to find trainer ranks nearby."""
+        self.manifest: Manifest | None = None
+        self._device, self._node = device, node
+        self._meeting: Rendezvous | None = None
+        self._name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._links: dict[int, _Receiver] = {}
+        self._made = 0
+        self._sums: Sums = {}
+        self._most = 0
+
+    def open(self, place: dict[str, Any], generation: int) -> Manifest:
+        """Fetch the manifest from the trainers' store. Raises ShardError with the reason."""
+        self.manifest = None
+        if self._meeting is None or self._meeting.place != place:
+            self.close()
+            try:
+                self._meeting = Rendezvous.join(place)
+            except OSError as e:
+                raise ShardError(str(e)) from None
+        try:
+            if not self._meeting.store.check(["manifest"]):
+                raise ShardError("the trainers have published nothing yet")
+            manifest = parse_manifest(self._meeting.store.get("manifest").decode(), place)
+        except RuntimeError as e:
+            self.close()
+            raise ShardError(f"the trainers' store does not answer ({e})") from None
+        except ValueError as e:
+            raise ShardError(str(e)) from None
+        if manifest.generation != generation:
+            raise ShardError(f"the trainers serve generation {manifest.generation}, asked for {generation}")
+        for name, tensor in manifest.tensors.items():
+            check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
+        self.manifest = manifest
+        return manifest
+
+    def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
+        """Make sure that every rank concerned is there and will send what these reads need; moves nothing.
+
+        Raises ShardError that names the rank. Returns no sums: nothing was read yet.
+        """
+        manifest = self._opened()
+        self._sums = {}
+        budget = int(manifest.place["bucket_bytes"])
+        # Two buckets for each rank that sends share the memory; which ranks those are does not hang on sizes.
+        ranks = plan_streams(manifest, wanted, 1 << 62)
+        self._most = max(1, budget // (2 * max(len(ranks), 1)))
+        streams = plan_streams(manifest, wanted, self._most)
+        for shard in [s for s in self._links if s not in streams]:
+            self._links.pop(shard).close()
+        try:
+            for shard, buckets in streams.items():
+                self._hail(shard, buckets)
+            for shard in streams:
+                self._links[shard].expect_greeting(manifest.generation)
+        except BaseException as e:
+            # Links that answered may be in the middle of something; the next check makes new ones.
+            self._hang_up()
+            if isinstance(e, LinkError | RuntimeError):
+                raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
+            raise
+        return {}
+
+    def begin(self) -> None:
+        """Ask all ranks to send. Raises ShardError."""
+        manifest = self._opened()
+        for shard, receiver in self._links.items():
+            self._ask(shard, {"kind": "stream", "link": receiver.name})
+            try:
+                receiver.begin()
+            except LinkError as e:
+                raise ShardError(f"{manifest.shards[shard]} is gone: {e}") from None
+        self._sums = {name: (0, 0) for name in manifest.tensors}
+
+    def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
+        """The parts of a box of an HF tensor: (view into a message, its box in the HF tensor).
+
+        Boxes must be asked for in the order that ``check`` was told, and a view is gone when the next part is
+        asked for. Raises ShardError.
+        """
+        manifest = self._opened()
+        for shard, part in split_box(manifest, hf_name, wanted, self._most):
+            try:
+                raw = self._links[shard].take(part).to(self._device)  # over gloo it is in host memory
+            except LinkError as e:
+                raise ShardError(f"{manifest.shards[shard]} broke off at {hf_name}: {e}") from None
+            values = raw.view(torch_dtype(manifest.tensors[hf_name].dtype)).view(part.box.extent)
+            total, nbytes = self._sums[hf_name]
+            self._sums[hf_name] = (
+                (total + checksum(values, part.box.start)) % MODULUS,
+                nbytes + part.nbytes,
+            )
+            yield values, part.box
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A full HF tensor, as a copy of its own."""
+        tensor = self._opened().tensors[name]
+        out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=self._device)
+        for part, box in self.cut(name, Box.whole(tensor.shape)):
+            out[box.slices()].copy_(part)
+        return out
+
+    def end(self) -> Sums:
+        """Checksum and bytes of each tensor as it came through since ``begin``."""
+        return {name: found for name, found in self._sums.items() if found[1]}
+
+    @property
+    def givers(self) -> dict[int, int]:
+        """Of each source rank, the one that is asked."""
+        manifest = self._opened()
+        return {s.rank: self._nearest(s.rank, manifest.place) for s in manifest.shards}
+
+    def release(self) -> None:
+        """An update stopped half way: what is still under way must not be taken for the next one's."""
+        if any(receiver.busy for receiver in self._links.values()):
+            self._hang_up()
+
+    def close(self) -> None:
+        """Hang up and forget the publication."""
+        self._hang_up()
+        self.manifest, self._meeting = None, None
+
+    def _opened(self) -> Manifest:
+        if self.manifest is None:
+            raise ShardError("no publication is open")
+        return self.manifest
+
+    def _hail(self, shard: int, buckets: list[Bucket]) -> None:
+        """Greet a rank, over a new link if there is none, and tell it what to send if that is new."""
+        assert self._meeting is not None
+        receiver = self._links.get(shard)
+        new = receiver is None
+        name = f"{self._name}-{self._made}" if receiver is None else receiver.name
+        changed = receiver is None or receiver.buckets != buckets
+        lists = [[(p.hf_name, p.box.start, p.box.extent) for p in b] for b in buckets] if changed else None
+        self._ask(shard, {"kind": "hello", "link": name, "buckets": lists})
+        if new:
+            self._made += 1
+            self._links[shard] = _Receiver(self._meeting.connect(name, RECEIVER, self._device), name)
+        if changed:
+            self._links[shard].plan(buckets)
+
+    def _ask(self, shard: int, request: dict[str, Any]) -> None:
+        assert self._meeting is not None
+        manifest = self._opened()
+        key = inbox(manifest.generation, self._nearest(manifest.shards[shard].rank, manifest.place))
+        try:
+            self._meeting.ask(key, request)
+        except RuntimeError as e:
+            raise ShardError(f"the trainers' store does not answer ({e})") from None
+
+    def _nearest(self, source: int, place: dict[str, Any]) -> int:
+        """The rank to ask for what a source rank gives: of those that hold the same, one of this node; else
+        another one for each worker, so that not all ask the first.
+        """
+        replicas = place.get("replicas", {}).get(str(source), [(source, "")])
+        near = [rank for rank, node in replicas if node == self._node]
+        ranks = near or [rank for rank, _ in replicas]
+        return int(ranks[zlib.crc32(self._name.encode()) % len(ranks)])
+
+    def _hang_up(self) -> None:
+        for receiver in self._links.values():
+            receiver.close()
+        self._links.clear()
+
+
+class _Receiver:
+    """This worker's end of one link."""
+
+    def __init__(self, link: Link, name: str) -> None:
+        self.name = name
+        self.buckets: list[Bucket] = []
+        self._link = link
+        self._buffers: list[torch.Tensor] = []
+        self._coming: tuple[Bucket, torch.Tensor, Any] | None = None
+        self._next = 0
+        self._parts: deque[tuple[BucketPart, torch.Tensor]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether messages are still expected."""
+        return self._coming is not None
+
+    def plan(self, buckets: list[Bucket]) -> None:
+        """What will come from now on; memory for two messages."""
+        self.buckets = buckets
+        size = largest(buckets)
+        self._buffers = [self._link.buffer(size) for _ in range(min(2, len(buckets)))]
+
+    def expect_greeting(self, generation: int) -> None:
+        """Hear what the rank serves. Raises LinkError if that is not what the manifest says."""
+        message = self._link.buffer(16)
+        self._link.finish(self._link.receive(message))
+        served, total = message.view(torch.int64).tolist()
+        expected = sum(p.nbytes for b in self.buckets for p in b)
+        if (served, total) != (generation, expected):
+            raise LinkError(
+                f"it serves {total} bytes of generation {served}, expected {expected} of {generation}"
+            )
+
+    def begin(self) -> None:
+        """Be ready for the first message."""
+        self._next = 0
+        self._parts.clear()
+        self._post()
+
+    def take(self, part: BucketPart) -> torch.Tensor:
+        """The bytes of the next part, which must be this one. Raises LinkError."""
+        if not self._parts:
+            if self._coming is None:
+                raise LinkError(f"nothing more is to come, asked for {part.hf_name} {part.box}")
+            bucket, message, work = self._coming
+            self._link.finish(work)
+            # All of the message before is used, so its memory takes the next one. Not earlier: on a GPU a
+            # receive that waits for the one before it may hold up other links in the same hardware queue, and
+            # with them the rank that this one waits for.
+            self._post()
+            at = 0
+            for p in bucket:
+                self._parts.append((p, message[at : at + p.nbytes]))
+                at += p.room
+        expected, values = self._parts.popleft()
+        if expected != part:
+            raise LinkError(f"{expected.hf_name} {expected.box} is next, not {part.hf_name} {part.box}")
+        return values
+
+    def close(self) -> None:
+        """Hang up."""
+        self._link.close()
+
+    def _post(self) -> None:
+        """Begin to receive the next message, if there is one."""
+        self._coming = None
+        if self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            message = self._buffers[self._next % 2][: room_of(bucket)]
+            self._coming = bucket, message, self._link.receive(message)
+            self._next += 1

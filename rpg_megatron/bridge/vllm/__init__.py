@@ -1,0 +1,1 @@
+"""The part of the bridge that runs inside vLLM's workers."""

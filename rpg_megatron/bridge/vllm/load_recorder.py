@@ -1,0 +1,136 @@
+"""Find out which slice of which tensor a weight loader puts where, by a run on tensors without memory.
+
+A view of a meta tensor shares its storage object with the tensor it was cut from. So at the moment a loader
+calls ``copy_``, the storages say which parameter receives which tensor, and (shape, stride, offset) say which
+part. The ways a loader may slice (narrow, chunk, unbind, ``.data``) need no treatment one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rpg_megatron.models.boxes import Box
+
+
+class NotRecordable(Exception):
+    """A loader does more than copying boxes and filling with constants."""
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A view, apart from its memory: shape, strides and offset in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, view: torch.Tensor) -> Strided:
+        """How ``view`` lies in its storage."""
+        return cls(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    def on(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same view of another tensor that begins at its storage's start."""
+        return tensor.as_strided(self.shape, self.stride, self.offset + int(tensor.storage_offset()))
+
+
+@dataclass(frozen=True)
+class SliceCopy:
+    """``target`` (in a parameter) receives the box of a published tensor, element by element."""
+
+    target: Strided
+    hf_name: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Fill:
+    """``target`` (in a parameter) receives a constant: padding."""
+
+    target: Strided
+    value: float
+
+
+class LoadRecorder[Key: Hashable](TorchDispatchMode):
+    """Dispatch mode under which loaders run; afterwards ``copies`` and ``fills`` hold what they did.
+
+    sources: full tensors by name, targets: parameters by any key; all on the meta device, each with a storage
+    of its own. What cannot be expressed ends up in ``refused``, as text.
+    """
+
+    def __init__(self, sources: Mapping[str, torch.Tensor], targets: Mapping[Key, torch.Tensor]) -> None:
+        super().__init__()
+        self._sources = {_storage(t): (name, t) for name, t in sources.items()}
+        self._targets = {_storage(t): key for key, t in targets.items()}
+        self.copies: list[tuple[Key, SliceCopy]] = []
+        self.fills: list[tuple[Key, Fill]] = []
+        self.refused: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let the operation run (on meta tensors it costs nothing), and note writes to parameters."""
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name.endswith("_") and args and isinstance(args[0], torch.Tensor):
+            key = self._targets.get(_storage(args[0]))
+            if func is torch.ops.aten.copy_.default:
+                self._note_copy(key, args[0], args[1])
+            elif key is not None and args[0].numel():
+                if func is torch.ops.aten.zero_.default:
+                    self.fills.append((key, Fill(Strided.of(args[0]), 0.0)))
+                elif func is torch.ops.aten.fill_.Scalar:
+                    self.fills.append((key, Fill(Strided.of(args[0]), float(args[1]))))
+                else:
+                    self.refused.append(f"{name} on {key}")
+        return result
+
+    def _note_copy(self, key: Key | None, target: torch.Tensor, source: torch.Tensor) -> None:
+        origin = self._sources.get(_storage(source))
+        if key is None or origin is None:
+            what = "an intermediate tensor" if origin is None else origin[0]
+            self.refused.append(f"copy of {what} into {key or 'no parameter'}")
+            return
+        name, full = origin
+        box = strided_box(Strided.of(source), full.shape)
+        if box is None or target.shape != source.shape:
+            self.refused.append(f"copy of {name} into {key} is no box")
+            return
+        self.copies.append((key, SliceCopy(Strided.of(target), name, box)))
+
+
+def strided_box(view: Strided, shape: Sequence[int]) -> Box | None:
+    """The box that a view of a contiguous tensor of this shape covers, in the same order; None if it is none.
+
+    Dimensions of size 1 may be dropped or added; transposed, flattened and skipping views are no boxes.
+    """
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    dims = [(n, s) for n, s in zip(view.shape, view.stride, strict=True) if n != 1]
+    start, extent, offset = [], [], view.offset
+    for size, stride in zip(shape, strides, strict=True):
+        first, offset = divmod(offset, stride)
+        taken = 1
+        if size != 1 and dims and dims[0][1] == stride:
+            taken = dims.pop(0)[0]
+        if first + taken > size:
+            return None
+        start.append(first)
+        extent.append(taken)
+    return None if dims or offset else Box(tuple(start), tuple(extent))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of the storage object behind a tensor and its views."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,289 @@
+"""vLLM side of the live bridge: workers pull their slices of published weights.
+
+Start the engine with
+
+    --weight-transfer-config '{"backend": "rpg_pull"}'
+    --worker-extension-cls rpg_megatron.bridge.vllm.plugin.WorkerExtension
+    --middleware rpg_megatron.bridge.vllm.plugin.BearerAuth
+
+and, in its environment, RPG_BRIDGE_DIR (the only folder that manifests are taken from), RPG_ENGINE_TOKEN
+(every route asks for it) and VLLM_SERVER_DEV_MODE=1 (the routes for weight updates exist only then).
+
+Two rules shape this file. A worker must never raise: at tensor parallel size two and more, vLLM leaves the
+other workers' replies queued when one raises, and every later answer is one call late for good. So each
+worker keeps its answer until it is asked for it. And between *start* and *apply* nothing of the model is
+touched, so a failed check needs no repair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import init_logger
+
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.publish_plan import node_name
+from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
+from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
+from rpg_megatron.bridge.transports.process_group_reader import GroupReader
+from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
+from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
+
+BACKEND = "rpg_pull"
+DIR_VARIABLE = "RPG_BRIDGE_DIR"
+TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
+
+logger = init_logger("vllm." + __name__)
+
+
+@dataclass
+class PullInit(WeightTransferInitInfo):
+    """Nothing to set up: manifests carry all that a worker needs."""
+
+
+@dataclass
+class PullUpdate(WeightTransferUpdateInfo):
+    """One phase of one sync."""
+
+    transport: str
+    place: dict[str, Any]
+    """Where the publication is found; see ``Manifest``."""
+    generation: int
+    phase: str
+    """``check`` or ``apply``."""
+    session: str
+    """Name that the controller gave this sync; acknowledgements and the two phases are matched by it."""
+
+
+class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
+    """Weight-transfer backend ``rpg_pull``: reads exactly this worker's slices from published shards."""
+
+    init_info_cls, update_info_cls = PullInit, PullUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        folder = os.environ.get(DIR_VARIABLE)
+        if not folder:
+            raise RuntimeError(f"{DIR_VARIABLE} is not set: it names the folder that weights are pulled from")
+        self.folder = Path(folder).resolve()
+        self._readers: dict[str, Reader] = {}
+        self.generation: int | None = None
+        self.unsettled = False
+        """Whether an *apply* began whose update was never finished: the weights may be a mixture."""
+        self.ack: dict[str, Any] = {}
+        self._plan: ModelPlan | None = None
+        self._checked: tuple[str, int] | None = None
+
+    def init_transfer_engine(self, init_info: PullInit) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Forget an earlier check; the model stays as it is until *apply*."""
+        self._checked = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Run one phase and note the outcome in ``ack``. Never raises (see the module's docstring)."""
+        began = time.perf_counter()
+        self.ack = ack = {"rank": self.parallel_config.rank, "pid": os.getpid(), "ok": False, "sums": {}}
+        try:
+            ack.update({k: update_info.get(k) for k in ("session", "generation", "phase")})
+            with own_stream(self.device):
+                self.receive_weights(self.parse_update_info(update_info), ack)
+            ack["ok"] = True
+        except BaseException as e:
+            ack["error"] = f"{type(e).__name__}: {e}"
+            known = {k: v for k, v in update_info.items() if k != "place"}  # which holds a secret
+            logger.exception("Weight update failed: %s", known)
+            self.abort()
+        ack["seconds"] = time.perf_counter() - began
+
+    def receive_weights(self, update_info: PullUpdate, ack: dict[str, Any] | None = None) -> None:
+        """One phase; may raise, unlike ``update_weights``. ``ack`` is filled with what was done."""
+        ack = {} if ack is None else ack
+        session = (update_info.session, update_info.generation)
+        if update_info.phase == "check":
+            self._checked = None
+            reader = self._reader(update_info.transport)
+            plan = self._current_plan(reader.open(update_info.place, update_info.generation))
+            ack["sums"] = reader.check(plan.boxes())
+            ack["bytes"] = sum(n for _, n in ack["sums"].values())
+            ack["givers"] = {str(source): rank for source, rank in reader.givers.items()}
+            self._checked = session
+        elif update_info.phase == "apply":
+            if self._checked != session:
+                raise RuntimeError(f"session {session} was not checked (last check: {self._checked})")
+            self._checked = None
+            reader, plan = self._reader(update_info.transport), self._plan
+            assert plan is not None
+            reader.begin()
+            # From here on a failure leaves a mixture, whose generation is nobody's.
+            self.generation, self.unsettled = None, True
+            load_published(self.model, self.model_config, self.device, plan, reader)
+            ack["sums"] = reader.end()
+            ack["bytes"] = plan.nbytes
+            ack["givers"] = {str(source): rank for source, rank in reader.givers.items()}
+            self.generation = update_info.generation
+        else:
+            raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")
+        ack["mode"] = "whole" if plan.layers is None else "slices"
+        ack["reason"] = plan.reason
+        if plan.layers is not None:
+            ack["layers_in_place"] = sum(p.in_place for p in plan.layers)
+            ack["layers_processed"] = sum(not p.in_place for p in plan.layers)
+
+    def finish_weight_update(self) -> None:
+        """What *apply* brought is to be served."""
+        self._checked = None
+        self.unsettled = False
+
+    def abort(self) -> None:
+        """Give every module its own tensors back, whatever state an update stopped in. Never raises."""
+        self._checked = None
+        for reader in self._readers.values():
+            try:
+                reader.release()
+            except BaseException:
+                logger.exception("Could not let go of an update")
+        try:
+            restore_layers(self.model)
+        except BaseException:
+            logger.exception("Could not restore the model; the engine must be restarted")
+            self.generation = None
+
+    def shutdown(self) -> None:
+        """Let go of the trainers' weights."""
+        for reader in self._readers.values():
+            try:
+                reader.close()
+            except BaseException:
+                logger.exception("Could not let go of the trainers' weights")
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """Not used: trainers publish, they do not send."""
+        raise NotImplementedError("rpg_pull: trainers publish with rpg_megatron.bridge.publisher")
+
+    def _reader(self, transport: str) -> Reader:
+        """The transport's reader, made at its first use. Raises ShardError if the name is unknown."""
+        if transport not in self._readers:
+            if transport in ("shared_memory", "cuda_ipc"):
+                self._readers[transport] = ShardReader(self.folder, gpu_of(self.device))
+            elif transport == "process_group":
+                self._readers[transport] = GroupReader(self.device, node_name(self.folder))
+            else:
+                raise ShardError(f"this engine knows no transport {transport!r}")
+        return self._readers[transport]
+
+    def _current_plan(self, manifest: Manifest) -> ModelPlan:
+        signature = tuple((n, t.dtype, t.shape) for n, t in manifest.tensors.items())
+        if self._plan is None or self._plan.signature != signature:
+            self._plan = record_plan(self.model, self.device, signature)
+            if self._plan.reason:
+                logger.warning("Loading whole tensors: %s", self._plan.reason)
+        return self._plan
+
+
+class WorkerExtension:
+    """Calls that the controller makes through vLLM's ``/collective_rpc``. None of them raises."""
+
+    weight_transfer_engine: PullEngine
+    _rpg_trace: WorkerTrace | None = None
+
+    def rpg_abort(self) -> dict[str, Any]:
+        """End an open update, if there is one, with the weights as they were before *apply*."""
+        engine = self.weight_transfer_engine
+        engine.abort()
+        engine.reset_weight_update_target()
+        self._weight_update_active = False
+        return {
+            "rank": engine.parallel_config.rank,
+            "generation": engine.generation,
+            "unsettled": engine.unsettled,
+        }
+
+    def rpg_ack(self) -> dict[str, Any]:
+        """What the last phase did, and whether it went well."""
+        return self.weight_transfer_engine.ack
+
+    def rpg_generation(self) -> dict[str, Any]:
+        """Generation of the weights being served; None before the first sync and after a failed *apply*."""
+        engine = self.weight_transfer_engine
+        return {
+            "rank": engine.parallel_config.rank,
+            "pid": os.getpid(),
+            "generation": engine.generation,
+        }
+
+    def rpg_trace(self, action: str) -> dict[str, Any]:
+        """Watch the model's modules (``start``), write down what they gave (``take``), stop (``stop``).
+
+        See ``vllm_plugin_trace``. The answer holds ``error``, empty if there was none.
+        """
+        rank = self.weight_transfer_engine.parallel_config.rank
+        error = ""
+        try:
+            trace = self._rpg_trace
+            if action == "take":
+                if trace is None:
+                    raise RuntimeError("nothing is traced")
+                trace.take(trace_file(self.weight_transfer_engine.folder, rank))
+                error = trace.error
+            else:
+                if trace is not None:
+                    trace.close()
+                self._rpg_trace = (
+                    WorkerTrace(self.weight_transfer_engine.model) if action == "start" else None
+                )
+        except BaseException as e:
+            error = f"{type(e).__name__}: {e}"
+            logger.exception("Tracing failed: %s", action)
+        return {"rank": rank, "error": error}
+
+
+class BearerAuth:
+    """ASGI middleware: every route asks for the token in RPG_ENGINE_TOKEN, health and 404s included.
+
+    vLLM's own ``--api-key`` leaves the routes open that change weights or generate by another path.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise RuntimeError(f"{TOKEN_VARIABLE} is not set: an engine does not start without a token")
+        self.app = app
+        self._digest = hashlib.sha256(b"Bearer " + token.encode()).digest()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] in ("http", "websocket"):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            # Digests have one length, so the comparison's time tells nothing about the token.
+            if not hmac.compare_digest(hashlib.sha256(given).digest(), self._digest):
+                if scope["type"] == "websocket":
+                    await send({"type": "websocket.close", "code": 4401})
+                    return
+                headers = [(b"content-length", b"0"), (b"www-authenticate", b"Bearer")]
+                await send({"type": "http.response.start", "status": 401, "headers": headers})
+                await send({"type": "http.response.body", "body": b""})
+                return
+        await self.app(scope, receive, send)
+
+
+def register() -> None:
+    """Entry point of the group ``vllm.general_plugins``: makes the backend known in every vLLM process."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)

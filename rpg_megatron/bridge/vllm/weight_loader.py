@@ -1,0 +1,337 @@
+"""How published slices get into vLLM's modules: the plan of one worker, recorded once, and its replay.
+
+Three ways in, the first two chosen module by module:
+
+- *in place*: parameters still have the layout that loaders write (unquantised on a GPU; norms everywhere), so
+  slices are copied into the live tensors. Addresses stay, so captured CUDA graphs stay valid.
+- *processed*: vLLM re-packs the module after loading (CPU kernels, quantised layers), so slices go into fresh
+  tensors, through the module's own processing, and the result into the old tensors.
+- *whole*: some loader does more than copy slices; then full tensors are assembled and handed to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.hpc.hpc_module import HpcModule
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _copy_and_restore_kernel_tensors,
+    _get_original_loader,
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_TENSORS,
+    materialize_layer,
+    restore_layer_on_meta,
+)
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+
+from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError
+from rpg_megatron.bridge.vllm.load_recorder import Fill, LoadRecorder, NotRecordable, SliceCopy
+from rpg_megatron.models.boxes import Box
+
+Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Names, element types and shapes of the published tensors, in order."""
+
+UNPROCESSED_ON_CUDA = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Methods whose work after loading is a CPU matter. Exact types: subclasses may shuffle weights."""
+
+
+@dataclass
+class LayerPlan:
+    """What one module receives, by parameter name."""
+
+    layer: torch.nn.Module
+    copies: list[tuple[str, SliceCopy]] = field(default_factory=list)
+    fills: list[tuple[str, Fill]] = field(default_factory=list)
+    in_place: bool = False
+
+
+@dataclass
+class ModelPlan:
+    """What this worker reads at every sync. ``layers`` is None if it loads whole tensors, for ``reason``."""
+
+    signature: Signature
+    layers: list[LayerPlan] | None
+    shared: list[torch.nn.Module] = field(default_factory=list)
+    """Modules without a loader of their own that share a parameter with a planned one (tied embeddings)."""
+    reason: str = ""
+
+    def boxes(self) -> list[tuple[str, Box]]:
+        """Every read of a sync: HF tensor name and box."""
+        if self.layers is None:
+            return [(name, Box.whole(shape)) for name, _, shape in self.signature]
+        return [(copy.hf_name, copy.box) for plan in self.layers for _, copy in plan.copies]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a sync brings into the model."""
+        item = {name: getattr(torch, dtype).itemsize for name, dtype, _ in self.signature}
+        return sum(item[name] * box.numel for name, box in self.boxes())
+
+
+def record_plan(model: torch.nn.Module, device: torch.device, signature: Signature) -> ModelPlan:
+    """Run the model's own ``load_weights`` on tensors without memory; the model is as before on return.
+
+    Raises ShardError if a published tensor does not fit the model, or a module is left without weights.
+    """
+    sources = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, dtype, shape in signature
+    }
+    live = {module: get_layer_params_buffers(module)[0] for module in model.modules()}
+    try:
+        with torch.device(device):
+            initialize_layerwise_reload(model)  # puts every parameter on the meta device
+        targets = {
+            (module, name): tensor
+            for module in model.modules()
+            for name, tensor in get_layer_tensors(module).items()
+            if tensor.is_meta
+        }
+        for tensor in targets.values():
+            _unwrap_loader(tensor)  # the session's wrappers would only buffer
+        recorder = LoadRecorder(sources, targets)
+        current = ["(none)"]
+        try:
+            with recorder:
+                model.load_weights(_noting(sources, current))
+        except Exception as e:
+            shape = list(sources[current[0]].shape) if current[0] in sources else []
+            raise ShardError(
+                f"{current[0]} {shape}: the engine's model does not take it ({type(e).__name__}: {e}); "
+                "engine and trainer run different models"
+            ) from e
+        plans = _plans_by_layer(recorder)
+        shared = _check_complete(model, plans, live)
+        for plan in plans.values():
+            plan.in_place = _keeps_layout(plan, live[plan.layer], device)
+        return ModelPlan(signature, list(plans.values()), shared)
+    except NotRecordable as e:
+        return ModelPlan(signature, None, reason=str(e))
+    finally:
+        restore_layers(model)
+
+
+@torch.no_grad()
+def load_published(
+    model: torch.nn.Module, model_config: Any, device: torch.device, plan: ModelPlan, reader: Reader
+) -> None:
+    """Put the open publication's weights into the model. A failure leaves it half loaded."""
+    with torch.device(device):
+        if plan.layers is None:
+            _load_whole(model, model_config, reader)
+            _refresh(_sharing_modules(model))
+            return
+        _load_slices(plan.layers, reader, overlap=device.type == "cpu")
+        _refresh(plan.shared)
+        for module in model.modules():
+            # Modules that prepare something from others' weights; vLLM calls them last, too.
+            if isinstance(module, Attention | MLAAttention):
+                module.process_weights_after_loading(model_config.dtype)
+            elif isinstance(module, HpcModule):
+                module.process_weights_after_loading(model)
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def restore_layers(model: torch.nn.Module) -> None:
+    """Give every module its own tensors back, whatever state a recording or an update stopped in."""
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(module, info)
+        if info.kernel_tensors is not None or info.can_load():
+            info.reset()
+
+
+def _noting(sources: dict[str, torch.Tensor], current: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors for a loader; ``current`` holds the name that it is busy with."""
+    for name, tensor in sources.items():
+        current[0] = name
+        yield name, tensor
+
+
+def _plans_by_layer(recorder: LoadRecorder[tuple[torch.nn.Module, str]]) -> dict[torch.nn.Module, LayerPlan]:
+    if recorder.refused:
+        raise NotRecordable("; ".join(recorder.refused[:3]))
+    plans: dict[torch.nn.Module, LayerPlan] = {}
+    for (module, name), copy in recorder.copies:
+        plans.setdefault(module, LayerPlan(module)).copies.append((name, copy))
+    for (module, name), fill in recorder.fills:
+        plans.setdefault(module, LayerPlan(module)).fills.append((name, fill))
+    return plans
+
+
+def _check_complete(
+    model: torch.nn.Module,
+    plans: dict[torch.nn.Module, LayerPlan],
+    live: dict[torch.nn.Module, dict[str, torch.nn.Parameter]],
+) -> list[torch.nn.Module]:
+    """Refuse plans that leave part of a parameter unwritten; returns the modules that share a planned one.
+
+    live: parameters as they are outside of recording, when tied ones are one object.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    fed = {id(p) for module in plans for p in live[module].values()}
+    shared = []
+    for module, params in live.items():
+        expected = _load_layout(module)
+        if module not in plans:
+            if expected and not isinstance(module, Attention | MLAAttention):
+                if not all(id(p) in fed for p in params.values()):
+                    raise ShardError(f"nothing published feeds {names[module]} ({', '.join(expected)})")
+                shared.append(module)
+            continue
+        written = dict.fromkeys(expected, 0)
+        for name, copy in plans[module].copies:
+            written[name] = written.get(name, 0) + copy.target.numel
+        for name, fill in plans[module].fills:
+            written[name] = written.get(name, 0) + fill.target.numel
+        for name, parameter in expected.items():
+            if written[name] != parameter.numel():
+                raise NotRecordable(
+                    f"{names[module]}.{name}: {written[name]} of {parameter.numel()} elements are written"
+                )
+    return shared
+
+
+def _keeps_layout(plan: LayerPlan, live: dict[str, torch.nn.Parameter], device: torch.device) -> bool:
+    """Whether copying into the live parameters is all that loading this module amounts to."""
+    if _is_processed(plan.layer, device):
+        return False
+    expected = _load_layout(plan.layer)
+    return all(
+        name in live
+        and name in expected
+        and live[name].shape == expected[name].shape
+        and live[name].stride() == expected[name].stride()
+        and live[name].dtype == expected[name].dtype
+        and live[name].device.type == device.type
+        for name in {n for n, _ in plan.copies} | {n for n, _ in plan.fills}
+    )
+
+
+def _is_processed(layer: torch.nn.Module, device: torch.device) -> bool:
+    """Whether vLLM re-packs this module's weights after loading."""
+    method = getattr(layer, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase):
+        return False
+    return type(method) not in UNPROCESSED_ON_CUDA or device.type != "cuda"
+
+
+def _load_layout(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters as loaders expect them (meta tensors that vLLM took before any processing)."""
+    params, _ = get_layerwise_info(module).restore_metadata
+    return {name: tensor for name, tensor in params.items() if name not in SKIP_TENSORS}
+
+
+def _load_slices(plans: list[LayerPlan], reader: Reader, overlap: bool) -> None:
+    """Fill all modules; with ``overlap`` the slices of the next are copied while one is re-packed.
+
+    Not on a GPU, whose streams belong to threads: another thread's copies would race with the packing.
+    """
+    packing: torch.nn.Module | None = None
+    with ThreadPoolExecutor(1) as copier:
+        for plan in plans:
+            if plan.in_place:
+                _copy_slices(plan, reader)
+                continue
+            _begin_reload(plan.layer)
+            if not overlap:
+                _copy_slices(plan, reader)
+                _finish_reload(plan.layer)
+                continue
+            copying = copier.submit(_copy_slices, plan, reader)
+            try:
+                if packing is not None:
+                    _finish_reload(packing)
+            finally:
+                copying.result()
+            packing = plan.layer
+        if packing is not None:
+            _finish_reload(packing)
+
+
+def _begin_reload(layer: torch.nn.Module) -> None:
+    """VLLM's layerwise reload for one module: from here on its parameters are fresh ones in load layout."""
+    info = get_layerwise_info(layer)
+    info.kernel_tensors = get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    restore_layer_on_meta(layer, info)
+    materialize_layer(layer, info)
+    for tensor in get_layer_tensors(layer).values():
+        _unwrap_loader(tensor)
+
+
+def _finish_reload(layer: torch.nn.Module) -> None:
+    """The module's own processing; its results go into the old tensors, whose addresses stay."""
+    info = get_layerwise_info(layer)
+    _process(layer)
+    _copy_and_restore_kernel_tensors(layer, info)
+    info.reset()
+
+
+@torch.no_grad()
+def _copy_slices(plan: LayerPlan, reader: Reader) -> None:
+    """May run in a thread of its own, which has neither the device nor the modes of the main one."""
+    for name, fill in plan.fills:
+        fill.target.on(getattr(plan.layer, name).data).fill_(fill.value)
+    for name, copy in plan.copies:
+        target = copy.target.on(getattr(plan.layer, name).data).view(copy.box.extent)
+        for part, where in reader.cut(copy.hf_name, copy.box):
+            position = Box(where.offset_in(copy.box), where.extent)
+            target[position.slices()].copy_(part, non_blocking=True)
+
+
+def _load_whole(model: torch.nn.Module, model_config: Any, reader: Reader) -> None:
+    """Let the model's loaders cut full tensors: copies, since padded layers read theirs only in finalize."""
+    assert reader.manifest is not None
+    initialize_layerwise_reload(model)
+    model.load_weights((name, reader.whole(name)) for name in reader.manifest.tensors)
+    finalize_layerwise_reload(model, model_config)
+
+
+def _refresh(shared: list[torch.nn.Module]) -> None:
+    """Re-pack tied modules: on CPU they keep a packed copy of the parameter, which would stay old."""
+    for module in shared:
+        if hasattr(module, "cpu_linear"):
+            _process(module)
+
+
+def _sharing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules with a parameter that an earlier module has as well."""
+    seen: set[int] = set()
+    out = []
+    for module in model.modules():
+        params = [p for p in module._parameters.values() if p is not None and p.numel()]
+        if any(id(p) in seen for p in params):
+            out.append(module)
+        seen.update(id(p) for p in params)
+    return out
+
+
+def _process(layer: torch.nn.Module) -> None:
+    """A module's own work after loading: re-packing, quantising."""
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, QuantizeMethodBase):
+        if hasattr(layer, "_already_called_process_weights_after_loading"):
+            delattr(layer, "_already_called_process_weights_after_loading")
+        method.process_weights_after_loading(layer)
+        if hasattr(layer, "update_param_tp_status"):
+            layer.update_param_tp_status()
+
+
+def _unwrap_loader(tensor: Any) -> None:
+    tensor.weight_loader = _get_original_loader(tensor)

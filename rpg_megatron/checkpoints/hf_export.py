@@ -1,0 +1,198 @@
+"""Megatron parameters -> a sharded Hugging Face checkpoint, without a full model on any rank.
+
+Consecutive HF tensors form files of a bounded size. File number s is assembled by rank s modulo the world
+size from the pieces that their owners send it, one tensor at a time, so a rank's extra memory is one
+file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rpg_megatron.checkpoints.hf_files import COPIED, INDEX, SINGLE
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_sources
+from rpg_megatron.system.collectives import gather_objects, run_together
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What every rank computes alike: the files, and for each tensor who sends which piece."""
+
+    shards: list[list[str]]
+    sources: dict[str, list[SliceOwner]]
+    shapes: dict[str, tuple[int, ...]]
+
+
+@torch.no_grad()
+def export_hf(
+    out_dir: Path,
+    source_dir: Path,
+    params: Mapping[str, torch.Tensor],
+    layout: ModelMapping,
+    placement: RankCoordinates,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 5 * 1024**3,
+    replace: bool = False,
+) -> None:
+    """Write the model as a Hugging Face checkpoint in ``out_dir``. Collective over the default process group.
+
+    params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to
+    ``dtype`` (float32, bfloat16 or float16). Configuration and tokenizer come from ``source_dir``.
+    Without an initialised process group the caller holds the whole model.
+    The folder appears under its name only when it is complete; a killed export leaves
+    ``.NAME.incomplete``, which the next one removes. ``replace`` allows an existing ``out_dir`` to be
+    replaced.
+    Raises UserError on every rank if ``out_dir`` exists or cannot be written, LayoutError if tensors are
+    incomplete.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise UserError(f"export dtype {dtype} is not one of {', '.join(DTYPE_NAMES.values())}")
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    part = out_dir.parent / f".{out_dir.name}.incomplete"
+    holding = RankShards(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
+    holdings = gather_objects(holding)
+    shapes = layout.hf_tensors()
+    sizes = {n: math.prod(s) * dtype.itemsize for n, s in shapes.items()}
+    plan = _Plan(group_shards(sizes, max_shard_bytes), assign_sources(layout, holdings), shapes)
+    names = _file_names(len(plan.shards))
+
+    run_together(lambda: _prepare(out_dir, part, replace) if rank == 0 else None)
+    for first in range(0, len(plan.shards), world):
+        mine = first + rank
+        tensors = _assemble_round(plan, first, world, rank, params, dtype)
+
+        def write(mine: int = mine, tensors: dict[str, torch.Tensor] = tensors) -> None:
+            if mine < len(plan.shards):
+                save_file(tensors, part / names[mine], metadata={"format": "pt"})
+
+        run_together(write)
+        del tensors, write  # or the next round would be assembled while this one's file is still held
+    run_together(
+        lambda: _finish(out_dir, part, source_dir, plan, sizes, dtype, replace) if rank == 0 else None
+    )
+
+
+def _assemble_round(
+    plan: _Plan, first: int, world: int, rank: int, params: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Exchange the pieces of the next ``world`` files; returns this rank's file, as tensors on the CPU."""
+    shards = plan.shards[first : first + world]
+    out: dict[str, torch.Tensor] = {}
+    # Lock step, one tensor per file: no rank ever has more than one tensor's pieces under way.
+    for i in range(max(len(s) for s in shards)):
+        ops: list[Any] = []
+        landing: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for assembler, shard in enumerate(shards):
+            if i >= len(shard):
+                continue
+            name = shard[i]
+            if assembler == rank:
+                out[name] = torch.empty(plan.shapes[name], dtype=dtype)
+            for tag, source in enumerate(plan.sources[name]):
+                if rank not in (assembler, source.rank):
+                    continue
+                piece = source.piece
+                if source.rank == rank:
+                    values = params[source.param].detach()[piece.local.slices()].to(dtype)
+                    if assembler == rank:
+                        out[name][piece.hf.slices()].copy_(values)
+                    else:
+                        ops.append(dist.P2POp(dist.isend, values.contiguous(), assembler, tag=tag))
+                else:
+                    buffer = torch.empty(piece.hf.extent, dtype=dtype, device=_device(params))
+                    ops.append(dist.P2POp(dist.irecv, buffer, source.rank, tag=tag))
+                    landing.append((out[name][piece.hf.slices()], buffer))
+        if ops:
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        for target, buffer in landing:
+            target.copy_(buffer)
+    return out
+
+
+def _device(params: Mapping[str, torch.Tensor]) -> torch.device:
+    return next((p.device for p in params.values()), torch.device("cpu"))
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _prepare(out_dir: Path, part: Path, replace: bool) -> None:
+    if out_dir.exists() and not replace:
+        raise UserError(f"{out_dir}: exists already; choose another folder or remove it")
+    if part.exists():
+        shutil.rmtree(part)  # ours, by its name: left by an export that was killed
+    part.mkdir(parents=True)
+
+
+def _finish(
+    out_dir: Path,
+    part: Path,
+    source_dir: Path,
+    plan: _Plan,
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    replace: bool,
+) -> None:
+    """Index, configuration and tokenizer, then the rename that makes the checkpoint appear."""
+    names = _file_names(len(plan.shards))
+    if len(names) > 1:
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": {n: names[s] for s, shard in enumerate(plan.shards) for n in shard},
+        }
+        (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for pattern in COPIED:
+        for file in sorted(source_dir.glob(pattern)):
+            if file.name not in (INDEX, "config.json"):
+                shutil.copyfile(file, part / file.name)
+    config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
+    # transformers renamed the key; readers of either age must find the truth.
+    for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
+        config[key] = DTYPE_NAMES[dtype]
+    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    mode = (part / "config.json").stat().st_mode  # as the user's umask has it; safetensors shuts everyone out
+    for file in part.iterdir():
+        file.chmod(mode)
+        with file.open("rb") as f:
+            os.fsync(f.fileno())
+    if replace and out_dir.exists():
+        old = out_dir.parent / f".{out_dir.name}.replaced"
+        shutil.rmtree(old, ignore_errors=True)
+        out_dir.rename(old)
+        part.rename(out_dir)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        part.rename(out_dir)
+
+
+def group_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Cut the tensors, in order, into files of at most ``max_bytes``; a larger tensor has its own."""
+    groups: list[list[str]] = []
+    used = 0
+    for name, size in sizes.items():
+        if not groups or used + size > max_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return groups

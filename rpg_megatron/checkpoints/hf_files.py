@@ -1,0 +1,159 @@
+"""What lies in a Hugging Face checkpoint's safetensors files, read from their headers alone.
+
+No torch and no safetensors: the preflight runs this on a login node before a job is queued for hours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rpg_megatron.config.errors import UserError
+
+if TYPE_CHECKING:
+    from rpg_megatron.models.mapping import ModelMapping
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Element types that can be loaded, by their name in a header, and their size in bytes."""
+
+HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Their names in config.json and in torch."""
+
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+"""What belongs to a checkpoint besides its weights: configuration, tokenizer, chat template."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit; a larger number means that this is not a safetensors file."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint: its file, element type as in the header (F32, BF16, F16, ...) and shape."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Names, types and shapes in one safetensors file, after checking its size against its header.
+
+    Raises UserError if the file is missing, truncated, longer than its header says, or not safetensors at
+    all.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as f:
+            prefix = f.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise _corrupt(file, f"{size} bytes cannot hold the header it announces")
+            raw: dict[str, Any] = json.loads(f.read(length))
+        raw.pop("__metadata__", None)
+        tensors = {n: StoredTensor(file, str(t["dtype"]), tuple(t["shape"])) for n, t in raw.items()}
+        for name, t in raw.items():
+            begin, end = t["data_offsets"]
+            item = ITEM_BYTES.get(tensors[name].dtype)
+            if item is not None and end - begin != item * math.prod(tensors[name].shape):
+                raise _corrupt(file, f"{name} has {end - begin} bytes, which is not its shape's size")
+        expected = 8 + length + max((t["data_offsets"][1] for t in raw.values()), default=0)
+    except OSError as e:
+        raise UserError(f"{file}: cannot be read ({e.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise _corrupt(file, f"its header is not readable ({type(e).__name__}: {e})") from None
+    if size != expected:
+        raise _corrupt(file, f"{size} bytes on disk, {expected} by its header")
+    return tensors
+
+
+def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint, one file or several with an index.
+
+    Raises UserError if there is none, or if a file that the index names is missing or corrupt.
+    """
+    single, index = model_dir / SINGLE, model_dir / INDEX
+    if not index.exists():
+        if not single.exists():
+            raise UserError(
+                f"{model_dir}: holds neither {SINGLE} nor {INDEX}; give the folder of an HF checkpoint"
+            )
+        return read_header(single)
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise _corrupt(index, f"it is no index ({type(e).__name__}: {e})") from None
+    files, damage = {}, []
+    for name in names:
+        try:
+            files[name] = read_header(model_dir / name)
+        except UserError as e:
+            damage.append(str(e))
+    if damage:
+        raise UserError("\n  ".join(damage))
+    lost = [f"{name} (not in {file})" for name, file in weight_map.items() if name not in files[file]]
+    if lost:
+        raise UserError(f"{index}: names tensors that their files do not hold: {_some(lost)}")
+    return {name: files[file][name] for name, file in weight_map.items()}
+
+
+def verify_hf_checkpoint(
+    model_dir: Path, layout: ModelMapping, *, one_dtype: bool = False
+) -> dict[str, StoredTensor]:
+    """Check that a checkpoint holds exactly the tensors of the layout; returns where each of them lies.
+
+    A ``lm_head.weight`` next to tied embeddings is ignored, as transformers ignores it. ``one_dtype``: all
+    tensors must be of one type, for uses that keep it.
+    Raises one UserError that lists every missing, unexpected and wrong-shaped tensor, or the corrupt files.
+    """
+    stored = list_checkpoint(model_dir)
+    if layout.shape.tied_embeddings:
+        stored.pop("lm_head.weight", None)
+    wanted = layout.hf_tensors()
+    problems = []
+    if missing := [n for n in wanted if n not in stored]:
+        problems.append(f"missing: {_some(missing)}")
+    if unexpected := [n for n in stored if n not in wanted]:
+        problems.append(f"unexpected: {_some(unexpected)}")
+    if shapes := [
+        f"{n} is {list(stored[n].shape)}, not {list(s)}"
+        for n, s in wanted.items()
+        if n in stored and stored[n].shape != s
+    ]:
+        problems.append(f"wrong shape: {_some(shapes)}")
+    if types := [
+        f"{n} is {stored[n].dtype}" for n in wanted if n in stored and stored[n].dtype not in ITEM_BYTES
+    ]:
+        problems.append(
+            f"not {', '.join(ITEM_BYTES)}, so quantised; convert the checkpoint first: {_some(types)}"
+        )
+    counts = Counter(t.dtype for t in stored.values())
+    if one_dtype and not types and len(counts) > 1:
+        ((usual, count),) = counts.most_common(1)
+        others = [f"{n} is {t.dtype}" for n, t in stored.items() if t.dtype != usual]
+        problems.append(f"not {usual}, as {count} tensors are; save the model in one type: {_some(others)}")
+    if problems:
+        raise UserError(
+            f"{model_dir}: the weights do not fit its config.json ({layout.shape.family}, "
+            f"{layout.shape.num_layers} layers)\n  " + "\n  ".join(problems)
+        )
+    return stored
+
+
+def _corrupt(file: Path, why: str) -> UserError:
+    return UserError(f"{file}: truncated or corrupt: {why}; copy the file again")
+
+
+def _some(items: Iterable[str]) -> str:
+    """All the items, but a whole model's worth of them shortened to what a terminal can show."""
+    listed = list(items)
+    rest = f" and {len(listed) - 40} more" if len(listed) > 40 else ""
+    return ", ".join(listed[:40]) + rest

@@ -1,0 +1,247 @@
+"""A Megatron checkpoint as a folder: where it lies, what else is in it, and whether it is whole.
+
+    DIR/latest_checkpointed_iteration.txt    "release", or an iteration's number: Megatron-LM's convention
+    DIR/release/                             one checkpoint in Megatron-Core's torch_dist format
+        .metadata, metadata.json, *.distcp   Megatron-Core's own files
+        hf/                                  config.json, tokenizer, generation settings: the way back
+        manifest.json                        every file with its size and SHA-256; written last
+
+Megatron and torch are not needed to check a checkpoint, only to read what tensors it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config.errors import UserError
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+HF = "hf"
+MANIFEST = "manifest.json"
+MEGATRON = "metadata.json"
+"""Megatron-Core's file in every one of its checkpoints; it has no other use here."""
+INDEX = ".metadata"
+"""Which tensor lies where: a pickle of torch's distributed checkpoints."""
+_FORMAT = 1
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class CheckpointMetadata:
+    """What a manifest says besides its list of files."""
+
+    megatron_core: str
+    """Version that wrote the checkpoint."""
+    dtype: str
+    """Of the weights: float32, bfloat16 or float16."""
+    tensor: int
+    """Tensor-parallel size that it was written with; it can be read at any."""
+    pipeline: int
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder with Megatron's ``metadata.json``: ``path`` itself, or the one its tracker file names.
+
+    Raises UserError if there is none.
+    """
+    if (path / MEGATRON).is_file():
+        return path
+    tracker = path / LATEST
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; give the folder of a Megatron checkpoint")
+    try:
+        latest = tracker.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        raise UserError(
+            f"{path}: holds neither {MEGATRON} nor {LATEST}; give the folder of a Megatron checkpoint in the "
+            "torch_dist format"
+        ) from None
+    folder = path / (f"iter_{int(latest):07d}" if latest.isdecimal() else RELEASE)
+    if not latest.isdecimal() and latest != RELEASE:
+        raise UserError(
+            f"{tracker}: says {latest!r}, neither a number nor {RELEASE}; copy the checkpoint again"
+        )
+    if not (folder / MEGATRON).is_file():
+        raise UserError(
+            f"{folder / MEGATRON} is missing, though {LATEST} names this checkpoint; copy it again (formats "
+            "other than torch_dist have no such file and cannot be read)"
+        )
+    return folder
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a folder looks like a Megatron checkpoint, or holds some."""
+    return (path / MEGATRON).is_file() or (path / LATEST).is_file()
+
+
+def hash_files(
+    folder: Path, names: Iterable[str], count: Callable[[int], None] = lambda n: None
+) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files of a checkpoint, as its manifest has them."""
+    sums = _hash_all(folder, names, count)
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in sums}
+
+
+def write_manifest(
+    folder: Path,
+    facts: CheckpointMetadata,
+    count: Callable[[int], None] = lambda n: None,
+    known: Mapping[str, dict[str, Any]] | None = None,
+) -> None:
+    """List every file with its size and SHA-256, then say so in ``manifest.json``, written last.
+
+    ``count`` is told of bytes as they are read, from several threads.
+    known: files that were hashed by those who wrote them and are not read again. Raises OSError if one of
+    them is not here, or not of that size.
+    """
+    files = dict(known or {})
+    for name, wanted in files.items():
+        size = (folder / name).stat().st_size
+        if size != wanted["bytes"]:
+            raise OSError(
+                f"{folder / name} has {size} bytes here, and {wanted['bytes']} where it was written"
+            )
+    names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    files |= hash_files(folder, sorted(names - files.keys()), count)
+    text = json.dumps({"format": _FORMAT, **asdict(facts), "files": dict(sorted(files.items()))}, indent=2)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as f:
+        f.write(text + "\n")
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str, Any]]] | None:
+    """Facts and files (name -> bytes, sha256), or None where Megatron-LM wrote the checkpoint by itself.
+
+    Raises UserError if the file is there and broken.
+    """
+    file = folder / MANIFEST
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        if raw["format"] != _FORMAT:
+            raise UserError(
+                f"{file}: format {raw['format']}, this version reads {_FORMAT}; update the package"
+            )
+        facts = CheckpointMetadata(**{name: raw[name] for name in CheckpointMetadata.__dataclass_fields__})
+        return facts, {
+            str(n): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for n, f in raw["files"].items()
+        }
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(
+            f"{file}: not readable ({type(e).__name__}: {e}); copy the checkpoint again"
+        ) from None
+
+
+def find_damage(
+    folder: Path, files: dict[str, dict[str, Any]], count: Callable[[int], None] = lambda n: None
+) -> list[str]:
+    """What is missing or not as the manifest has it, one line a file; empty if the checkpoint is whole.
+
+    Reads every byte. ``count`` is told of bytes as they are read, from several threads.
+    """
+    problems, whole = [], []
+    for name, wanted in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            problems.append(f"{name} is missing")
+            continue
+        if size != wanted["bytes"]:
+            problems.append(f"{name} has {size} bytes, not {wanted['bytes']}")
+        else:
+            whole.append(name)
+    for name, digest in _hash_all(folder, whole, count):
+        if digest != files[name]["sha256"]:
+            problems.append(f"{name} has other contents than were written")
+    return problems
+
+
+def _hash_all(folder: Path, names: Iterable[str], count: Callable[[int], None]) -> list[tuple[str, str]]:
+    names = list(names)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib lets go of the interpreter
+        return list(zip(names, pool.map(lambda n: _sha256(folder / n, count), names), strict=True))
+
+
+def _sha256(file: Path, count: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as f:
+        while chunk := f.read(_CHUNK):
+            digest.update(chunk)
+            count(len(chunk))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One tensor of a Megatron checkpoint; its parts lie in one file or several."""
+
+    dtype: str
+    """As torch names it, without ``torch.``."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, whatever layout wrote it."""
+    parts: int
+    """Pieces that it is stored in."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What Megatron's index says of a checkpoint."""
+
+    tensors: dict[str, StoredWeight]
+    """Megatron's key -> tensor; optimizer state is among them, if there is any."""
+    objects: frozenset[str]
+    """Megatron's keys of what is no tensor, such as the state of FP8 scales."""
+    ends: dict[str, int]
+    """File -> bytes that it must have at least."""
+
+    @property
+    def weights(self) -> dict[str, StoredWeight]:
+        """The model's tensors alone."""
+        return {n: t for n, t in self.tensors.items() if not n.startswith(("optimizer.", "chained_"))}
+
+
+def read_contents(folder: Path) -> Contents:
+    """Read the index. Imports torch. Raises UserError if it is missing or broken."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+        tensors = {
+            name: StoredWeight(str(t.properties.dtype).removeprefix("torch."), tuple(t.size), len(t.chunks))
+            for name, t in metadata.state_dict_metadata.items()
+            if isinstance(t, TensorStorageMetadata)
+        }
+        objects = frozenset(metadata.state_dict_metadata) - frozenset(tensors)
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    except Exception as e:  # a damaged pickle can raise anything
+        raise UserError(
+            f"{folder / INDEX}: not readable ({type(e).__name__}: {e}); copy the checkpoint again"
+        ) from None
+    return Contents(tensors, objects, ends)
+
+
+def find_short_files(folder: Path, contents: Contents) -> list[str]:
+    """Files that the index needs and that are missing or cut short, one line each."""
+    problems = []
+    for name, end in sorted(contents.ends.items()):
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            problems.append(f"{name} is missing")
+            continue
+        if size < end:
+            problems.append(f"{name} has {size} bytes, the index needs {end}")
+    return problems

@@ -1,0 +1,104 @@
+"""A run's checkpoints as folders: their names, whether they are whole, which of them are kept. Without torch.
+
+    checkpoints/latest.json              {"step": 50, "folder": "step_000050"}: the newest, for other tools
+    checkpoints/step_000050/
+        model/                           weights and optimizer state, in Megatron-Core's torch_dist format
+        anchor/                          the held anchor's weights, if there is one
+        state.json, rng.pt, config.yaml  all else that the run needs to go on, and what it was run with
+        manifest.json                    every file with its size and SHA-256; written last
+
+A checkpoint is written under a hidden name and gets its own when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.checkpoints.megatron_folder import MANIFEST, find_damage, read_manifest
+from rpg_megatron.config import UserError
+
+CHECKPOINTS = "checkpoints"
+LATEST = "latest.json"
+MODEL, ANCHOR = "model", "anchor"
+STATE, RNG, CONFIG = "state.json", "rng.pt", "config.yaml"
+FORMAT = 1
+"""Of ``state.json`` and of the folder."""
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Where a run's checkpoint of a step lies."""
+    return run / CHECKPOINTS / f"step_{step:06d}"
+
+
+def part_folder(folder: Path) -> Path:
+    """Where a checkpoint is while it is written."""
+    return folder.with_name(f".{folder.name}.part")
+
+
+def list_steps(run: Path) -> dict[int, Path]:
+    """Step -> folder of the run's checkpoints that have a manifest, the newest first."""
+    try:
+        entries = list((run / CHECKPOINTS).iterdir())
+    except OSError:
+        return {}
+    found = {int(m[1]): e for e in entries if (m := _NAME.fullmatch(e.name)) and (e / MANIFEST).is_file()}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def find_problems(folder: Path) -> list[str]:
+    """Why a checkpoint is not whole, one line a file; empty if it is. Reads every byte."""
+    try:
+        manifest = read_manifest(folder)
+    except UserError as e:
+        return [str(e)]
+    if manifest is None:
+        return [f"{MANIFEST} is missing"]
+    try:
+        return find_damage(folder, manifest[1])
+    except OSError as e:
+        return [f"{e.filename or folder} cannot be read ({e.strerror})"]
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What ``state.json`` of a whole checkpoint holds. Raises UserError if it is of another version."""
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if state["format"] != FORMAT:
+        raise UserError(
+            f"{folder}: a checkpoint of format {state['format']}, this version reads {FORMAT}; continue it "
+            "with the version that wrote it, or start over with --fresh"
+        )
+    return state
+
+
+def publish(part: Path, folder: Path, step: int) -> None:
+    """Give a finished checkpoint its name, then let ``latest.json`` name it; both at once or not at all."""
+    latest = folder.parent / LATEST
+    draft = latest.with_name(f".{LATEST}.part")
+    with draft.open("w", encoding="utf-8") as f:  # first, while a full disk can still stop it all
+        json.dump({"step": step, "folder": folder.name}, f)
+        f.flush()
+        os.fsync(f.fileno())
+    shutil.rmtree(folder, ignore_errors=True)  # of the same step, and not whole, or it would have been used
+    os.replace(part, folder)
+    os.replace(draft, latest)
+
+
+def remove_parts(run: Path) -> None:
+    """Remove what saves have left that did not come to their end. Raises OSError."""
+    for old in (run / CHECKPOINTS).glob(".*.part"):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def remove_old(run: Path, keep: int, milestone: int | None) -> None:
+    """Remove all but the ``keep`` newest checkpoints and those at multiples of ``milestone`` steps."""
+    for step, folder in list(list_steps(run).items())[keep:]:
+        if milestone is None or step % milestone:
+            # Without its manifest first: killed half-way, what is left must not look whole.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""What each ``rpg-megatron`` command does."""

@@ -1,0 +1,1 @@
+"""``rpg-megatron audit``: where engine and trainer differ."""

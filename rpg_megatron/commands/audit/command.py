@@ -1,0 +1,196 @@
+"""``rpg-megatron audit``: start what a run starts, let it compare engine and trainer, show what it found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.launcher.preflight import check
+from rpg_megatron.launcher.run import RunLauncher
+from rpg_megatron.launcher.run_dir import CONFIG
+from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
+
+REQUEST, REPORT = "audit_request.json", "audit.json"
+"""As ``commands/audit/rank.py``, which cannot be imported here without torch, names them."""
+_EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
+"""A compiled model does not call its modules, and a cached prefix passes none of them."""
+_SHOWN = 6  # findings of an engine
+_MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps", "dtype", "max_positions")
+_COLUMNS = {
+    "input": ("input",),
+    "norm": ("input_norm",),
+    "qkv": ("query", "key", "value"),
+    "qk_norm": ("query_norm", "key_norm"),
+    "rope": ("query_rope", "key_rope"),
+    "attn": ("attention",),
+    "o_proj": ("attention_output",),
+    "mlp_norm": ("middle", "mlp_norm"),
+    "gate_up": ("gate", "up"),
+    "act": ("activation",),
+    "down": ("mlp_output",),
+}
+"""Columns of the table, and the sites of a layer that each stands for."""
+
+
+def audit(
+    target: Path,
+    overrides: list[str] | None,
+    signals: StopSignals,
+    engine_model: Path | None,
+    copy: Path | None,
+) -> bool:
+    """Audit a config file or a run's folder; prints the report and returns whether it is clean.
+
+    engine_model: a checkpoint that the engines load instead of being synced. copy: a file that gets the
+    report as well.
+    Raises UserError, RunFailed or Interrupted as ``training.train`` does; nothing is left but the audit's
+    folder.
+    """
+    settings, request = plan_audit(target, overrides)
+    if copy is not None and not copy.absolute().parent.is_dir():
+        raise UserError(f"--json: {copy.absolute().parent} is not a folder; make it, or choose another")
+    engine = settings.engine.model_copy(update={"arguments": (*settings.engine.arguments, *_EAGER)})
+    engine_settings = settings.model_copy(update={"engine": engine})
+    check(settings)
+    if engine_model is not None:
+        _check_engine_model(settings, engine_model)
+        request["sync"] = False
+        loads = engine.model_copy(update={"arguments": (*engine.arguments, "--load-format", "auto")})
+        model = settings.model.model_copy(update={"path": engine_model.absolute()})
+        engine_settings = settings.model_copy(update={"engine": loads, "model": model})
+    signals.raising = False  # from here on there is something to clean up
+    synced = engine_model is None
+    with RunLauncher(
+        settings, signals, job="audit", engine_settings=engine_settings, synced=synced, fresh=True
+    ) as run:
+        (run.folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        try:
+            run.start()
+            run.watch()
+        except Interrupted as e:
+            e.note = f"the audit's folder stays: {shown(run.folder)}"
+            raise
+        finally:
+            shutil.rmtree(run.folder / "weights", ignore_errors=True)
+    report = json.loads((run.folder / REPORT).read_text(encoding="utf-8"))
+    if copy is not None:
+        shutil.copyfile(run.folder / REPORT, copy)
+    show(report, Console())
+    print(f"\nreport: {shown(run.folder / REPORT)}", flush=True)
+    return bool(report["clean"])
+
+
+def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dict[str, Any]]:
+    """Settings and request for a config file, or for a run's folder: its newest weights and rollouts.
+
+    Raises UserError if the settings cannot be read.
+    """
+    request: dict[str, Any] = {}
+    if not target.is_dir():
+        settings = load_settings(target, overrides)
+    else:
+        if not (target / CONFIG).is_file():
+            raise UserError(f"{target}: holds no {CONFIG}; give a config file, or the folder of a run")
+        settings = load_settings(target / CONFIG, overrides)
+        exports = sorted((target / "hf").glob("step_*/"))
+        if exports:
+            old = {f"model.path ({shown(settings.model.path)})": str(settings.model.path)}
+            old |= {shown(path): str(path.absolute()) for path in exports[:-1]}
+            request["others"] = old
+            model = settings.model.model_copy(update={"path": exports[-1].absolute()})
+            settings = settings.model_copy(update={"model": model})
+        if journal := sorted((target / "rollouts").glob("step_*.jsonl.zst")):
+            request["rollouts"] = str(journal[-1].absolute())
+        settings = settings.model_copy(update={"runs": target.absolute().parent})
+    return settings.model_copy(update={"name": f"{settings.name}-audit"}), request
+
+
+def _check_engine_model(settings: Settings, path: Path) -> None:
+    """The engine's checkpoint has the sizes of the trainer's; what else differs is for the audit to find."""
+    ours = read_model_shape(settings.model.path)
+    try:
+        theirs = read_model_shape(path)
+    except UserError as e:
+        raise UserError(f"--engine-model: {str(e).removeprefix('model.path: ')}") from None
+    alike = replace(theirs, **{name: getattr(ours, name) for name in _MAY_DIFFER})
+    if alike != ours:
+        a, b = asdict(ours), asdict(alike)
+        listed = ", ".join(
+            f"{f.name} {b[f.name]}, not {a[f.name]}" for f in fields(ours) if a[f.name] != b[f.name]
+        )
+        raise UserError(f"--engine-model: {path} is another model than model.path ({listed})")
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the layers of the first engine that is wrong, or of the first one, and the verdicts."""
+    engines = report["engines"]
+    worst = next((e for e in engines if not e["clean"]), engines[0])
+    source = "weights synced through the bridge" if report["synced"] else "weights as the engine loaded them"
+    _say(
+        console,
+        f"\nengine {worst['engine']} against the trainer: {worst['sequences']} sequences, {worst['tokens']} "
+        f"tokens, {report['dtype']}, {source}\n"
+        "relative difference of engine and trainer; * a module whose output does not follow from its input\n",
+    )
+    _say(console, _table(worst))
+    logprobs = worst["logprobs"]
+    head = "*" if _broken(worst, ("logits", "logprobs")) else ""
+    _say(
+        console,
+        f"\nfinal norm {_cell(worst, 'final_norm')}   log-probs {head}mean {_number(logprobs['mean'])}, "
+        f"max {_number(logprobs['max'])} nats over {logprobs['tokens']:.0f} sampled tokens\n",
+    )
+    if worst["first"]:
+        first = worst["first"]
+        _say(
+            console,
+            f"first: {first['site']} of the {first['side']}, off by {_number(first['error'])} "
+            f"(rounding explains {first['tolerance']:.0e})",
+        )
+    for engine in engines:
+        name = f"engine {engine['engine']}: " if len(engines) > 1 else ""
+        if engine["clean"]:
+            _say(console, f"{name}clean: every module of both sides follows from its input; they agree")
+        for finding in engine["findings"][:_SHOWN]:
+            _say(console, f"{name}{finding['kind']}: {finding['text']}.\n  What to do: {finding['advice']}.")
+        if (more := len(engine["findings"]) - _SHOWN) > 0:
+            _say(console, f"{name}and {more} more findings, see the report")
+
+
+def _table(engine: dict[str, Any]) -> str:
+    """One line a layer; made by hand, since a table that does not fit must not lose digits."""
+    inside = [site.split(".")[1:] for site in engine["drift"] if site.startswith("layers.")]
+    present = {part for _, part in inside}
+    columns = {title: parts for title, parts in _COLUMNS.items() if present & set(parts)}
+    lines = ["layer" + "".join(f"{title:>9}" for title in columns)]
+    for i in sorted({int(layer) for layer, _ in inside}):
+        cells = (_cell(engine, *(f"layers.{i}.{part}" for part in parts)) for parts in columns.values())
+        lines.append(f"{i:>5}" + "".join(f"{cell:>9}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _cell(engine: dict[str, Any], *sites: str) -> str:
+    values = [engine["drift"][site] for site in sites if site in engine["drift"]]
+    if not values:
+        return "-"
+    return ("*" if _broken(engine, sites) else "") + _number(None if None in values else max(values), 0)
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    """None stands for what is not finite."""
+    return "nan" if value is None else f"{value:.{digits}e}"
+
+
+def _broken(engine: dict[str, Any], sites: tuple[str, ...]) -> bool:
+    return any(b["site"] in sites for b in engine["broken"])
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

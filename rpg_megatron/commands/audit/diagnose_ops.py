@@ -1,0 +1,204 @@
+"""Steps of one side that no parameter decides and that are wrong: positions, attention, the last softmax."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from rpg_megatron.commands.audit.finding import Finding, layers_of, ranges
+from rpg_megatron.commands.audit.module_check import ModuleChecker, distance, minimise
+from rpg_megatron.models.activation_sites import LOGITS, split_site
+
+LOGPROBS = "logprobs"
+"""The last step's name: from logits to log-probs."""
+_FIT_POSITIONS = 64  # the rotation's base is fitted to places before this one: later ones wind too often
+_BASES = (10.0, 1e9, 320)  # lowest, highest, how many to try first
+
+
+def explain_steps(chain: ModuleChecker, broken: Sequence[str], apart: ModuleChecker | None) -> list[Finding]:
+    """Explain broken sites that no parameter makes, given in the order of computation.
+
+    apart: the trainer's chain with each sequence in a row of its own; what is right there is wrong only in a
+    pack.
+    """
+    return _StepDiagnosis(chain, apart).findings(broken)
+
+
+class _StepDiagnosis:
+    """Tries what other positions, bases, temperatures would make one side's broken sites right."""
+
+    def __init__(self, chain: ModuleChecker, apart: ModuleChecker | None):
+        self._chain, self._apart = chain, apart
+        self._name, self._shape = chain.side.name, chain.shape
+
+    def findings(self, broken: Sequence[str]) -> list[Finding]:
+        """All of them; one for the rotations of all layers, one for their attention."""
+        found = []
+        rope = [s for s in broken if s.endswith("_rope")]
+        attention = [s for s in broken if s.endswith(".attention")]
+        if rope:
+            found.append(self._rope(rope))
+        if attention:
+            found.append(self._attention(attention))
+        by_part: dict[str, list[str]] = defaultdict(list)
+        for site in broken:
+            if site not in rope and site not in attention and site != LOGPROBS:
+                by_part[split_site(site)[1]].append(site)
+        found += [self._other(part, sites) for part, sites in by_part.items()]
+        if LOGPROBS in broken:
+            found.append(self._logprobs())
+        return found
+
+    def _other(self, part: str, sites: list[str]) -> Finding:
+        layers = layers_of(sites)
+        where = f" in layers {ranges(layers)}" if layers else ""
+        error = max(self._chain.error(s) for s in sites)
+        return Finding(
+            "other",
+            self._name,
+            f"{part}{where} of the {self._name} does not follow from the values before it, it is off by "
+            f"{error:.1%}",
+            "a custom kernel or a quantised engine computes another function here",
+            layers=layers,
+        )
+
+    def _fits_alone(self, sites: Sequence[str]) -> bool:
+        """Whether the same sites are right when each sequence has a row of its own."""
+        return self._apart is not None and all(
+            self._apart.error(s) <= self._apart.tolerance(s) for s in sites
+        )
+
+    def _rope(self, sites: list[str]) -> Finding:
+        chain, site, theta = self._chain, sites[0], self._shape.rope_theta
+        where = f"layers {ranges(layers_of(sites))}"
+        layers = layers_of(sites)
+        shifts = self._shifts(site)
+        if shifts is not None:
+            listed = ", ".join(f"{s:+d}" for s in shifts)
+            packed = self._fits_alone(sites)
+            return Finding(
+                "packing" if packed else "rope",
+                self._name,
+                f"positions are wrong in the {self._name}, {where}: its sequences start at {listed} "
+                "instead of 0" + (" when they are packed; alone each is right" if packed else ""),
+                "positions must start anew with each sequence of a pack: look at cu_seqlens and position ids"
+                if packed
+                else "look at how position ids are made",
+                layers=layers,
+            )
+        near = chain.side.positions < _FIT_POSITIONS
+        found = chain.found(site)[near]
+
+        def error(base: float) -> float:
+            return distance(found, chain.expected(site, theta=base)[near])
+
+        base, rest = minimise(error, *_BASES)
+        if rest <= 4 * chain.tolerance(site):
+            return Finding(
+                "rope",
+                self._name,
+                f"the {self._name} rotates positions with base {base:,.6g} instead of the configured "
+                f"{theta:,.6g}, {where}",
+                f"rope_theta is {theta:,.6g} in config.json of model.path; see what the {self._name} reads",
+                layers=layers,
+                values={"base": base},
+            )
+        return Finding(
+            "packing" if self._fits_alone(sites) else "rope",
+            self._name,
+            f"the {self._name} rotates positions in another way than config.json says, {where}; "
+            "no base and no shift explains it",
+            "compare rope_theta, rope scaling and head_dim of both sides",
+            layers=layers,
+        )
+
+    def _shifts(self, site: str) -> list[int] | None:
+        """Where each sequence would have to start for its rotation to be right, if anywhere but at 0."""
+        chain, lengths = self._chain, self._chain.side.lengths
+        found = chain.found(site).split(lengths)
+        total = sum(lengths)
+        starts: list[int] = [0] * len(lengths)
+        # Likely starts first: where the sequence lies in the pack, and one too far or too early.
+        bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        for i, begin in enumerate(bounds[:-1]):
+            for start in (0, begin, 1, -1, *range(2, min(total, 64))):
+                moved = chain.expected(site, positions=chain.side.positions + start).split(lengths)[i]
+                if distance(found[i], moved) <= chain.tolerance(site) + 2.4e-7 * total:
+                    starts[i] = start
+                    break
+            else:
+                return None
+        return starts if any(starts) else None
+
+    def _attention(self, sites: list[str]) -> Finding:
+        where = (
+            f"from layer {layers_of(sites)[0]} on" if len(sites) > 1 else f"in layer {layers_of(sites)[0]}"
+        )
+        if self._fits_alone(sites):
+            chain, site = self._chain, sites[0]
+            parts = (
+                chain.found(site).split(chain.side.lengths),
+                chain.expected(site).split(chain.side.lengths),
+            )
+            wrong = [
+                i
+                for i, (f, e) in enumerate(zip(*parts, strict=True))
+                if distance(f, e) > chain.tolerance(site)
+            ]
+            return Finding(
+                "packing",
+                self._name,
+                f"packing: attention {where} of the {self._name} is wrong for sequences {ranges(wrong)} of "
+                f"{len(chain.side.lengths)} of a pack, and right for each alone",
+                "sequences of a pack must not see each other: look at cu_seqlens and the attention's mask",
+                layers=layers_of(sites),
+            )
+        return Finding(
+            "attention",
+            self._name,
+            f"attention {where} of the {self._name} does not follow from its queries, keys and values "
+            f"(off by {self._chain.error(sites[0]):.1%})",
+            "look at mask, softmax scale and, in the engine, the attention backend and the KV cache's format",
+            layers=layers_of(sites),
+        )
+
+    def _logprobs(self) -> Finding:
+        chain, side = self._chain, self._chain.side
+        configured, tolerance = chain.temperature, chain.tolerance(LOGITS)
+
+        temperature, _ = chain.fitted_temperature
+        if chain.logprob_error(chain.logprobs(temperature)) <= tolerance:
+            return Finding(
+                "temperature",
+                side.name,
+                f"the {side.name}'s log-probs are those of temperature {temperature:.4g}, configured is "
+                f"{configured:.4g}; hidden states and logits are right",
+                "trainer and engine must use rollout.temperature, and the engine --logprobs-mode "
+                "processed_logprobs (look at engine.arguments)",
+                values={"temperature": temperature},
+            )
+        # A column whose logit is 0 adds 1 to the sum of the softmax.
+        logits = chain.logits / configured
+        picked = logits.gather(1, side.sampled.to(logits.device)[:, None])[:, 0]
+        surplus = (picked - chain.logp()).exp() - logits.logsumexp(1).exp()
+        columns = statistics.median(surplus.tolist())
+        if columns > 0.5 and chain.logprob_error(chain.logprobs(padding=columns)) <= tolerance:
+            return Finding(
+                "vocabulary",
+                side.name,
+                f"vocabulary padding: the {side.name}'s softmax counts about {columns:.0f} columns behind "
+                f"the vocabulary of {self._shape.vocab_size}",
+                "columns that pad the vocabulary must be -inf before the softmax",
+                values={"columns": columns},
+            )
+        off = (chain.logp() - chain.logprobs()).abs().max().item()
+        return Finding(
+            "other",
+            side.name,
+            f"the {side.name}'s log-probs do not follow from its logits (off by up to {off:.2g} nats); no "
+            "temperature and no padding explains it",
+            "look at what is done to logits before sampling: top-k, top-p, penalties, logits processors",
+        )

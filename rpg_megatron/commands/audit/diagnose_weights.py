@@ -1,0 +1,244 @@
+"""Parameters of one side that are not the trainer's: which, and what they are instead.
+
+A change is tried on the reference: a factor on a norm, another checkpoint's weights, query groups in another
+order. What makes a module right again is what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from rpg_megatron.commands.audit.finding import Finding, layers_of, ranges
+from rpg_megatron.commands.audit.module_check import CHANNEL_TOLERANCE, ModuleChecker, Weights, distance
+from rpg_megatron.models.activation_sites import NORMS, layer_site, parameter_of, split_site
+
+_MATRICES = ("query", "key", "value", "attention_output", "gate", "up", "mlp_output")
+
+
+def explain_weights(
+    chain: ModuleChecker, broken: Sequence[str], others: Mapping[str, Weights]
+) -> list[Finding]:
+    """Explain sites that a parameter makes and that are broken, given in the order of computation.
+
+    others: weights that may turn out to be the side's, by what to call them.
+    """
+    return _WeightDiagnosis(chain, others).findings(broken) if broken else []
+
+
+class _WeightDiagnosis:
+    """Tries what other parameters would make one side's broken sites right."""
+
+    def __init__(self, chain: ModuleChecker, others: Mapping[str, Weights]):
+        self._chain, self._others = chain, others
+        self._name, self._shape = chain.side.name, chain.shape
+        self._advice = (
+            "the engine does not serve the trainer's weights here: sync it again; if it stays, look at "
+            "bridge/layouts, or at what loads this engine"
+            if self._name == "engine"
+            else "the trainer's own weights, as exported, do not give this: look at the model's "
+            "configuration (policy/model.py) and at bridge/layouts"
+        )
+
+    def findings(self, broken: Sequence[str]) -> list[Finding]:
+        """All of them, in the order of the layers; whole layers first."""
+        rounded = self._explains(broken, lambda name: self._chain.weights(name).bfloat16())
+        if rounded and self._chain.side.dtype != "bfloat16":
+            return [
+                Finding(
+                    "precision",
+                    self._name,
+                    f"the {self._name}'s weights were rounded to bfloat16: with rounded weights all "
+                    f"{len(broken)} deviating modules are right",
+                    "keep one dtype from trainer to engine (precision.dtype, engine.arguments)",
+                    layers=layers_of(broken),
+                    parameters=self._parameters(broken),
+                )
+            ]
+        if self._source(broken) is None and (quantised := self._quantised(broken)):
+            return [quantised]
+        by_layer: dict[int | None, list[str]] = defaultdict(list)
+        for site in broken:
+            by_layer[split_site(site)[0]].append(site)
+        count = sum(parameter_of(layer_site(1, p)) is not None for p in self._parts())
+        whole = [i for i, sites in by_layer.items() if i is not None and len(sites) > count // 2]
+        found = self._whole_layers(whole, [s for i in whole for s in by_layer[i]]) if whole else []
+        for layer, sites in by_layer.items():
+            if layer not in whole:
+                found += self._single(sites)
+        return found
+
+    def _quantised(self, broken: Sequence[str]) -> Finding | None:
+        """Every matrix of every layer is off a little and no norm is: what few bits do to weights."""
+        matrices = {s for s in self._chain.sites() if split_site(s)[1] in _MATRICES}
+        errors = [self._chain.error(s) for s in broken]
+        if not matrices <= set(broken) or any(split_site(s)[1] in NORMS for s in broken) or max(errors) > 0.3:
+            return None
+        return Finding(
+            "precision",
+            self._name,
+            f"all matrices of the {self._name} are off by {min(errors):.1%} to {max(errors):.1%}, and no "
+            "norm is: so are quantised weights",
+            "look for --quantization in engine.arguments; a quantised engine needs correction and wider "
+            "guards",
+            layers=layers_of(broken),
+            parameters=self._parameters(broken),
+        )
+
+    def _whole_layers(self, layers: list[int], sites: list[str]) -> list[Finding]:
+        """Layers most of whose parameters are wrong at once."""
+        what = f"layer {layers[0]}" if len(layers) == 1 else f"layers {ranges(layers)}"
+        label = self._source(sites)
+        if label is not None:
+            text = f"{what} of the {self._name} is stale: it holds the weights of {label}"
+        else:
+            other = self._other_layer(sites) if len(layers) == 1 else None
+            text = (
+                f"{what} of the {self._name} holds the weights of layer {other}"
+                if other is not None
+                else f"{what} of the {self._name} is stale or foreign: {len(sites)} of its parameters differ "
+                f"from the trainer's, the first is {self._parameters(sites)[0]}"
+            )
+        if len(layers) > 1:
+            text = text.replace(" is stale", " are stale").replace("it holds", "they hold")
+        return [
+            Finding(
+                "layer", self._name, text, self._advice, layers=layers, parameters=self._parameters(sites)
+            )
+        ]
+
+    def _single(self, sites: list[str]) -> list[Finding]:
+        """Parameters that are wrong while others of their layer are right."""
+        if swap := self._swapped_groups(sites):
+            found, sites = [swap[0]], [s for s in sites if s not in swap[1]]
+        else:
+            found = []
+        for site in sites:
+            text, values = self._explain_parameter(site)
+            layer = split_site(site)[0]
+            found.append(
+                Finding(
+                    "weights",
+                    self._name,
+                    text,
+                    self._advice,
+                    layers=[] if layer is None else [layer],
+                    parameters=self._parameters([site]),
+                    values=values,
+                )
+            )
+        return found
+
+    def _explain_parameter(self, site: str) -> tuple[str, dict[str, float]]:
+        name = self._parameters([site])[0]
+        mine = f"{name} of the {self._name}"
+        if split_site(site)[1] in NORMS and (factor := self._norm_factor(site, mine)):
+            return factor
+        if (label := self._source([site])) is not None:
+            return f"{mine} is stale: it is that of {label}", {}
+        layer, part = split_site(site)
+        if part in ("gate", "up") and layer is not None:
+            other = layer_site(layer, "up" if part == "gate" else "gate")
+            if self._chain.error(site, self._chain.expected(site, like=other)) <= self._chain.tolerance(site):
+                return f"{mine} is {parameter_of(other)}: gate and up are swapped", {}
+        expected = self._chain.expected(site)
+        off = (self._chain.found(site) - expected).square().sum(0).sqrt()
+        wrong = (off > self._chain.tolerance(site) * expected.square().sum(0).mean().sqrt()).nonzero()[:, 0]
+        error = self._chain.error(site)
+        where = (
+            f" (rows {ranges(wrong.tolist())} of {expected.size(1)})"
+            if 0 < wrong.numel() < expected.size(1)
+            else ""
+        )
+        return f"{mine} is not the trainer's{where}: its output is off by {error:.1%}", {"error": error}
+
+    def _norm_factor(self, site: str, mine: str) -> tuple[str, dict[str, float]] | None:
+        """A norm whose channels are each off by a factor of their own, whatever the token."""
+        expected = self._chain.expected(site)
+        ratios = self._chain.channel_ratios(site, expected)
+        scaled = (expected.unflatten(1, (-1, ratios.numel())) * ratios).flatten(1)
+        if distance(self._chain.found(site), scaled) > self._chain.tolerance(site):
+            return None
+        off = ratios - 1
+        width = ratios.numel()
+        most, noise = off.abs().max().item(), CHANNEL_TOLERANCE[self._chain.side.dtype]
+        wrong = off.abs() > min(max(0.2 * most, noise), 0.9 * most)
+        typical = off[wrong].median().item()
+        much = f"{abs(typical):.1%} too {'large' if typical > 0 else 'small'}"
+        values = {"factor": 1 + typical, "channels": float(wrong.sum())}
+        if (off[wrong] - typical).abs().max() > max(0.2 * abs(typical), noise):
+            channels = f"{int(wrong.sum())} of {width} channels"
+            return f"{mine} differs in {channels}, {typical:+.1%} in the median, {most:.1%} at most", values
+        if bool(wrong.all()):
+            return f"{mine} is {much}", values
+        return f"{mine} is {much} in channels {ranges(wrong.nonzero()[:, 0].tolist())} of {width}", values
+
+    def _swapped_groups(self, sites: list[str]) -> tuple[Finding, list[str]] | None:
+        """Query, key and value heads that are all there, but in another order of the groups."""
+        mixed = [s for s in sites if split_site(s)[1] in ("query", "key", "value")]
+        orders = {s: self._order(s) for s in mixed}
+        if not mixed or None in orders.values() or len({tuple(o or ()) for o in orders.values()}) != 1:
+            return None
+        order = orders[mixed[0]] or []
+        moved = [g for g, source in enumerate(order) if g != source]
+        layer = split_site(mixed[0])[0]
+        kinds = [split_site(s)[1] for s in mixed]
+        what = "QKV groups" if len(kinds) == 3 else f"{' and '.join(kinds)} groups"
+        pair = len(moved) == 2
+        text = (
+            f"{what} {moved[0]} and {moved[1]} are swapped in layer {layer} of the {self._name}"
+            if pair
+            else f"{what} stand in the order {order} in layer {layer} of the {self._name}"
+        )
+        finding = Finding(
+            "weights",
+            self._name,
+            f"{text} (self_attention.linear_qkv, {', '.join(f'{k[0]}_proj' for k in kinds)})",
+            self._advice,
+            layers=[] if layer is None else [layer],
+            parameters=self._parameters(mixed),
+            values={f"group_{g}": float(order[g]) for g in moved},
+        )
+        return finding, mixed
+
+    def _order(self, site: str) -> list[int] | None:
+        """For each query group the one whose rows it holds; None if there is no such order, or if it is
+        right.
+        """
+        groups = self._shape.num_kv_heads
+        found, expected = (
+            x.unflatten(1, (groups, -1)) for x in (self._chain.found(site), self._chain.expected(site))
+        )
+        order = []
+        for g in range(groups):
+            fits = [distance(found[:, g], expected[:, s]) for s in range(groups)]
+            if min(fits) > self._chain.tolerance(site):
+                return None
+            order.append(fits.index(min(fits)))
+        return order if sorted(order) == list(range(groups)) and order != list(range(groups)) else None
+
+    def _source(self, sites: Sequence[str]) -> str | None:
+        """Which of the other weights make all of these sites right."""
+        return next((label for label, w in self._others.items() if self._explains(sites, w)), None)
+
+    def _explains(self, sites: Sequence[str], weights: Weights) -> bool:
+        chain = self._chain
+        return all(chain.error(s, chain.expected(s, weights=weights)) <= chain.tolerance(s) for s in sites)
+
+    def _other_layer(self, sites: Sequence[str]) -> int | None:
+        """Which other layer's weights make all of these sites right."""
+        chain = self._chain
+        for layer in range(self._shape.num_layers):
+            pairs = [(s, layer_site(layer, split_site(s)[1])) for s in sites if split_site(s)[1] != "input"]
+            if layer != split_site(sites[0])[0] and all(
+                chain.error(s, chain.expected(s, like=like)) <= chain.tolerance(s) for s, like in pairs
+            ):
+                return layer
+        return None
+
+    def _parameters(self, sites: Sequence[str]) -> list[str]:
+        names = [parameter_of(s, self._shape.tied_embeddings) for s in sites]
+        return [n for n in names if n is not None]
+
+    def _parts(self) -> list[str]:
+        return [p for layer, p in map(split_site, self._chain.sites()) if layer == 0]

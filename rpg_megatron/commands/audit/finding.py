@@ -1,0 +1,43 @@
+"""One thing that an audit found, and how it is put into words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rpg_megatron.models.activation_sites import split_site
+
+
+@dataclass
+class Finding:
+    """One thing that is wrong."""
+
+    kind: str
+    """weights, layer, rope, packing, attention, temperature, vocabulary, precision, other."""
+    side: str
+    """engine or trainer: whose value does not follow from its own earlier values."""
+    text: str
+    """What is wrong and where, in a sentence."""
+    advice: str
+    layers: list[int] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
+    """Hugging Face names."""
+    values: dict[str, float] = field(default_factory=dict)
+    """What was measured: a factor, a base, a temperature."""
+
+
+def layers_of(sites: Sequence[str]) -> list[int]:
+    """Layers that the sites lie in, ascending."""
+    return sorted({layer for layer, _ in map(split_site, sites) if layer is not None})
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: 0-3, 7."""
+    parts: list[list[int]] = [[numbers[0]]] if numbers else []
+    for a, b in pairwise(numbers):
+        if b == a + 1:
+            parts[-1].append(b)
+        else:
+            parts.append([b])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

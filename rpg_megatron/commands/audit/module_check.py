@@ -1,0 +1,353 @@
+"""What each module should have given, from the values that went into it and the trainer's weights.
+
+Trainer and engine drift apart from the first wrong value on, so comparing the two says little about what
+lies behind it. Here every value of one side is recomputed from *that side's own* earlier values: an error
+that was inherited does not show, and each module is judged by itself. Every step from the embedding to
+the log-probs is covered: where no link is broken, two sides can differ by rounding only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from rpg_megatron.checkpoints.hf_files import list_checkpoint
+from rpg_megatron.config import ModelShape
+from rpg_megatron.models.activation_sites import (
+    FINAL_INPUT,
+    FINAL_NORM,
+    LOGITS,
+    NORMS,
+    Trace,
+    all_sites,
+    layer_site,
+    parameter_of,
+    split_site,
+)
+from rpg_megatron.policy.model import llama3_frequencies
+
+TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2, "float16": 2.5e-3}
+"""Largest relative error of a module that rounding explains. Measured on clean pairs, see docs/audit.md: the
+largest of any module is 2e-6 in float32 and 6e-3 in bfloat16; larger models round more. float16 was not
+measured: its roundings are an eighth of bfloat16's.
+"""
+CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3, "float16": 7.5e-4}
+"""Largest relative error of a norm's channel on average over the tokens, where roundings cancel unless all
+tokens are the same. Without that, two roundings to bfloat16, as in Hugging Face's norm, are 3.9e-3 at most.
+"""
+
+_TEMPERATURES = (0.02, 50.0, 80)  # lowest, highest, how many to try first
+_TEMPERATURE_TOLERANCE = 0.05
+"""Relative error of a temperature, fitted to rounded log-probs, that may be chance."""
+_CPU = torch.device("cpu")
+Weights = Callable[[str], Tensor]
+"""HF name -> the whole tensor, in the checkpoint's dtype."""
+
+
+class StoredWeights:
+    """The tensors of a Hugging Face checkpoint, read when they are asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._stored = list_checkpoint(folder)
+        self._stack = ExitStack()
+        self._files: dict[Path, Any] = {}
+        self.read = lru_cache(maxsize=32)(self._read)
+
+    def __call__(self, name: str) -> Tensor:
+        """One tensor; KeyError if there is none of that name."""
+        return self.read(name)
+
+    def _read(self, name: str) -> Tensor:
+        file = self._stored[name].file
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        return self._files[file].get_tensor(name)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+
+@dataclass
+class ActivationTrace:
+    """What engine or trainer made of the same tokens. Sequences lie end to end: t places in all."""
+
+    name: str
+    trace: Trace
+    tokens: Tensor
+    """int64 [t]: the token read at each place."""
+    lengths: list[int]
+    """Places of each sequence."""
+    predicts: Tensor
+    """bool [t]: the next token was sampled."""
+    sampled: Tensor
+    """int64 [n]: those tokens, n the number of such places."""
+    logp: Tensor
+    """float32 [n]: their log-probs, nats, as this side reports them."""
+    dtype: str
+    """What its activations are: float32 or bfloat16."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [t]: place within the sequence."""
+        return torch.cat([torch.arange(n) for n in self.lengths])
+
+
+class ModuleChecker:
+    """One side's values, each to be compared with what its own earlier values make it."""
+
+    def __init__(
+        self,
+        side: ActivationTrace,
+        shape: ModelShape,
+        weights: Weights,
+        temperature: float,
+        device: torch.device = _CPU,
+    ):
+        """device: where to compute; values and weights are brought there when they are needed."""
+        self.side, self.shape, self.weights, self.temperature = side, shape, weights, temperature
+        self._device = device
+        # Exact enough that only the side's own rounding remains.
+        self._wide = torch.float64 if side.dtype == "float32" else torch.float32
+
+    def sites(self) -> list[str]:
+        """Sites that the side has values for, in the order of computation."""
+        return [s for s in all_sites(self.shape.num_layers, self.shape.qk_norm) if s in self.side.trace]
+
+    def found(self, site: str) -> Tensor:
+        """The side's values, wide; recomputed where it has none."""
+        if site in self.side.trace:
+            return self.side.trace[site].to(self._device, self._wide)
+        return self.expected(site)
+
+    def expected(
+        self,
+        site: str,
+        *,
+        weights: Weights | None = None,
+        like: str | None = None,
+        theta: float | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """What the earlier values make of a site: [t, width]; of the logits, only places that sampled.
+
+        Another truth can be tried by other ``weights``, the parameter of another site (``like``), another
+        base of the rotation or other positions.
+        """
+        layer, part = split_site(site)
+
+        def before(name: str) -> Tensor:
+            return self.found(layer_site(layer, name) if layer is not None else name)
+
+        name = parameter_of(like or site, self.shape.tied_embeddings)
+        source = weights or self.weights
+
+        def stored(hf_name: str) -> Tensor:
+            return source(hf_name).to(self._device, self._wide)
+
+        weight = None if name is None else stored(name)
+        if part == "input" and weight is not None:
+            return weight[self._on_device(self.side.tokens)]
+        if part == "input":
+            assert layer is not None
+            return self.found(layer_site(layer - 1, "middle")) + self.found(
+                layer_site(layer - 1, "mlp_output")
+            )
+        if part == FINAL_INPUT:
+            last = self.shape.num_layers - 1
+            return self.found(layer_site(last, "middle")) + self.found(layer_site(last, "mlp_output"))
+        if part in NORMS:
+            from_part = {
+                "input_norm": "input",
+                "query_norm": "query",
+                "key_norm": "key",
+                "mlp_norm": "middle",
+                FINAL_NORM: FINAL_INPUT,
+            }
+            assert weight is not None
+            return self._rms(before(from_part[part]), weight)
+        if part in ("query", "key", "value"):
+            assert weight is not None
+            out = before("input_norm") @ weight.t()
+            if self.shape.qkv_bias and name is not None:
+                out = out + stored(name.replace(".weight", ".bias"))
+            return out
+        if part in ("query_rope", "key_rope"):
+            plain = part.removesuffix("_rope")
+            turned = before(f"{plain}_norm") if self.shape.qk_norm else before(plain)
+            return self.rotate(turned, theta, positions)
+        if part == "attention":
+            return self._attend(before("query_rope"), before("key_rope"), before("value"))
+        if part == "middle":
+            return before("input") + before("attention_output")
+        if part == "activation":
+            return F.silu(before("gate")) * before("up")
+        from_part = {"attention_output": "attention", "gate": "mlp_norm", "up": "mlp_norm"} | {
+            "mlp_output": "activation"
+        }
+        assert weight is not None
+        if part == LOGITS:
+            return self.found(FINAL_NORM)[self._on_device(self.side.predicts)] @ weight.t()
+        return before(from_part[part]) @ weight.t()
+
+    def rotate(self, x: Tensor, theta: float | None = None, positions: Tensor | None = None) -> Tensor:
+        """Rotary embedding of heads [t, heads * d], in the halves convention of Hugging Face."""
+        shape = self.shape
+        base = theta or shape.rope_theta
+        d = shape.head_dim
+        if shape.rope_scaling is not None:
+            frequencies = llama3_frequencies(d, base, shape.rope_scaling)
+        else:
+            frequencies = base ** (-torch.arange(0, d, 2, dtype=self._wide) / d)
+        places = self.side.positions if positions is None else positions
+        angles = self._on_device(places)[:, None, None] * self._on_device(frequencies).to(self._wide)
+        a, b = x.unflatten(1, (-1, d)).chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).flatten(1)
+
+    def logprobs(self, temperature: float | None = None, padding: float = 0.0) -> Tensor:
+        """Log-probs of the sampled tokens [n] from the side's own logits, or from its last norm.
+
+        padding: so many further columns, whose logit is 0, take part in the softmax.
+        """
+        logits = self.logits / (temperature or self.temperature)
+        picked = logits.gather(1, self._on_device(self.side.sampled)[:, None])[:, 0]
+        total = logits.logsumexp(1)
+        if padding > 0:
+            total = torch.logaddexp(total, torch.full_like(total, math.log(padding)))
+        return picked - total
+
+    @cached_property
+    def fitted_temperature(self) -> tuple[float, float]:
+        """The temperature whose log-probs are nearest to those reported, and how much of the differences at
+        the configured one it leaves, as a fraction of the root of their mean square.
+        """
+
+        def error(temperature: float) -> float:
+            return (self.logp() - self.logprobs(temperature)).square().mean().sqrt().item()
+
+        temperature, rest = minimise(error, *_TEMPERATURES)
+        return temperature, rest / max(error(self.temperature), 1e-30)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The side's logits, or what its last norm makes them: float64 [n, vocabulary]. Kept: they are large
+        and looked at many times.
+        """
+        return self.found(LOGITS).double()
+
+    def logp(self) -> Tensor:
+        """The log-probs that the side reports: float64 [n]."""
+        return self._on_device(self.side.logp).double()
+
+    def error(self, site: str, expected: Tensor | None = None) -> float:
+        """How far a site is from what it follows from; see ``distance``. NaN counts as infinite."""
+        found = self.found(site)
+        if expected is None:
+            expected = self.expected(site)
+        worst = distance(found, expected)
+        if split_site(site)[1] in NORMS:
+            off = (self.channel_ratios(site, expected) - 1).abs().max().item()
+            # On one scale with the rest: 1 tolerance of the channels is 1 tolerance.
+            worst = max(worst, off * TOLERANCE[self.side.dtype] / CHANNEL_TOLERANCE[self.side.dtype])
+        return worst if math.isfinite(worst) else math.inf
+
+    def logprob_error(self, expected: Tensor | None = None) -> float:
+        """Largest |log-prob - what the logits make it|, in units of the largest logit over the temperature:
+        that is what the logits' rounding is relative to.
+
+        A confident policy's log-probs hardly depend on the temperature, and the largest rounding would hide a
+        wrong one. So if another temperature explains most of what differs from the configured one's
+        log-probs, its distance counts as well.
+        """
+        if expected is None:
+            temperature, left = self.fitted_temperature
+            off = abs(math.log(temperature / self.temperature)) / _TEMPERATURE_TOLERANCE
+            if left < 1 / 3 and off > 1:
+                return max(off * self.tolerance(LOGITS), self.logprob_error(self.logprobs()))
+            expected = self.logprobs()
+        size = max(1.0, (self.logits.abs().max() / self.temperature).item())
+        worst = ((self.logp() - expected).abs().max() / size).item()
+        return worst if math.isfinite(worst) else math.inf
+
+    def tolerance(self, site: str) -> float:
+        """What rounding explains at a site."""
+        tolerance = TOLERANCE[self.side.dtype]
+        if site.endswith("_rope"):  # an angle is a frequency, rounded, times a position
+            tolerance += 2.4e-7 * max(self.side.lengths)
+        return tolerance
+
+    def channel_ratios(self, site: str, expected: Tensor) -> Tensor:
+        """[width] least-squares factor from what was expected to what was found, of each channel of a norm.
+
+        Heads share a norm's weight and are taken together.
+        """
+        per_head = site.endswith(("query_norm", "key_norm"))
+        width = self.shape.head_dim if per_head else expected.size(-1)
+        f, e = self.found(site).reshape(-1, width), expected.reshape(-1, width)
+        return (f * e).sum(0) / e.square().sum(0).clamp(min=1e-30)
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        return values.to(self._device)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.unflatten(1, (-1, weight.numel()))
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.norm_eps)
+        return (x * scale * weight).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = [x.unflatten(1, (-1, self.shape.head_dim)).transpose(0, 1) for x in (q, k, v)]
+        parts = zip(*(x.split(self.side.lengths, dim=1) for x in heads), strict=True)
+        out = [F.scaled_dot_product_attention(*p, is_causal=True, enable_gqa=True) for p in parts]
+        return torch.cat(out, 1).transpose(0, 1).flatten(1)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Largest relative error of a token over its channels, or of a channel over the tokens; 0 for equal.
+
+    A channel that is smaller than most is measured against the typical one: rounding is relative to the terms
+    of a sum, not to what is left of it.
+    """
+    wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
+    off, size = (found.to(wide) - expected.to(wide)).square(), expected.to(wide).square()
+    worst = 0.0
+    for dim in (1, 0):
+        scale = size.sum(dim)
+        scale = scale.clamp(min=max(scale.mean().item(), 1e-30)) if dim == 0 else scale.clamp(min=1e-30)
+        worst = max(worst, (off.sum(dim) / scale).max().sqrt().nan_to_num(nan=math.inf).item())
+    return worst
+
+
+def minimise(error: Callable[[float], float], low: float, high: float, steps: int) -> tuple[float, float]:
+    """The positive number between ``low`` and ``high`` with the smallest error, and that error.
+
+    A grid that is even in the logarithm, then golden sections around its best point.
+    """
+    grid = torch.linspace(math.log(low), math.log(high), steps, dtype=torch.float64).tolist()
+    best = min(range(steps), key=lambda i: error(math.exp(grid[i])))
+    a, b = grid[max(best - 1, 0)], grid[min(best + 1, steps - 1)]
+    ratio = (math.sqrt(5) - 1) / 2
+    c, d = b - ratio * (b - a), a + ratio * (b - a)
+    at_c, at_d = error(math.exp(c)), error(math.exp(d))
+    for _ in range(48):
+        if at_c < at_d:
+            b, d, at_d = d, c, at_c
+            c = b - ratio * (b - a)
+            at_c = error(math.exp(c))
+        else:
+            a, c, at_c = c, d, at_d
+            d = a + ratio * (b - a)
+            at_d = error(math.exp(d))
+    value = math.exp((a + b) / 2)
+    return value, error(value)

@@ -1,0 +1,139 @@
+"""Trainer side of an audit: what each module of the policy computes, whole, whatever the layout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
+
+from rpg_megatron.config import ModelShape
+from rpg_megatron.models.activation_sites import FINAL_INPUT, FINAL_NORM, Trace, layer_site, split_site
+from rpg_megatron.policy.microbatch import MicroBatch
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.system.collectives import gather_on_first
+
+_QKV, _GATE_UP = "qkv", "gate_up"  # Megatron computes these together; see _join
+_HEADS = ("query_norm", "key_norm", "query_rope", "key_rope", "attention", "activation")
+"""Cut by heads or columns over the tensor ranks, in rank order. The rest is whole on each of them, but for
+the tokens, which sequence parallelism cuts.
+"""
+
+
+def trace_policy(
+    policy: Policy, shape: ModelShape, packs: Sequence[MicroBatch]
+) -> list[tuple[Trace, Tensor]]:
+    """Compute the log-probs of packs as training does, and keep what every module gave. Collective.
+
+    Returns, on rank 0, each pack's trace [t, width] and its log-probs and entropies [2, t], t the pack's
+    places, all on the CPU; elsewhere an empty list.
+    """
+    kept: dict[str, list[Tensor]] = defaultdict(list)
+    with ExitStack() as stack:
+        for handle in _hook(policy.chunks, kept):
+            stack.callback(handle.remove)
+        scored = policy.logprobs(packs)
+    mesh = policy.mesh
+    # Every data-parallel replica computed the same; the first one's ranks tell.
+    place = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
+    mine = (place, dict(kept)) if mesh.data_rank == 0 else None
+    everyone = gather_on_first(mine)
+    if mesh.rank:
+        return []
+    # Each site lives on one stage. There, every context rank has its places, cut over the tensor ranks.
+    ranks = sorted((e for e in everyone if e is not None), key=lambda e: e[0])
+    shards: dict[str, list[list[list[Tensor]]]] = defaultdict(lambda: [[] for _ in range(mesh.context)])
+    for (_, context_rank, _), values in ranks:
+        for site, calls in values.items():
+            shards[site][context_rank].append(calls)
+    found = []
+    for i, (pack, values) in enumerate(zip(packs, scored, strict=True)):
+        trace: Trace = {}
+        places = pack.packed.places.cpu()
+        for site, by_context in shards.items():
+            for held, by_rank in zip(places, by_context, strict=True):
+                joined = _join(site, [calls[i] for calls in by_rank], shape, len(held))
+                for name, part in joined.items():
+                    whole = trace.setdefault(name, part.new_empty(pack.size, part.size(1)))
+                    whole[held] = part
+        found.append((trace, values.cpu()))
+    return found
+
+
+def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterable[Any]:
+    """Hook the modules of this rank; yields what removes each hook."""
+
+    def keep(module: nn.Module, take: Callable[[Any, Any], dict[str, Tensor]]) -> Any:
+        def after(_: nn.Module, args: Any, out: Any) -> None:
+            for site, value in take(args, out).items():
+                kept[site].append(value.detach().reshape(value.size(0), -1).cpu().clone())
+
+        return module.register_forward_hook(after)
+
+    def first(site: str) -> Callable[[Any, Any], dict[str, Tensor]]:
+        """The result; linear layers give a bias as well."""
+        return lambda args, out: {site: out[0] if isinstance(out, tuple) else out}
+
+    def entering(*sites: str) -> Callable[[Any, Any], dict[str, Tensor]]:
+        """What goes in, and the result."""
+        *before, after = sites
+        return lambda args, out: {**dict(zip(before, args, strict=False)), **first(after)(args, out)}
+
+    def norm(module: nn.Module, before: str, after: str) -> Callable[[Any, Any], dict[str, Tensor]]:
+        """What goes into a norm, and the result if this module computes it.
+
+        In Transformer Engine's dense layers an identity stands in the norm's place, and the linear layer
+        behind norms what it reads: the result is seen nowhere, and the audit recomputes it from the input.
+        """
+        if isinstance(module, IdentityOp):
+            return lambda args, _: {before: args[0]}
+        return entering(before, after)
+
+    for chunk in chunks:
+        decoder: Any = chunk.decoder
+        for layer in decoder.layers:
+
+            def at(part: str, i: int = layer.layer_number - 1) -> str:
+                return layer_site(i, part)
+
+            attention, mlp = layer.self_attention, layer.mlp
+            before = layer.input_layernorm
+            yield keep(before, norm(before, at("input"), at("input_norm")))
+            yield keep(attention.linear_qkv, first(at(_QKV)))
+            if not isinstance(attention.q_layernorm, IdentityOp | None):
+                yield keep(attention.q_layernorm, first(at("query_norm")))
+                yield keep(attention.k_layernorm, first(at("key_norm")))
+            yield keep(attention.core_attention, entering(at("query_rope"), at("key_rope"), at("attention")))
+            yield keep(attention.linear_proj, first(at("attention_output")))
+            before = layer.pre_mlp_layernorm
+            yield keep(before, norm(before, at("middle"), at("mlp_norm")))
+            yield keep(mlp.linear_fc1, first(at(_GATE_UP)))
+            yield keep(mlp.linear_fc2, entering(at("activation"), at("mlp_output")))
+        if getattr(decoder, "final_layernorm", None) is not None:
+            yield keep(decoder.final_layernorm, entering(FINAL_INPUT, FINAL_NORM))
+
+
+def _join(site: str, shards: list[Tensor], shape: ModelShape, tokens: int) -> Trace:
+    """One site from the tensor ranks' shares; two or three sites where Megatron computes them in one."""
+    layer, part = split_site(site)
+    if layer is not None and part == _QKV:
+        # By query group: its query heads, its key head, its value head.
+        queries = shape.num_heads // shape.num_kv_heads
+        grouped = torch.cat(shards, 1).view(tokens, shape.num_kv_heads, queries + 2, shape.head_dim)
+        q, k, v = grouped.split([queries, 1, 1], dim=2)
+        return {layer_site(layer, n): x.flatten(1) for n, x in (("query", q), ("key", k), ("value", v))}
+    if layer is not None and part == _GATE_UP:
+        halves = [s.chunk(2, 1) for s in shards]
+        both = (torch.cat(h, 1) for h in zip(*halves, strict=True))
+        return {layer_site(layer, n): x for n, x in zip(("gate", "up"), both, strict=True)}
+    if part in _HEADS:
+        # With more ranks than key/value heads, neighbours hold the same one.
+        step = max(1, len(shards) // shape.num_kv_heads) if part.startswith("key") else 1
+        return {site: torch.cat(shards[::step], 1)}
+    if shards[0].size(0) < tokens:
+        return {site: torch.cat(shards)}
+    return {site: shards[0]}

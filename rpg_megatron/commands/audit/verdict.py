@@ -1,0 +1,145 @@
+"""From two traces of the same tokens to what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+
+from rpg_megatron.commands.audit.diagnose_ops import LOGPROBS, explain_steps
+from rpg_megatron.commands.audit.diagnose_weights import explain_weights
+from rpg_megatron.commands.audit.finding import Finding
+from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, Weights, distance
+from rpg_megatron.config import ModelShape
+from rpg_megatron.models.activation_sites import FINAL_NORM, LOGITS, all_sites, parameter_of
+
+
+@dataclass
+class AuditVerdict:
+    """What an audit found. Clean if there are no findings."""
+
+    findings: list[Finding]
+    broken: list[dict[str, Any]]
+    """Sites that do not follow, in the order of computation: side, site, error, tolerance."""
+    links: dict[str, dict[str, float]]
+    """Error of each site against its own side's earlier values, by side and site."""
+    drift: dict[str, float]
+    """Relative difference of engine and trainer, by site: what errors have grown to there."""
+    logprobs: dict[str, float]
+    """|engine - trainer| of the sampled tokens: mean and max, nats."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether engine and trainer compute the same."""
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; what is not finite, which JSON does not know, is None."""
+        plain = {"clean": self.clean, "first": self.broken[0] if self.broken else None} | asdict(self)
+        return cast(dict[str, Any], _finite(plain))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def diagnose(
+    engine: ActivationTrace,
+    trainer: ActivationTrace,
+    alone: ActivationTrace,
+    *,
+    shape: ModelShape,
+    weights: Weights,
+    temperature: float,
+    dtype: str,
+    bounds: tuple[float, float],
+    others: Mapping[str, Weights],
+    device: torch.device,
+) -> AuditVerdict:
+    """Compare an engine with the trainer on the same tokens.
+
+    trainer: with the sequences packed as in training; alone: each in a row of its own. weights: the
+    trainer's, under HF names. temperature, dtype: as configured. bounds: largest and mean |log-prob
+    difference| that the run's guard allows, nats. others: further weights that may explain a wrong one, by
+    what to call them. device: where to compute.
+    """
+    chains = {
+        side.name: ModuleChecker(side, shape, weights, temperature, device) for side in (engine, trainer)
+    }
+    apart = ModuleChecker(alone, shape, weights, temperature, device)
+    links = {name: _links(chain) for name, chain in chains.items()}
+    findings = [f for side in (engine, trainer) for f in _dtype(side, dtype)]
+    for name, chain in chains.items():
+        broken = [s for s, error in links[name].items() if error > _tolerance(chain, s)]
+        weighty = [s for s in broken if s != LOGPROBS and parameter_of(s) is not None]
+        findings += explain_weights(chain, weighty, others)
+        rest = [s for s in broken if s not in weighty]
+        findings += explain_steps(chain, rest, apart if name == "trainer" else None)
+    gap = (engine.logp.double() - trainer.logp.double()).abs()
+    logprobs = {"mean": gap.mean().item(), "max": gap.max().item(), "tokens": float(gap.numel())}
+    drift = {
+        site: distance(engine.trace[site], trainer.trace[site])
+        for site in chains["engine"].sites()
+        if site in trainer.trace
+    }
+    # Written so that a NaN counts as beyond.
+    if not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
+        findings.append(_rounding(drift, logprobs, bounds, dtype))
+    return AuditVerdict(findings, _broken(chains, links), links, drift, logprobs)
+
+
+def _links(chain: ModuleChecker) -> dict[str, float]:
+    """Error of every site, and of the log-probs, in the order of computation."""
+    return {site: chain.error(site) for site in chain.sites()} | {LOGPROBS: chain.logprob_error()}
+
+
+def _tolerance(chain: ModuleChecker, site: str) -> float:
+    return chain.tolerance(LOGITS if site == LOGPROBS else site)
+
+
+def _broken(
+    chains: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    order = [*all_sites(chains["engine"].shape.num_layers, chains["engine"].shape.qk_norm), LOGPROBS]
+    found = [
+        {"side": name, "site": site, "error": error, "tolerance": _tolerance(chains[name], site)}
+        for name, errors in links.items()
+        for site, error in errors.items()
+        if error > _tolerance(chains[name], site)
+    ]
+    return sorted(found, key=lambda f: order.index(str(f["site"])))
+
+
+def _dtype(side: ActivationTrace, dtype: str) -> list[Finding]:
+    if side.dtype == dtype:
+        return []
+    return [
+        Finding(
+            "precision",
+            side.name,
+            f"the {side.name} computes in {side.dtype}, precision.dtype is {dtype}",
+            f"start it in {dtype}; look for a --dtype in engine.arguments",
+        )
+    ]
+
+
+def _rounding(
+    drift: Mapping[str, float], logprobs: Mapping[str, float], bounds: tuple[float, float], dtype: str
+) -> Finding:
+    sites = list(drift)
+    return Finding(
+        "precision",
+        "engine",
+        f"every module is right by itself, and rounding in {dtype} adds up: engine and trainer differ by "
+        f"{drift[sites[0]]:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, "
+        f"the log-probs by {logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most "
+        f"(bounds {bounds[1]:.0e}, {bounds[0]:.0e})",
+        "use precision.dtype=float32, or raise guards.mismatch_mean and .mismatch_max and set correction",
+    )

@@ -1,0 +1,1 @@
+"""``rpg-megatron convert``: between Hugging Face's and Megatron's checkpoints."""

@@ -1,0 +1,318 @@
+"""Hugging Face checkpoints to Megatron's and back: what is checked, done, verified, and in which order.
+
+The work is done by one process per rank (``convert_rank``), joined over gloo; this one needs no torch. The
+result is made beside the wanted folder and renamed when it is whole and, where asked for, verified.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.checkpoints.hf_files import COPIED, HF_DTYPES, INDEX, verify_hf_checkpoint
+from rpg_megatron.checkpoints.megatron_folder import (
+    HF,
+    LATEST,
+    RELEASE,
+    CheckpointMetadata,
+    find_checkpoint,
+    find_damage,
+    read_manifest,
+    write_manifest,
+)
+from rpg_megatron.commands.convert.processes import (
+    ConversionFailed,
+    ConvertProgress,
+    Job,
+    Ranks,
+    StagingDir,
+    start_child,
+)
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.model_shape import ModelShape, read_model_shape
+from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.registry import check_layout, layout_for
+
+TOLERANCE = 1e-5
+"""Largest difference of logits, as a share of the largest logit (of 1, if that is smaller).
+
+Both sides compute in float32; orders of summation differ.
+"""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Megatron's logits against transformers'."""
+
+    difference: float
+    """Largest absolute one."""
+    largest: float
+    """Largest absolute logit."""
+    worst: str
+    """Where the difference is."""
+    tokens: int
+    """Positions compared, each over the whole vocabulary."""
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference that rounding explains."""
+        return TOLERANCE * max(1.0, self.largest)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank's process held, in bytes."""
+
+    rank: int
+    shard: int
+    """Its parameters."""
+    baseline: int
+    """After imports, before there was a model."""
+    peak: int
+    """At most, mapped files included."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A conversion that is done."""
+
+    out: Path
+    seconds: float
+    memory: list[Memory]
+    verification: Verification | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is to be converted, checked as far as headers and sizes go."""
+
+    shape: ModelShape
+    layout: ModelMapping
+    dtype: str
+    """Of the weights; empty where only Megatron's index knows it."""
+    config: Path
+    """Folder with config.json and tokenizer."""
+    folder: Path
+    """Of the weights."""
+    tensor: int
+    pipeline: int
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the model."""
+        return sum(Box.whole(shape).numel for shape in self.layout.hf_tensors().values())
+
+    def __str__(self) -> str:
+        """One line: what it is and how it is cut."""
+        return (
+            f"{self.shape.family}, {self.shape.num_layers} layers, {self.parameters:,} parameters"
+            f"{', ' + self.dtype if self.dtype else ''}; tensor={self.tensor} pipeline={self.pipeline}"
+        )
+
+
+# -- the two directions --------------------------------------------------------------------------------------
+
+
+def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
+    """Check an HF checkpoint and the layout it is to get.
+
+    Raises one UserError that lists every tensor that is missing, unexpected, or of another shape or type.
+    """
+    shape = _read_shape(hf)
+    check_layout(shape, tensor, pipeline)
+    layout = layout_for(shape)
+    stored = verify_hf_checkpoint(hf, layout, one_dtype=True)
+    dtype = next(iter(stored.values())).dtype
+    return Source(shape, layout, HF_DTYPES[dtype], hf, hf, tensor, pipeline)
+
+
+def open_megatron(
+    megatron: Path, tensor: int | None = None, pipeline: int | None = None, config: Path | None = None
+) -> Source:
+    """Find a Megatron checkpoint and check the layout in which it is to be read, by default its own.
+
+    config: HF folder with config.json and tokenizer, for a checkpoint that Megatron-LM wrote by itself.
+    """
+    folder = find_checkpoint(megatron)
+    manifest = read_manifest(folder)
+    if config is None and manifest is None and not (folder / HF).is_dir():
+        raise UserError(
+            f"{folder}: has no {HF}/ with config.json and tokenizer, so it was not converted from an HF "
+            "checkpoint by this tool; give an HF folder of the same model with --config"
+        )
+    source = config or folder / HF
+    try:
+        shape = _read_shape(source)
+    except UserError:
+        if manifest:  # it may be one damage of several
+            _refuse_damage(folder, manifest[1])
+        raise
+    facts = manifest[0] if manifest else CheckpointMetadata("", "", 1, 1)
+    tensor, pipeline = tensor or facts.tensor, pipeline or facts.pipeline
+    check_layout(shape, tensor, pipeline)
+    return Source(shape, layout_for(shape), facts.dtype, source, folder, tensor, pipeline)
+
+
+def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> Report:
+    """Write ``out`` as a Megatron checkpoint with all that is needed to go back.
+
+    Raises UserError for what the user can mend; ConversionFailed if a process failed or, with ``verify``,
+    logits differ. Either way, and if interrupted, nothing is left.
+    """
+    began = time.monotonic()
+    with StagingDir(out, _bytes(source)) as place, ConvertProgress() as progress:
+        folder = place.result / RELEASE
+        folder.mkdir(parents=True)
+        job = _job(source, "hf_to_megatron", folder, place.work, verify=verify)
+        with Ranks(job, progress, watch=place.result) as ranks:
+            memory = [Memory(*m) for m in ranks.wait()]
+        (folder / HF).mkdir()
+        for pattern in COPIED:
+            for file in sorted(source.config.glob(pattern)):
+                if file.name != INDEX:
+                    shutil.copyfile(file, folder / HF / file.name)
+        verification = _compare(job, source.config, progress) if verify else None
+        progress.phase("checksums", sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()))
+        facts = CheckpointMetadata(_megatron_version(), source.dtype, source.tensor, source.pipeline)
+        write_manifest(folder, facts, progress.advance)
+        (place.result / LATEST).write_text(RELEASE, encoding="utf-8")
+        place.keep()
+    return Report(out, time.monotonic() - began, memory, verification)
+
+
+def convert_to_hf(
+    source: Source, out: Path, *, verify: bool = False, max_shard_bytes: int = 5 * 1024**3
+) -> Report:
+    """Write ``out`` as an HF checkpoint, in files of at most ``max_shard_bytes``.
+
+    Raises as the other way does. Where there is a manifest, every file is checked against it first.
+    """
+    began = time.monotonic()
+    with StagingDir(out, _bytes(source)) as place, ConvertProgress() as progress:
+        if manifest := read_manifest(source.folder):
+            files = manifest[1]
+            progress.phase("checking", sum(f["bytes"] for f in files.values()))
+            _refuse_damage(source.folder, files, progress.advance)
+        job = _job(source, "megatron_to_hf", place.result, place.work, verify=verify, bound=max_shard_bytes)
+        with Ranks(job, progress, watch=place.work) as ranks:
+            memory = [Memory(*m) for m in ranks.wait()]
+        verification = _compare(job, place.result, progress) if verify else None
+        place.keep()
+    return Report(out, time.monotonic() - began, memory, verification)
+
+
+def mapping(source: Source) -> Iterator[str]:
+    """The table, line by line: every parameter of every rank, and where its parts lie in HF tensors."""
+    layout, first = source.layout, 0
+    yield "rank, Megatron parameter [local shape]; below it: HF tensor [its part] -> [part of the parameter]"
+    for stage, count in enumerate(source.shape.stage_layers(source.pipeline)):
+        for cut in range(source.tensor):
+            params = layout.stage_params(
+                layers=range(first, first + count),
+                first=stage == 0,
+                last=stage == source.pipeline - 1,
+                tensor=source.tensor,
+                vocab_multiple=1,
+            )
+            yield (
+                f"rank {stage * source.tensor + cut}: tensor {cut} of {source.tensor}, stage {stage} of "
+                f"{source.pipeline}, layers {first}-{first + count - 1}"
+            )
+            for name, shape in params.items():
+                yield f"  {name} {list(shape)}"
+                pieces = layout.pieces(name, tensor=source.tensor, tensor_rank=cut, vocab_multiple=1)
+                yield from (f"    {p.hf_name} {_range(p.hf)} -> {_range(p.local)}" for p in pieces)
+                padding = shape[0] - sum(p.local.extent[0] for p in pieces)
+                if len(pieces) < 2 and padding:
+                    yield f"    {padding} rows of padding, zero"
+        first += count
+
+
+# -- parts of both -------------------------------------------------------------------------------------------
+
+
+def _read_shape(folder: Path) -> ModelShape:
+    try:
+        return read_model_shape(folder)
+    except UserError as e:
+        raise UserError(str(e).removeprefix("model.path: ")) from None
+
+
+def _refuse_damage(
+    folder: Path, files: dict[str, dict[str, Any]], count: Callable[[int], None] = lambda n: None
+) -> None:
+    if damage := find_damage(folder, files, count):
+        raise UserError(f"{folder}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(damage))
+
+
+def _range(box: Box) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.end, strict=True)) + "]"
+
+
+def _bytes(source: Source) -> int:
+    return source.parameters * (4 if source.dtype in ("float32", "") else 2)
+
+
+def _job(source: Source, direction: str, out: Path, work: Path, *, verify: bool, bound: int = 0) -> Job:
+    return Job(
+        direction=direction,
+        source=str(source.folder.absolute()),
+        config=str(source.config.absolute()),
+        out=str(out.absolute()),
+        work=str(work.absolute()),
+        tensor=source.tensor,
+        pipeline=source.pipeline,
+        dtype=source.dtype,
+        max_shard_bytes=bound,
+        sequences=_sequences(source.shape) if verify else [],
+    )
+
+
+def _sequences(shape: ModelShape) -> list[list[int]]:
+    """A few sequences of random tokens, always the same, with the first and last of the vocabulary."""
+    generator = random.Random(0)
+    lengths = [min(n, shape.max_positions) for n in (1, 2, 19, 77)]
+    sequences = [[generator.randrange(shape.vocab_size) for _ in range(n)] for n in lengths]
+    sequences[1][0], sequences[-1][-1] = 0, shape.vocab_size - 1
+    return sequences
+
+
+def _compare(job: Job, hf: Path, progress: ConvertProgress) -> Verification:
+    """The ranks have left their logits; transformers computes its own from ``hf``."""
+    progress.phase("verifying: transformers", 0)
+    request = {"hf": str(hf.absolute()), "work": job.work, "sequences": job.sequences}
+    child = start_child("rpg_megatron.commands.convert.hf_logits", Path(job.work) / "transformers.log", 1)
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps(request) + "\n")
+        child.stdin.flush()
+        answer = child.stdout.read()
+        if child.wait() != 0:
+            log = (Path(job.work) / "transformers.log").read_text(encoding="utf-8", errors="replace")
+            raise ConversionFailed(f"transformers could not compute logits of {hf}\n{log[-3000:]}")
+    finally:
+        child.kill()
+        child.wait()
+    tokens = sum(map(len, job.sequences))
+    found = Verification(**json.loads(answer), tokens=tokens)
+    if not found.difference <= found.tolerance:
+        raise ConversionFailed(
+            f"logits differ by up to {found.difference:.2e} ({found.worst}), more than the "
+            f"{found.tolerance:.1e} that rounding explains in float32: Megatron and transformers compute "
+            "different things. Nothing was written"
+        )
+    return found
+
+
+def _megatron_version() -> str:
+    from importlib.metadata import version
+
+    return version("megatron-core")

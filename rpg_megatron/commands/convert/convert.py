@@ -1,0 +1,169 @@
+"""A rank's share of a conversion: its part of the model, read from one format and written in the other.
+
+The model is built without gradients or optimizer, and without initial values, which Megatron would make on
+every rank for the uncut tensors. So a rank holds its shard, and next to it what is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rpg_megatron.checkpoints.hf_export import export_hf
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.megatron import load_weights, save_weights, stored_dtype
+from rpg_megatron.checkpoints.megatron_folder import find_short_files, read_contents
+from rpg_megatron.commands.convert.megatron_logits import raw_logits
+from rpg_megatron.commands.convert.processes import LOGITS, Job
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.registry import layout_for
+from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
+from rpg_megatron.system.collectives import barrier, run_together
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Conversion:
+    """One rank. All of them construct it and call its method alike."""
+
+    def __init__(self, job: Job, tell: Callable[..., None]) -> None:
+        self._job, self._tell = job, tell
+        self._shape = read_model_shape(Path(job.config))
+        self._layout = layout_for(self._shape)
+        self._parallel = ParallelSettings(tensor=job.tensor, pipeline=job.pipeline)
+        self._mesh = start_mesh(self._parallel)
+        self._baseline = memory()[0]
+
+    def run(self) -> None:
+        """Convert, then leave logits where the job asks for them."""
+        job = self._job
+        if job.direction == "hf_to_megatron":
+            checkpoint = Path(job.out)
+            self._import(checkpoint)
+        else:
+            checkpoint = Path(job.source)
+            self._export(checkpoint)
+        if job.sequences:
+            self._phase("verifying: Megatron", 0, "")
+            self._leave_logits(checkpoint)
+
+    def _import(self, out: Path) -> None:
+        job = self._job
+        dtype = _DTYPES[job.dtype]
+        model = self._build(dtype)
+        parameters = list(named_parameters([model]))
+        self._phase("reading", self._whole_bytes(parameters), "told")
+        load_hf_weights(
+            Path(job.source),
+            self._counted(parameters),
+            self._layout,
+            tensor=job.tensor,
+            tensor_rank=self._mesh.tensor_rank,
+            vocab_multiple=1,
+        )
+        barrier()
+        self._phase("writing", self._model_bytes(dtype), "files")
+        save_weights(out, [model])
+        self._report_memory(parameters)
+
+    def _export(self, checkpoint: Path) -> None:
+        job = self._job
+        dtype = run_together(lambda: _check_files(checkpoint))
+        model = self._build(dtype)
+        parameters = list(named_parameters([model]))
+        self._phase("reading", self._whole_bytes(parameters), "read")
+        load_weights(checkpoint, [model], self._shape.vocab_size)
+        placement = RankCoordinates(
+            rank=self._mesh.rank,
+            tensor=job.tensor,
+            tensor_rank=self._mesh.tensor_rank,
+            pipeline_rank=self._mesh.pipeline_rank,
+            data_rank=0,
+            context_rank=0,
+            vocab_multiple=1,
+        )
+        self._phase("writing", self._model_bytes(dtype), "files")
+        export_hf(
+            Path(job.out),
+            Path(job.config),
+            dict(parameters),
+            self._layout,
+            placement,
+            dtype=dtype,
+            max_shard_bytes=job.max_shard_bytes,
+        )
+        self._report_memory(parameters)
+
+    def _leave_logits(self, checkpoint: Path) -> None:
+        """Logits of the checkpoint as it lies on the disk, in float32 whatever its dtype.
+
+        bfloat16 rounds logits by a hundredth and more, and could hide a wrong frequency or norm.
+        """
+        model = self._build(torch.float32)
+        load_weights(checkpoint, [model], self._shape.vocab_size)
+        logits = raw_logits(model, self._job.sequences, self._shape.vocab_size)
+        if self._mesh.reports:
+            save_file({str(i): x for i, x in enumerate(logits)}, Path(self._job.work) / LOGITS)
+
+    def _build(self, dtype: torch.dtype) -> GPTModel:
+        config = transformer_config(self._shape, self._parallel, PrecisionSettings(dtype="float32"))
+        # No values yet: they are about to be read. float16 is not among the precisions of training.
+        config.perform_initialization = False
+        config.params_dtype = config.pipeline_dtype = dtype
+        settings = ModelSettings(path=Path(self._job.config))
+        (model,) = build_model(self._shape, config, settings, self._mesh)
+        return model
+
+    # -- reports -------------------------------------------------------------------------------------------
+
+    def _phase(self, name: str, total: int, measure: str) -> None:
+        """Tell the parent what comes next, how many bytes it is, and how it can see them."""
+        if self._mesh.rank == 0:
+            self._tell("phase", name, total, measure)
+
+    def _counted(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same, and the parent hears how far it is."""
+        for name, parameter in parameters:
+            yield name, parameter
+            self._tell("bytes", parameter.nbytes)
+
+    def _whole_bytes(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
+        """What all ranks hold together."""
+        total = torch.tensor(sum(p.nbytes for _, p in parameters))
+        dist.all_reduce(total)
+        return int(total)
+
+    def _model_bytes(self, dtype: torch.dtype) -> int:
+        """What the model is on disk, in either format, but for a little."""
+        return dtype.itemsize * sum(torch.Size(s).numel() for s in self._layout.hf_tensors().values())
+
+    def _report_memory(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        self._tell(
+            "memory", self._mesh.rank, sum(p.nbytes for _, p in parameters), self._baseline, memory()[1]
+        )
+
+
+def _check_files(checkpoint: Path) -> torch.dtype:
+    """Dtype of the weights, after a look at the index and at the length of the files that it needs."""
+    contents = read_contents(checkpoint)
+    if short := find_short_files(checkpoint, contents):
+        raise UserError(f"{checkpoint}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(short))
+    stored = stored_dtype(contents)
+    if stored not in _DTYPES:
+        raise UserError(f"{checkpoint}: weights are {stored}; known: {', '.join(_DTYPES)}")
+    return _DTYPES[stored]
+
+
+def memory() -> tuple[int, int]:
+    """Resident bytes of this process, files that it maps included: now, and at most so far."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024

@@ -1,0 +1,46 @@
+"""Megatron's logits against transformers': ``python -m rpg_megatron.commands.convert.hf_logits``.
+
+A process of its own: it holds the whole model, in float32. Standard input as in ``convert_rank``: one line of
+JSON with ``hf`` (folder), ``work`` and ``sequences``. Prints one JSON object: ``difference`` and ``largest``,
+the largest absolute difference and the largest logit, and ``worst``, where the first is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from rpg_megatron.commands.convert.processes import LOGITS
+from rpg_megatron.commands.convert.rank import end_with_parent
+
+
+@torch.no_grad()
+def main() -> None:
+    """Compare, print, exit with 0 whatever the outcome."""
+    job = json.loads(sys.stdin.readline())
+    end_with_parent()
+    warnings.filterwarnings("ignore")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(job["hf"], dtype=torch.float32, local_files_only=True).eval()
+    ours = load_file(Path(job["work"]) / LOGITS)
+    difference, largest, worst = 0.0, 0.0, ""
+    for number, tokens in enumerate(job["sequences"]):
+        reference = model(torch.tensor([tokens])).logits[0]
+        gap = (ours[str(number)] - reference).abs()
+        gap = torch.where(gap.isnan(), torch.inf, gap)
+        largest = max(largest, float(reference.abs().max()))
+        if float(gap.max()) >= difference:
+            place, token = divmod(int(gap.argmax()), gap.size(1))
+            difference = float(gap.max())
+            worst = f"sequence {number} of {len(tokens)} tokens, position {place}, logit of token {token}"
+    print(json.dumps({"difference": difference, "largest": largest, "worst": worst}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What lies in a checkpoint, Hugging Face's or Megatron's, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.checkpoints.hf_files import HF_DTYPES, list_checkpoint, verify_hf_checkpoint
+from rpg_megatron.checkpoints.megatron_folder import (
+    HF,
+    find_checkpoint,
+    find_damage,
+    find_short_files,
+    is_megatron,
+    read_contents,
+    read_manifest,
+)
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.model_shape import ModelShape, read_model_shape
+from rpg_megatron.models.registry import layout_for
+
+_ITEM_BYTES = {"float64": 8, "float32": 4, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    where: str
+    """File, or in how many parts it is stored."""
+
+
+@dataclass
+class Inspection:
+    """A checkpoint, read without its weights."""
+
+    kind: str
+    folder: str
+    model: dict[str, Any] | None = None
+    """What config.json says, in the project's terms."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What a Megatron checkpoint's manifest says: versions, layout it was written with."""
+    checked: str = ""
+    """How far the files were checked."""
+    tensors: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Damage, one line each; empty for a whole checkpoint."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors, vocabulary padding included."""
+        return sum(math.prod(t.shape) for t in self.tensors)
+
+    @property
+    def size(self) -> int:
+        """Their bytes."""
+        return sum(_ITEM_BYTES.get(t.dtype, 1) * math.prod(t.shape) for t in self.tensors)
+
+    def json(self) -> str:
+        """One object with all of it."""
+        totals = {"count": len(self.tensors), "parameters": self.parameters, "bytes": self.size}
+        return json.dumps(asdict(self) | {"totals": totals, "whole": not self.problems}, indent=2)
+
+    def table(self) -> str:
+        """The same to be read."""
+        width = max((len(t.name) for t in self.tensors), default=0)
+        shapes = max((len(str(t.shape)) for t in self.tensors), default=0)
+        lines = [f"{t.name:{width}}  {t.dtype:8}  {t.shape!s:{shapes}}  {t.where}" for t in self.tensors]
+        lines += ["", f"{self.folder}: {self.kind} checkpoint"]
+        if self.model:
+            lines.append(f"model: {_describe(self.model)}")
+        if self.facts:
+            lines.append("written: " + ", ".join(f"{k}={v}" for k, v in self.facts.items()))
+        lines.append(f"tensors: {len(self.tensors)}, {self.parameters:,} numbers, {self.size / 1e6:,.1f} MB")
+        if self.problems:
+            lines += ["DAMAGED:", *(f"  {p}" for p in self.problems)]
+        else:
+            lines.append(f"whole: {self.checked}")
+        return "\n".join(lines)
+
+
+def inspect_checkpoint(folder: Path) -> Inspection:
+    """List a checkpoint and check its files. Raises UserError if it is none of either kind."""
+    return _inspect_megatron(find_checkpoint(folder)) if is_megatron(folder) else _inspect_hf(folder)
+
+
+def _inspect_hf(folder: Path) -> Inspection:
+    found = Inspection("Hugging Face", str(folder))
+    try:
+        shape = read_model_shape(folder)
+    except UserError as e:
+        raise UserError(str(e).removeprefix("model.path: ")) from None
+    found.model = _model(shape)
+    stored = _attempt(found, lambda: list_checkpoint(folder)) or {}
+    found.tensors = [
+        Row(n, HF_DTYPES.get(t.dtype, t.dtype), list(t.shape), t.file.name) for n, t in stored.items()
+    ]
+    if stored:
+        _attempt(found, lambda: verify_hf_checkpoint(folder, layout_for(shape)))
+    found.checked = "files are as long as their headers say; tensors are those of config.json"
+    return found
+
+
+def _inspect_megatron(folder: Path) -> Inspection:
+    found = Inspection("Megatron-Core (torch_dist)", str(folder))
+    manifest = _attempt(found, lambda: read_manifest(folder))
+    if manifest:
+        found.facts = asdict(manifest[0])
+        found.problems += find_damage(folder, manifest[1])
+    if (folder / HF).is_dir():
+        shape: ModelShape | None = _attempt(found, lambda: read_model_shape(folder / HF))
+        found.model = _model(shape) if shape else None
+    contents = _attempt(found, lambda: read_contents(folder))
+    if contents:
+        found.tensors = [
+            Row(n, t.dtype, list(t.shape), f"{t.parts} part{'s' if t.parts > 1 else ''}")
+            for n, t in contents.tensors.items()
+        ]
+        found.problems += [p for p in find_short_files(folder, contents) if p not in found.problems]
+    found.checked = (
+        "every file has the SHA-256 of the manifest" if manifest else "no manifest; files are long enough"
+    )
+    return found
+
+
+def _attempt[T](found: Inspection, step: Callable[[], T]) -> T | None:
+    """The step's result; what it complains of is noted, and the inspection goes on."""
+    try:
+        return step()
+    except UserError as e:
+        found.problems.append(str(e))
+        return None
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    tensors = layout_for(shape).hf_tensors().values()
+    return asdict(shape) | {"parameters": sum(math.prod(t) for t in tensors)}
+
+
+def _describe(model: dict[str, Any]) -> str:
+    return (
+        f"{model['family']}, {model['parameters']:,} parameters, {model['num_layers']} layers, "
+        f"hidden {model['hidden_size']}, "
+        f"{model['num_heads']}/{model['num_kv_heads']} heads of {model['head_dim']}, "
+        f"feed-forward {model['ffn_hidden_size']}, vocabulary {model['vocab_size']}"
+        f"{', tied embeddings' if model['tied_embeddings'] else ''}"
+    )

@@ -1,0 +1,73 @@
+"""Raw logits of whole sequences, to compare a model with another implementation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rpg_megatron.policy.microbatch import PackedSequences
+
+
+@torch.no_grad()
+def raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) -> list[Tensor]:
+    """Logits after every token of every sequence, without vocabulary padding: [n, vocab] each.
+
+    Collective; on ranks before the last stage the list is empty. ``vocab`` is the true vocabulary size. For
+    checks on a few sequences: all their logits are held at once. Each sequence is a pipeline step.
+    """
+
+    def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
+        tokens = torch.tensor([next(iterator)], device=next(module.parameters()).device)
+        output = module(
+            tokens,
+            torch.arange(tokens.size(1), device=tokens.device)[None],
+            None,
+            labels=tokens,
+            packed_seq_params=_pack_one(tokens),
+            output_processor=_logits_head,
+            output_processor_context=vocab,
+        )
+        return output, lambda logits, non_loss_data: logits
+
+    model.eval()
+    outputs = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(sequences),
+        model=[model],
+        num_microbatches=len(sequences),
+        seq_length=1,  # with the next, ignored: lengths vary
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return list(outputs)
+
+
+def _pack_one(tokens: Tensor) -> PackedSequences:
+    length = tokens.size(1)
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=tokens.device)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        lengths=[length],
+    )
+
+
+def _logits_head(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: int, **_: Any
+) -> Tensor:
+    """Stand in for the output layer of GPTModel.forward: the whole vocabulary, on every tensor rank."""
+    weight = output_layer.weight if output_weight is None else output_weight
+    local = torch.matmul(hidden_states.squeeze(1), weight.t())
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(local, group=output_layer.tp_group)
+    logits: Tensor = whole[:, :context].clone()
+    return logits

@@ -1,0 +1,387 @@
+"""The processes of a conversion, what is seen of them, and the folder they work in. Unix; no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import rich.progress
+from rich.console import Console
+
+import rpg_megatron
+from rpg_megatron.config.errors import UserError
+
+_LOOK_SECONDS = 0.25
+_GRACE_SECONDS = 10
+"""Time that the other ranks have to say what they know when one has failed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks are to do. Paths are absolute."""
+
+    direction: str
+    """hf_to_megatron or megatron_to_hf."""
+    source: str
+    """HF folder, or Megatron's checkpoint folder (release, iter_...)."""
+    config: str
+    """Folder with config.json; where the way is back to HF, what else is to be copied."""
+    out: str
+    """To be filled: Megatron's checkpoint folder, there and empty; or an HF folder, not there yet."""
+    work: str
+    """Scratch folder of this conversion."""
+    tensor: int
+    pipeline: int
+    dtype: str
+    """Of the HF weights; the Megatron checkpoint's own if empty."""
+    max_shard_bytes: int
+    """Bound of an HF file."""
+    sequences: list[list[int]]
+    """Token ids whose logits are to be left in ``work`` for comparison; none if empty."""
+
+    def line(self) -> str:
+        """As it goes over the pipe."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+LOGITS = "logits.safetensors"
+"""In the work folder: Megatron's logits, one tensor a sequence, named by its number."""
+
+
+class ConversionFailed(Exception):
+    """The conversion came to nothing, for a reason that the user cannot mend."""
+
+
+class StagingDir:
+    """``.NAME.incomplete`` beside the wanted folder: entered empty, removed on leaving, whatever happens.
+
+    ``keep`` moves the result to its place first. A killed conversion leaves it behind; the next one of the
+    same name removes it. A lock in it tells that case from one that is still going on.
+    SIGTERM and a closed terminal end the program through an exception, so that it is removed then too.
+    """
+
+    def __init__(self, out: Path, needed: int) -> None:
+        self._out, self._needed = out.absolute(), needed
+        self.work = self._out.parent / f".{self._out.name}.incomplete"
+        self.result = self.work / "result"
+        self._lock: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StagingDir:
+        if self._out.exists() or self._out.is_symlink():
+            raise UserError(f"{self._out}: exists already; choose another folder or remove it")
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asked for that
+                self._before[number] = signal.signal(number, _exit)
+        try:
+            self._take()
+        except BaseException:
+            self._let_go()
+            raise
+        return self
+
+    def _take(self) -> None:
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.work / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{self._out}: another conversion is writing it; wait or choose another folder"
+                ) from None
+            except OSError:
+                pass  # a shared file system without locks: two conversions of one name are the user's affair
+            for entry in self.work.iterdir():
+                if entry.name != "lock":
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            free = shutil.disk_usage(self.work).free
+        except OSError as e:
+            raise UserError(f"{self.work}: {e.strerror or e}; choose a folder that can be written") from None
+        if free < self._needed:
+            shutil.rmtree(self.work, ignore_errors=True)
+            raise UserError(
+                f"{self._out.parent}: {free / 1e9:.1f} GB are free, the checkpoint needs "
+                f"{self._needed / 1e9:.1f} GB"
+            )
+
+    def keep(self) -> None:
+        """The result is whole: it appears under its name."""
+        try:
+            self.result.rename(self._out)
+        except OSError as e:
+            raise UserError(f"{self._out}: cannot be made ({e.strerror})") from None
+        folder = os.open(self._out.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def __exit__(self, *_: object) -> None:
+        self._before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave half of it
+        shutil.rmtree(self.work, ignore_errors=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+class ConvertProgress:
+    """Where the work is, on standard error: a bar on a terminal, elsewhere a line per phase."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar: rich.progress.Progress | None = None
+        if console.is_terminal:
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description:24}"),
+                rich.progress.BarColumn(),
+                rich.progress.DownloadColumn(),
+                rich.progress.TransferSpeedColumn(),
+                rich.progress.TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+        self._task: rich.progress.TaskID | None = None
+        self._total = 0
+
+    def __enter__(self) -> ConvertProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def phase(self, name: str, total: int) -> None:
+        """Begin something of ``total`` bytes; 0 if it cannot be counted."""
+        self._total = total
+        if self._bar:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(name, total=total or None)
+        else:
+            size = f" {total / 1e6:,.1f} MB" if total else ""
+            print(f"{name}{size}", file=sys.stderr, flush=True)
+
+    def advance(self, done: int) -> None:
+        """So many bytes more. Any thread may call it."""
+        if self._bar and self._task is not None:
+            self._bar.advance(self._task, done)
+
+    def reach(self, done: int) -> None:
+        """So many bytes in all."""
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=min(done, self._total))
+
+
+def start_child(module: str, log: Path, share: int, **environment: str) -> subprocess.Popen[str]:
+    """Start ``python -m module``, its standard error in ``log``; it ends when its standard input closes.
+
+    share: how many such processes share the machine's cores.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // share))
+    root = str(Path(rpg_megatron.__file__).parents[1])
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": threads,
+        # The conversion belongs to the CPU; with a GPU in sight torch and Megatron would use it.
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Otherwise glibc learns from the tensors that are freed to keep memory of their size for itself.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+        **environment,
+    }
+    with log.open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env,
+            text=True,
+            start_new_session=True,  # a Ctrl-C on the terminal is meant for the parent, which ends them
+        )
+
+
+class _DeferredSignals:
+    """While entered, Ctrl-C, SIGTERM and SIGHUP wait for ``check`` or the end.
+
+    An exception out of a handler may come anywhere: in the middle of ``Popen.poll`` it leaves a lock taken,
+    and the ``wait`` that follows never returns; in that of ``Popen`` itself a child that nobody knows.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _DeferredSignals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._number = number
+
+    def check(self) -> None:
+        """Do what the signal asked for, if one has come."""
+        if number := self._number:
+            self._number = 0
+            self._before[number](number, None)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self.check()
+
+
+class Ranks:
+    """The processes that convert, one per rank. They end with the block, or with this process."""
+
+    def __init__(self, job: Job, progress: ConvertProgress, watch: Path) -> None:
+        self._job, self._progress, self._watch = job, progress, watch
+        self._signals = _DeferredSignals()
+        self._processes: list[subprocess.Popen[str]] = []
+        self._logs: list[Path] = []
+        self._memory: list[list[int]] = []
+        self._measure = ""
+        self._before = 0
+
+    def __enter__(self) -> Ranks:
+        world = self._job.tensor * self._job.pipeline
+        self._progress.phase(f"starting {world} process{'es' if world > 1 else ''}", 0)
+        self._signals.__enter__()
+        try:
+            for rank in range(world):
+                self._signals.check()
+                log = Path(self._job.work) / f"rank_{rank}.log"
+                self._logs.append(log)
+                child = start_child(
+                    "rpg_megatron.commands.convert.rank", log, world, RANK=str(rank), WORLD_SIZE=str(world)
+                )
+                self._processes.append(child)
+                assert child.stdin is not None
+                child.stdin.write(self._job.line())
+                child.stdin.flush()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for p in self._processes:
+            p.kill()
+        for p in self._processes:
+            p.wait()
+            for pipe in (p.stdin, p.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+        self._signals.__exit__()
+
+    def wait(self) -> list[list[int]]:
+        """Follow them to their end; returns what each held: rank, shard, baseline, peak bytes.
+
+        Raises UserError with what the ranks say, or ConversionFailed with the log of the one that failed.
+        """
+        with selectors.DefaultSelector() as selector:
+            for p in self._processes:
+                assert p.stdout is not None
+                os.set_blocking(p.stdout.fileno(), False)
+                selector.register(p.stdout.fileno(), selectors.EVENT_READ, bytearray())
+            deadline: float | None = None
+            while selector.get_map():
+                for key, _ in selector.select(_LOOK_SECONDS):
+                    data = os.read(key.fd, 1 << 16)
+                    if not data:
+                        selector.unregister(key.fd)
+                    key.data.extend(data)
+                    while b"\n" in key.data:
+                        line, _, rest = bytes(key.data).partition(b"\n")
+                        key.data[:] = rest
+                        self._take(line)
+                self._look()
+                self._signals.check()
+                if deadline is None and any(p.poll() not in (None, 0) for p in self._processes):
+                    deadline = time.monotonic() + _GRACE_SECONDS
+                if deadline is not None and time.monotonic() > deadline:
+                    break
+        while deadline is None and any(p.poll() is None for p in self._processes):
+            self._signals.check()
+            time.sleep(_LOOK_SECONDS / 10)
+        codes = [p.poll() for p in self._processes]
+        if any(code != 0 for code in codes):
+            self._explain(codes)
+        return sorted(self._memory)
+
+    def _take(self, line: bytes) -> None:
+        """One report of a rank; what libraries print on standard output is none."""
+        try:
+            kind, *rest = json.loads(line)
+        except ValueError:
+            return
+        if kind == "phase":
+            name, total, self._measure = rest
+            self._before = self._read_bytes()
+            self._progress.phase(name, total)
+        elif kind == "bytes":
+            self._progress.advance(rest[0])
+        elif kind == "memory":
+            self._memory.append(rest)
+
+    def _look(self) -> None:
+        if self._measure == "files":
+            sizes = (f.stat().st_size for f in self._watch.rglob("*") if f.is_file())
+            self._progress.reach(sum(sizes))
+        elif self._measure == "read":
+            self._progress.reach(self._read_bytes() - self._before)
+
+    def _read_bytes(self) -> int:
+        """What the kernel has counted of the ranks' reads."""
+        total = 0
+        for p in self._processes:
+            try:
+                total += int(Path(f"/proc/{p.pid}/io").read_text().split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+        return total
+
+    def _explain(self, codes: list[int | None]) -> None:
+        logs = [log.read_text(encoding="utf-8", errors="replace") for log in self._logs]
+        mark = "\nerror: "
+        said = {
+            log.rpartition(mark)[2].strip()
+            for log, code in zip(("\n" + log for log in logs), codes, strict=True)
+            if code == 2 and mark in log
+        }
+        if said:
+            # The rank that met the problem says it plainly; the others repeat it after "rank N: ".
+            raise UserError(min(said, key=len))
+        rank = next(r for r, code in enumerate(codes) if code not in (0, None))
+        killed = " (killed; perhaps memory ran out)" if codes[rank] == -signal.SIGKILL else ""
+        raise ConversionFailed(
+            f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}{killed}\n"
+            f"{logs[rank][-4000:].strip()}"
+        )

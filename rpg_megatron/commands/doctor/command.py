@@ -1,0 +1,60 @@
+"""``rpg-megatron doctor``."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from rich.console import Console
+
+from rpg_megatron.commands.doctor import gpu, machine, packages, run_inputs
+from rpg_megatron.commands.doctor.gather import NodeReport, find_team, gather_reports, node_name, send_report
+from rpg_megatron.commands.doctor.probe import Probe, Subject, run_probes
+from rpg_megatron.commands.doctor.table import failures, print_reports, to_json
+from rpg_megatron.config import Settings, UserError, read_model_shape
+
+PROBES: list[tuple[str, float, Probe]] = [
+    ("python", 10, packages.probe_python),
+    ("packages", 30, packages.probe_packages),
+    ("torch import", packages.IMPORT_SECONDS + 5, gpu.probe_torch),
+    ("optional packages", 10, packages.probe_optional),
+    ("GPUs", 30, gpu.probe_gpus),
+    ("memory", 10, machine.probe_memory),
+    ("shared memory", 10, machine.probe_shared_memory),
+    ("limits", 10, machine.probe_limits),
+    ("ports", 10, machine.probe_ports),
+    ("temporary files", 10, machine.probe_temporary),
+    ("clock", 20, machine.probe_clock),
+    ("model", 30, run_inputs.probe_model),
+    ("data", 60, run_inputs.probe_data),
+    ("run folder", 30, run_inputs.probe_run_folder),
+    ("secrets", 10, run_inputs.probe_secrets),
+    ("walltime", 20, run_inputs.probe_walltime),
+]
+"""Name, seconds it may take, function; in the order of the report."""
+
+
+def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
+    """Examine this machine, or as a task of ``srun`` this node; says whether all is well.
+
+    The first task prints what all nodes found. The others only report to it, and say True if they could.
+    """
+    started, team = time.time(), find_team()
+    shape = None
+    if settings is not None:
+        with suppress(UserError):  # the model's own probe says what is wrong
+            shape = read_model_shape(settings.model.path)
+    subject = Subject(settings, shape)
+    checks = run_probes(PROBES, subject)
+    folder = machine.nearest_folder(subject)
+    if not team.first:
+        return send_report(team, folder, checks)
+    if team.tasks > 1:
+        reports = gather_reports(team, folder, checks, started=started)
+    else:
+        reports = [NodeReport(node_name(), tuple(checks))]
+    if as_json:
+        print(to_json(reports))
+    else:
+        print_reports(reports, Console())
+    return not failures(reports)

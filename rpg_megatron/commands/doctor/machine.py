@@ -1,0 +1,139 @@
+"""This node: shared memory, memory, limits, ports, temporary files, the file systems' clocks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rpg_megatron.commands.doctor.gpu import card_memory
+from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok
+from rpg_megatron.commands.plan.plan import gib, make_plan
+from rpg_megatron.config import UserError
+from rpg_megatron.launcher.preflight import check_port, check_shared_memory
+from rpg_megatron.system.process_groups import SHARED_MEMORY
+
+SPARE_FILES = 512
+"""Open files that processes need besides one for each request: libraries, sockets, logs."""
+SMALLEST_TEMPORARY = 64 * 1024**2
+SKEW_SECONDS = 5.0
+"""Clocks that are further apart than this spoil time stamps, file caches and tokens that expire."""
+
+
+def probe_shared_memory(subject: Subject) -> Iterator[Check]:
+    """/dev/shm holds the published weights."""
+    settings, shape = subject.settings, subject.shape
+    if settings is not None and settings.bridge.transport != "shared_memory":
+        yield not_applicable("shared memory", f"bridge.transport is {settings.bridge.transport}")
+        return
+    if settings is not None and shape is not None:
+        try:
+            check_shared_memory(settings, shape)
+        except UserError as e:
+            yield of_error("shared memory", e)
+            return
+    elif not os.access(SHARED_MEMORY, os.W_OK):
+        fix = "mount a tmpfs there: weights pass from trainers to engines through it"
+        yield failed("shared memory", f"{SHARED_MEMORY} is missing or not writable", fix)
+        return
+    yield ok("shared memory", f"{SHARED_MEMORY}: {gib(shutil.disk_usage(SHARED_MEMORY).free)} free")
+
+
+def probe_memory(subject: Subject) -> Iterator[Check]:
+    """What ``plan`` says of this run, on this machine."""
+    settings = subject.settings
+    if settings is None or subject.shape is None:
+        yield not_applicable("memory", "no config, or no model to be read")
+        return
+    plan = make_plan(settings, card_memory() if settings.device == "cuda" else None)
+    if plan.problems:
+        fix = "rpg-megatron plan shows each part, and a layout that fits"
+        yield failed("memory", "; ".join(plan.problems), fix)
+    elif plan.target.device == "cpu":
+        yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
+    else:
+        what = "rank" if plan.card is None else "card"
+        yield ok("memory", f"{gib(plan.need)} a {what} planned, for {plan.target.name}")
+
+
+def probe_limits(subject: Subject) -> Iterator[Check]:
+    """Open files and processes."""
+    engine = subject.settings.engine if subject.settings else None
+    wanted = SPARE_FILES + (engine.replicas * engine.max_sequences if engine else 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        how = "ulimit -n 65536 before the command"
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            how = f"raise the hard limit ({hard}) in limits.conf, or Slurm's PropagateResourceLimits"
+        yield failed("open files", f"limited to {soft}, {wanted} may be open", how)
+    else:
+        yield ok("open files", "unlimited" if soft == resource.RLIM_INFINITY else f"up to {soft}")
+
+
+def probe_ports(subject: Subject) -> Iterator[Check]:
+    """The port where ranks meet, and the address that weights are sent from."""
+    settings = subject.settings
+    if settings is None:
+        yield not_applicable("rendezvous port", "no config")
+        return
+    try:
+        check_port(settings.rendezvous_port)
+        port = settings.rendezvous_port
+        yield ok("rendezvous port", f"{port} is free" if port else "any free one")
+    except UserError as e:
+        yield of_error("rendezvous port", e)
+    if settings.bridge.transport == "process_group":
+        address = settings.bridge.address
+        try:
+            with socket.create_server((address, 0)):
+                yield ok("bridge address", f"{address} is this node's")
+        except OSError as e:
+            fix = "set bridge.address to a host name or IP of this node: ip -brief address"
+            yield failed("bridge address", f"cannot listen at {address} ({e.strerror or e})", fix)
+
+
+def probe_temporary(subject: Subject) -> Iterator[Check]:
+    """Sockets and scratch files."""
+    folder = Path(tempfile.gettempdir())
+    free = shutil.disk_usage(folder).free
+    fix = "set TMPDIR to a folder of this node's own disk with room"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield failed("temporary files", f"{folder} is not writable", fix)
+    elif free < SMALLEST_TEMPORARY:
+        yield failed("temporary files", f"{folder} has {gib(free)} free", fix)
+    else:
+        yield ok("temporary files", f"{folder}: {gib(free)} free")
+
+
+def probe_clock(subject: Subject) -> Iterator[Check]:
+    """This node's clock against that of the file system, which on a cluster is the file server's."""
+    folder = nearest_folder(subject)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            before = time.time()
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+            stamp, after = os.fstat(file.fileno()).st_mtime, time.time()
+    except OSError:
+        yield not_applicable("clock", f"{folder} cannot be written to")
+        return
+    skew = max(before - stamp, stamp - after, 0.0)
+    if skew > SKEW_SECONDS:
+        fix = "start the time service on this node and on the file server (chronyc tracking shows its state)"
+        yield failed("clock", f"{skew:.0f} s off the file system's clock", fix)
+    else:
+        yield ok("clock", f"within {max(skew, 0.1):.1f} s of the file system's")
+
+
+def nearest_folder(subject: Subject) -> Path:
+    """The folder of the runs, or of its parents the nearest that exists."""
+    folder = (subject.settings.runs if subject.settings else Path("runs")).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder

@@ -1,0 +1,128 @@
+"""What a probe finds, and running probes so that none of them can hold up the others."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rpg_megatron.config import ModelShape, Settings, UserError
+
+Verdict = Literal["ok", "failed", "warning", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    """What there is."""
+    fix: str = ""
+    """What to do; of a failed check never empty."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is examined."""
+
+    settings: Settings | None
+    """None: the machine alone, without a run."""
+    shape: ModelShape | None
+    """None without settings, or if the model cannot be read."""
+
+    @property
+    def device(self) -> str:
+        """Of the settings; without them what the machine has."""
+        from rpg_megatron.commands.doctor.probe import has_gpu
+
+        if self.settings is not None:
+            return self.settings.device
+        return "cuda" if has_gpu() else "cpu"
+
+
+Probe = Callable[[Subject], Iterator[Check]]
+
+
+def ok(name: str, found: str) -> Check:
+    """A check that passed."""
+    return Check(name, "ok", found)
+
+
+def failed(name: str, found: str, fix: str) -> Check:
+    """A check that did not."""
+    return Check(name, "failed", found, fix)
+
+
+def warning(name: str, found: str, fix: str) -> Check:
+    """Something to know that stops nothing."""
+    return Check(name, "warning", found, fix)
+
+
+def not_applicable(name: str, why: str) -> Check:
+    """A check that has no meaning here."""
+    return Check(name, "not applicable", why)
+
+
+def of_error(name: str, error: UserError) -> Check:
+    """A failed check of a message in the form "what is wrong; what to do"."""
+    found, semicolon, fix = str(error).rpartition("; ")
+    return failed(name, found, fix) if semicolon else failed(name, str(error), "mend what the line names")
+
+
+def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> list[Check]:
+    """Run all probes at once; returns their checks in the order of the probes.
+
+    Each probe is (name, seconds that it may take, function). One that takes longer, or breaks, is a failed
+    check of its name: a file system that hangs holds up a thread for good, and not the report.
+    """
+    results: queue.SimpleQueue[tuple[int, list[Check]]] = queue.SimpleQueue()
+    started = time.monotonic()
+    for number, (name, _, probe) in enumerate(probes):
+        threading.Thread(target=_run, args=(number, name, probe, subject, results), daemon=True).start()
+    found: dict[int, list[Check]] = {}
+    while len(found) < len(probes):
+        left = {n: started + p[1] - time.monotonic() for n, p in enumerate(probes) if n not in found}
+        for number in [n for n, seconds in left.items() if seconds <= 0]:
+            name, limit, _ = probes[number]
+            fix = "see what it waits for: a file system or tool that hangs, or data that take longer to read"
+            found[number] = [failed(name, f"no answer within {limit:.0f} s", fix)]
+            del left[number]
+        if not left:
+            continue
+        try:
+            number, checks = results.get(timeout=max(0.01, min(left.values())))
+        except queue.Empty:
+            continue
+        found.setdefault(number, checks)  # an answer that came too late stays one
+    return [check for number in range(len(probes)) for check in found[number]]
+
+
+def _run(
+    number: int,
+    name: str,
+    probe: Probe,
+    subject: Subject,
+    results: queue.SimpleQueue[tuple[int, list[Check]]],
+) -> None:
+    checks: list[Check] = []
+    try:
+        for check in probe(subject):
+            checks.append(check)
+    except UserError as e:
+        checks.append(of_error(name, e))
+    except Exception as e:
+        fix = "this check itself broke: report it, with this line"
+        checks.append(failed(name, f"{type(e).__name__}: {e}", fix))
+    results.put((number, checks))
+
+
+def has_gpu() -> bool:
+    """Whether this machine shows an NVIDIA GPU, by its device file or its tool."""
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None

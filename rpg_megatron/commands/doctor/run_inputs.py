@@ -1,0 +1,206 @@
+"""What the settings name: model, data, layout, the folder of the runs, secrets, the job's time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+
+from rpg_megatron.commands.doctor.machine import nearest_folder
+from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
+from rpg_megatron.commands.plan.activations import ITEM_BYTES
+from rpg_megatron.commands.plan.engine_memory import worker_parameters
+from rpg_megatron.commands.plan.plan import count, gib
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.launcher.preflight import check_batch, check_data, check_model, check_parallel
+from rpg_megatron.launcher.run_dir import METRICS, list_runs
+from rpg_megatron.models.registry import layout_for
+
+SPEED_BYTES = 32 * 1024**2
+SPEED_SECONDS = 3.0
+"""Writing stops after so long, however little was written."""
+SLOW = 50 * 1024**2
+"""Bytes per second below which checkpoints hold up training."""
+ONLY_WITH_CONFIG = "no config"
+
+
+def probe_model(subject: Subject) -> Iterator[Check]:
+    """The checkpoint is whole, and can be cut as the settings say."""
+    settings = subject.settings
+    if settings is None:
+        yield not_applicable("model", ONLY_WITH_CONFIG)
+        return
+    try:
+        shape = check_model(settings.model.path)
+    except UserError as e:
+        yield of_error("model", e)
+        return
+    yield ok("model", f"{settings.model.path}: {shape.family}, {count(worker_parameters(shape, 1))}, whole")
+    for name, check in (("layout", check_parallel), ("batch", check_batch)):
+        try:
+            check(settings, shape)
+            yield ok(name, "fits the model")
+        except UserError as e:
+            yield of_error(name, e)
+
+
+def probe_data(subject: Subject) -> Iterator[Check]:
+    """Every line of the data can be read."""
+    if subject.settings is None:
+        yield not_applicable("data", ONLY_WITH_CONFIG)
+        return
+    try:
+        check_data(subject.settings)
+        sources = subject.settings.data.sources
+        yield ok("data", ", ".join(str(s.path or s.hub or s.preset) for s in sources))
+    except UserError as e:
+        yield of_error("data", e)
+
+
+def probe_run_folder(subject: Subject) -> Iterator[Check]:
+    """The folder of the runs can be written to, fast enough, and has room for the checkpoints."""
+    folder = nearest_folder(subject)
+    settings = subject.settings
+    free = shutil.disk_usage(folder).free
+    wanted = disk_bytes(subject) if settings is not None and subject.shape is not None else 0
+    try:
+        speed = _write_speed(folder, min(SPEED_BYTES, free // 4))
+    except OSError as e:
+        fix = "choose another folder with runs=..., or mend its rights"
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "remove old runs, or choose a larger disk with runs=..."
+        yield failed("run folder", f"{folder}: {e.strerror or e}", fix)
+        return
+    yield ok("run folder", f"{folder} can be written to")
+    if free < wanted:
+        fix = "remove old runs, lower checkpoint.keep, or choose a larger disk with runs=..."
+        yield failed("disk space", f"{gib(free)} free, checkpoints and export need {gib(wanted)}", fix)
+    else:
+        yield ok("disk space", f"{gib(free)} free" + (f", {gib(wanted)} needed" if wanted else ""))
+    if speed is None:
+        yield failed("disk speed", f"{folder} has no room for a test file", "remove old runs")
+    elif speed < SLOW:
+        fix = "put runs on a parallel file system or a local disk: training waits while it saves"
+        yield warning("disk speed", f"{speed / 1e6:,.0f} MB/s", fix)
+    else:
+        yield ok("disk speed", f"{speed / 1e6:,.0f} MB/s with fsync")
+
+
+def probe_secrets(subject: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
+    """Files that hold tokens are readable by their owner alone."""
+    home = Path(environment.get("HOME", "/"))
+    hub = Path(environment.get("HF_HOME", str(home / ".cache/huggingface")))
+    files = [
+        Path(environment.get("HF_TOKEN_PATH", str(hub / "token"))),
+        Path(environment.get("NETRC", str(home / ".netrc"))),
+        *sorted(nearest_folder(subject).glob(".meeting-*.json")),
+    ]
+    there, open_ones = [], []
+    for file in files:
+        try:
+            mode = stat.S_IMODE(file.stat().st_mode)
+        except OSError:
+            continue
+        (open_ones if mode & 0o077 else there).append((file, mode))
+    for file, mode in open_ones:
+        yield failed("secrets", f"{file} has mode {mode:04o}: others can read it", f"chmod 600 {file}")
+    if not open_ones:
+        names = ", ".join(str(file) for file, _ in there)
+        yield ok("secrets", f"private: {names}" if names else "no token files found")
+
+
+def probe_walltime(subject: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
+    """The job lasts longer than it takes to get to a checkpoint."""
+    if "SLURM_JOB_ID" not in environment:
+        yield not_applicable("walltime", "not in a Slurm job")
+        return
+    end = _end_of_job(environment)
+    if end is None:
+        yield ok("walltime", "no limit known")
+        return
+    left = end - time.time()
+    settings = subject.settings
+    if settings is None or settings.checkpoint.every is None:
+        yield ok("walltime", f"{left / 60:,.0f} min left")
+        return
+    step = _step_seconds(settings)
+    if step is None:
+        yield ok("walltime", f"{left / 60:,.0f} min left; seconds per step unknown before a first run")
+        return
+    interval = step * min(settings.checkpoint.every, settings.training.steps)
+    found = (
+        f"{left / 60:,.0f} min left, a checkpoint every {interval / 60:,.1f} min "
+        f"({step:.0f} s a step in the last run)"
+    )
+    if left < interval:
+        every = max(1, int(left / 2 / step))
+        yield failed("walltime", found, f"set checkpoint.every={every}, or give the job more --time")
+    else:
+        yield ok("walltime", found)
+
+
+def disk_bytes(subject: Subject) -> int:
+    """Bytes of the checkpoints that are kept, of one more while it is written, and of the export."""
+    assert subject.settings is not None
+    assert subject.shape is not None
+    settings = subject.settings
+    numbers = 0
+    for dims in layout_for(subject.shape).hf_tensors().values():
+        size = 1
+        for dim in dims:
+            size *= dim
+        numbers += size
+    item = ITEM_BYTES[settings.precision.dtype]
+    one = numbers * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy
+    checkpoints = 0 if settings.checkpoint.every is None else one * (settings.checkpoint.keep + 1)
+    export = numbers * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
+    return checkpoints + (export if settings.export.enabled else 0)
+
+
+def _write_speed(folder: Path, nbytes: int) -> float | None:
+    """Bytes per second into a new file, the last byte on the disk; None without room for one block."""
+    block = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        start, written = time.monotonic(), 0
+        while written + len(block) <= nbytes and time.monotonic() - start < SPEED_SECONDS:
+            written += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return written / (time.monotonic() - start) if written else None
+
+
+def _end_of_job(environment: Mapping[str, str]) -> float | None:
+    """Unix time at which Slurm ends the job, None if it does not say."""
+    try:
+        return float(environment["SLURM_JOB_END_TIME"])
+    except (KeyError, ValueError):
+        pass
+    command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"EndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", done.stdout)
+    return datetime.fromisoformat(match[1]).timestamp() if match else None
+
+
+def _step_seconds(settings: Settings) -> float | None:
+    """Seconds of a step in the newest run of this name that wrote any down."""
+    for run in list_runs(settings):
+        try:
+            rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError):
+            continue
+        seconds = sorted(row["time/step"] for row in rows if "time/step" in row)
+        if seconds:
+            return float(seconds[len(seconds) // 2])
+    return None

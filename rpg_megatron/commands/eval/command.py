@@ -1,0 +1,156 @@
+"""The processes of an evaluation: engines with the checkpoint's own weights, and the one that asks them."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+
+from rpg_megatron.commands.eval.output_dir import Folder
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.launcher.progress import Progress
+from rpg_megatron.launcher.rank_env import base_environment
+from rpg_megatron.launcher.reaper import Reaper
+from rpg_megatron.launcher.run import GRACE
+from rpg_megatron.launcher.run_dir import LOGS
+from rpg_megatron.launcher.scratch_dirs import create_workspace
+from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.supervisor import (
+    Interrupted,
+    RunFailed,
+    StopSignals,
+    Supervisor,
+    explain,
+    tail,
+    user_error,
+)
+from rpg_megatron.system import process_groups
+
+EVALUATOR = "rpg_megatron.commands.eval.process"
+_PROBE_SECONDS = 1.0
+_LINE_SECONDS = 10.0
+"""Between two lines of progress, where there is no terminal."""
+
+
+class Evaluation:
+    """Everything that an evaluation holds while it is under way; leaving the context gives it all back."""
+
+    def __init__(self, settings: Settings, signals: StopSignals, folder: Folder):
+        self._settings, self._signals, self._folder = settings, signals, folder
+        self._engines: list[EngineProcess] = []
+        self._healthy: set[int] = set()
+        self._probed = 0.0
+        with contextlib.ExitStack() as undo:
+            self._guardian = Reaper()
+            undo.callback(self._guardian.dismiss)
+            self._workspace = create_workspace()
+            undo.callback(self._workspace.remove)
+            for path in (self._workspace.work, self._workspace.bridge):
+                self._guardian.guard_path(path)
+            self._progress = Progress(
+                self._workspace.work, steps=0, console=Console(stderr=True), line_seconds=_LINE_SECONDS
+            )
+            self._supervisor = Supervisor(self._guardian, folder.path / LOGS)
+            undo.pop_all()
+
+    def __enter__(self) -> Evaluation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Exception):  # whatever the terminal does, the processes must end
+            self._progress.close()
+        seen = self._signals.count
+        self._supervisor.stop(GRACE, hurry=lambda: self._signals.count > seen)
+        self._workspace.remove()
+        self._guardian.dismiss()
+
+    def start(self) -> None:
+        """Start all processes at once: each spends its first seconds importing."""
+        settings, work = self._settings, self._workspace.work
+        token = secrets.token_urlsafe(32)
+        self._progress.status(
+            f"evaluation {shown(self._folder.path)}\n"
+            f"starting (takes about a minute): engines {settings.engine.replicas}"
+        )
+        command = [sys.executable, "-m", EVALUATOR, str(self._folder.path), str(work)]
+        self._evaluator = self._supervisor.start("evaluator", command, base_environment(settings, token))
+        for index in range(settings.engine.replicas):
+            self._signals.check()
+            engine = EngineProcess(
+                settings,
+                index,
+                socket=engine_socket(work, index),
+                log=self._folder.path / LOGS / f"engine_{index}.log",
+                bridge_dir=self._workspace.bridge,
+                token=token,
+                weights="checkpoint",
+                gpus=range(index * settings.engine.tensor, (index + 1) * settings.engine.tensor),
+            )
+            engine.start()
+            self._supervisor.adopt(engine)
+            self._engines.append(engine)
+
+    def watch(self) -> None:
+        """Return when all problems are graded. Raises UserError, RunFailed or Interrupted."""
+        while (code := self._evaluator.exit_code()) is None:
+            self._progress.pump(0.2)
+            self._signals.check()
+            if time.monotonic() - self._probed > _PROBE_SECONDS:
+                self._check_engines()
+        self._progress.pump(0.0)
+        if code == 0:
+            return
+        time.sleep(1.0)  # it may be what a signal to all processes, or an engine's death, has led to
+        self._signals.check()
+        message = user_error(self._evaluator)
+        if message is not None:
+            self._folder.discard = True  # it says no more than the message
+            raise UserError(message)
+        self._check_engines(closely=True)
+        raise RunFailed(self._keep(explain(self._evaluator)))
+
+    def _check_engines(self, closely: bool = False) -> None:
+        self._probed = time.monotonic()
+        for engine in self._engines:
+            if engine.index in self._healthy:
+                if engine.alive() and (not closely or engine.healthy()):
+                    continue
+                time.sleep(1.0)  # it may have been a signal to all processes, of which we are one
+                self._signals.check()
+                log = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
+                raise RunFailed(self._keep(f"engine {engine.index} died; {log}"))
+            if not engine.alive():
+                time.sleep(1.0)
+                self._signals.check()
+                engine.wait_healthy()  # raises, with the end of the log
+            elif engine.healthy(timeout=2.0):
+                self._healthy.add(engine.index)
+                # Known to the guardian now: when this process is gone, the workers' maps may be gone as well.
+                for segment in process_groups.leftover_segments([engine.pid] if engine.pid else []):
+                    self._guardian.guard_path(segment)
+
+    def _keep(self, message: str) -> str:
+        return f"{message}\nwhat is graded stays in {shown(self._folder.path)}; the same command goes on"
+
+
+def run_evaluation(settings: Settings, signals: StopSignals, folder: Folder) -> None:
+    """Evaluate what is left to do, with all processes of it started and ended here.
+
+    Raises UserError for what the user can mend, RunFailed if a process died, Interrupted after a signal. In
+    every case no process is left.
+    """
+    with Evaluation(settings, signals, folder) as evaluation:
+        try:
+            evaluation.start()
+            evaluation.watch()
+        except Interrupted as e:
+            folder.discard = True
+            e.note = f"problems graded so far: {folder.graded()}; the same command goes on"
+            raise

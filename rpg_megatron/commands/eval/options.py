@@ -1,0 +1,105 @@
+"""``rpg-megatron eval``: its options. What they come to is in ``launch/evaluate``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Suite = Annotated[
+    list[str] | None,
+    typer.Option("--suite", metavar="NAME[=FILE],...", help="Known sets, such as aime24,aime25,amc23."),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="[NAME=]FILE", help="A set of your own; may be given several times."),
+]
+
+
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Hugging Face checkpoint, or folder of a run: its newest.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings of data, reward, engine or precision."),
+    ] = None,
+    suite: Suite = None,
+    data: Data = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Holds local copies of the suites, NAME.jsonl.")
+    ] = None,
+    samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Responses to each problem.")] = 1,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")
+    ] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the probability.")] = 1.0,
+    max_response_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Responses are cut here. [default: 4096, or what fits]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling and bootstrap.")] = 0,
+    engines: Annotated[int, typer.Option(min=1, help="vLLM servers.")] = 1,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel workers of each.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda", help="[default: cuda where there is a GPU]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the results. [default: below evals/]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Evaluate a model: avg@k, pass@k, maj@k with intervals, lengths. The same command goes on.
+
+    Exit code 75: ended by a scheduler's warning, queue it again.
+    """
+    from rpg_megatron.commands.eval.command import run_evaluation
+    from rpg_megatron.commands.eval.output_dir import open_folder
+    from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
+    from rpg_megatron.launcher.nodes import leave_to_first_node
+    from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+
+    leave_to_first_node("eval")
+    request = EvalRequest(
+        *(
+            model,
+            ",".join(suite or ()),
+            tuple(data or ()),
+            data_dir,
+            samples,
+            temperature,
+            top_p,
+            max_response_tokens,
+        ),
+        *(seed, engines, tensor, device, tuple(overrides or ())),
+    )
+    with StopSignals(resumable=True) as signals:
+        try:
+            settings, label = make_request(request)
+            check_request(settings)
+            signals.raising = False  # from here on there is something to clean up
+            folder = open_folder(out, settings, label)
+            try:
+                if not folder.finished:
+                    run_evaluation(settings, signals, folder)
+                summary = folder.summary()
+            finally:
+                folder.close()
+        except Interrupted as e:
+            print(f"stopped: {e}", file=sys.stderr)
+            raise typer.Exit(e.exit_code) from None
+        except RunFailed as e:
+            print(f"error: {e}", file=sys.stderr)
+            raise typer.Exit(1) from None
+    _print(summary, folder.path, as_json)
+
+
+def _print(summary: dict[str, object], folder: Path, as_json: bool) -> None:
+    import json
+
+    from rpg_megatron.commands.eval.table import show_summary
+    from rpg_megatron.launcher.summary import shown
+
+    typer.echo(json.dumps(summary | {"folder": str(folder)}, indent=2) if as_json else show_summary(summary))
+    print(f"responses and verdicts: {shown(folder)}", file=sys.stderr)

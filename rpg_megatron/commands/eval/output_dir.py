@@ -1,0 +1,139 @@
+"""The folder of an evaluation: made once, gone on with by the same settings, refused to others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from rpg_megatron.commands.eval.process import CONFIG, SUMMARY
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.launcher.resume import LOCK, hold_folder, list_changes
+from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
+from rpg_megatron.launcher.summary import shown
+
+DEFAULT = Path("evals")
+"""Where the folders of evaluations go that were not given one."""
+_MODEL = "model.json"
+_FREE = ("name", "runs", "device", "engine", "data")
+"""Settings that may change when an evaluation goes on: where and how fast it runs. ``data`` repeats what the
+first of ``evaluation.sets`` says.
+"""
+_ENGINE = ("quantization", "arguments")
+"""Settings of engines that may change the responses."""
+_WEIGHTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
+
+
+@dataclass
+class Folder:
+    """An evaluation's folder, held by this process."""
+
+    path: Path
+    lock: IO[str]
+    made: bool
+    """Whether it is new."""
+    discard: bool = False
+    """Whether it is to be removed in the end, if it is new and holds no result."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of it is there."""
+        return (self.path / SUMMARY).is_file()
+
+    def summary(self) -> dict[str, Any]:
+        """What came of it. Raises UserError if that cannot be read."""
+        file = self.path / SUMMARY
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as e:
+            raise UserError(f"{file}: cannot be read ({e}); delete it and start again") from None
+
+    def graded(self) -> int:
+        """Problems that are done."""
+        return sum(file.read_bytes().count(b"\n") for file in self.path.glob("*.jsonl"))
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self.discard and self.made and not self.graded():
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.lock.close()
+
+
+def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
+    """The folder ``out``, or one below ``evals`` that is named after the model and these settings.
+
+    Raises UserError if it holds something else, or an evaluation with other settings or other weights.
+    """
+    now, weights = _comparable(yaml.safe_load(resolved_yaml(settings))), _weights(settings.model.path)
+    digest = hashlib.sha256(json.dumps([now, weights], sort_keys=True).encode()).hexdigest()[:8]
+    path = (out or DEFAULT / f"{label}-{digest}").absolute()
+    made = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = hold_folder(path)
+        if lock is None:
+            (path / LOCK).open("a").close()  # raises if that is why
+            raise UserError(
+                f"--out: {shown(path)}: another evaluation is at work there; wait, or name another"
+            )
+        try:
+            _take(path, settings, now, weights)
+        except BaseException:
+            lock.close()
+            raise
+    except OSError as e:
+        raise UserError(f"--out: {e.filename or path}: {e.strerror}; name another folder") from None
+    return Folder(path, lock, made)
+
+
+def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str, Any]) -> None:
+    """Compare with what is there, and write what the evaluation is made with."""
+    if (path / CONFIG).is_file():
+        try:
+            then = _comparable(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
+            files = json.loads((path / _MODEL).read_text(encoding="utf-8"))
+        except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError, FileNotFoundError):
+            raise UserError(f"--out: {shown(path)}: {CONFIG} or {_MODEL} is damaged; name another") from None
+        lines = list(list_changes(then, now).values())
+        if not lines and files != weights:
+            changed = sorted(k for k in files.keys() | weights.keys() if files.get(k) != weights.get(k))
+            lines = [f"the model's files have changed since: {', '.join(changed)}"]
+        if lines:
+            raise UserError(
+                f"--out: {shown(path)} holds an evaluation with other settings\n  "
+                + "\n  ".join(lines)
+                + "\nset them back to go on with it, or name another folder"
+            )
+    elif others := [entry.name for entry in path.iterdir() if entry.name not in (LOCK, _MODEL)]:
+        raise UserError(
+            f"--out: {shown(path)} holds {others[0]} and no evaluation; name a new or an empty folder"
+        )
+    (path / LOGS).mkdir(exist_ok=True)
+    _write(path / _MODEL, json.dumps(weights, indent=2))
+    _write(path / CONFIG, resolved_yaml(settings))
+
+
+def _comparable(raw: dict[str, Any]) -> dict[str, Any]:
+    """What two evaluations must have in common, the sets by name."""
+    kept = {key: value for key, value in raw.items() if key not in _FREE}
+    kept["engine"] = {key: raw["engine"][key] for key in _ENGINE}
+    sets = {part["name"]: part for part in raw["evaluation"]["sets"]}
+    return kept | {"evaluation": raw["evaluation"] | {"sets": sets}}
+
+
+def _weights(model: Path) -> dict[str, list[int]]:
+    """Size and time of change of the model's files."""
+    stats = {file.name: file.stat() for file in sorted(model.iterdir()) if file.suffix in _WEIGHTS}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def _write(file: Path, text: str) -> None:
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, file)

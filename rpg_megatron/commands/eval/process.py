@@ -1,0 +1,153 @@
+"""The process behind ``rpg-megatron eval``: asks the engines, grades, keeps each problem as it is done.
+
+``python -m rpg_megatron.commands.eval.process FOLDER WORK_DIR``: settings from FOLDER/config.yaml, results
+into FOLDER, the engines' sockets in WORK_DIR, their token in the environment. Signals are the launcher's to
+act on: whenever this process is ended, what was graded is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.evaluation import HeldOutSet
+from rpg_megatron.data.problems import read_counted
+from rpg_megatron.data.prompts import Prompt, fit_prompts
+from rpg_megatron.engine.client import EngineClient, EngineError
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import engine_address
+from rpg_megatron.evaluation.metrics import describe_set, write_results
+from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.evaluation.results_file import append_result, read_results, results_file
+from rpg_megatron.rewards.reward import Scorer
+from rpg_megatron.rollout.engine_pool import EnginePool, run_all
+from rpg_megatron.rollout.heldout import HeldOut
+from rpg_megatron.rollout.sampler_client import EVENTS
+from rpg_megatron.system.events import EventSender
+
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+"""What came of it; it is there when all problems are done."""
+PHASE = "evaluation"
+
+
+def load_set(part: HeldOutSet, tokenizer: Any) -> tuple[list[Prompt], dict[str, int]]:
+    """The prompts of a set, and how many of its rows were left out or cut, by reason.
+
+    Raises UserError as ``data.problems`` and ``data.prompts`` do.
+    """
+    problems, counts, _ = read_counted(part.data)
+    prompts, too_long = fit_prompts(problems, part.data, tokenizer)
+    if too_long:
+        counts["too long" if part.data.too_long == "drop" else "cut"] = too_long
+    return prompts, counts
+
+
+async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) -> None:
+    from transformers import AutoTokenizer  # slow to import, and the only user of it here
+
+    evaluation = settings.evaluation
+    assert evaluation is not None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"MODEL: no usable tokenizer in {settings.model.path} ({e})") from None
+    loaded = {part.name: load_set(part, tokenizer) for part in evaluation.heldout}
+    prompts = {name: found for name, (found, _) in loaded.items()}
+    done = {
+        name: read_results(results_file(folder, name), found, evaluation.samples)
+        for name, found in prompts.items()
+    }
+    finished = {(name, result.prompt_id) for name, results in done.items() for result in results}
+    total = sum(map(len, prompts.values()))
+    scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
+    events = EventSender(work / EVENTS)
+    engines = [
+        EngineClient(i, engine_address(work, i), token, timeout=settings.engine.request_timeout)
+        for i in range(settings.engine.replicas)
+    ]
+
+    def keep(result: EvalResult) -> None:
+        append_result(results_file(folder, result.set), result)
+        done[result.set].append(result)
+        finished.add((result.set, result.prompt_id))
+        events.phase(PHASE, len(finished), total)
+
+    try:
+        # Nobody restarts an engine here: what is graded is on disk, and the same command goes on.
+        fleet = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
+        heldout = HeldOut(settings, tokenizer, fleet, scorer, prompts)
+        if len(finished) < total:
+            await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
+            events.phase(PHASE, len(finished), total)
+            fleet.expect(None)  # they serve what they were started with
+            await heldout.evaluate(keep, skip=frozenset(finished))
+    finally:
+        scorer.close()
+        for engine in engines:
+            await engine.close()
+        events.close()
+    counts = {name: left_out for name, (_, left_out) in loaded.items()}
+    _conclude(folder, settings, prompts, done, counts)
+
+
+def _conclude(
+    folder: Path,
+    settings: Settings,
+    prompts: dict[str, list[Prompt]],
+    done: dict[str, list[EvalResult]],
+    left_out: dict[str, dict[str, int]],
+) -> None:
+    """Put the results into the order of the data, and write the summary."""
+    evaluation = settings.evaluation
+    assert evaluation is not None
+    sets = {}
+    for name, found in prompts.items():
+        by_id = {result.prompt_id: result for result in done[name]}
+        results = [by_id[prompt.id] for prompt in found]
+        write_results(results_file(folder, name), results)
+        sets[name] = describe_set(results, settings.seed) | {"left_out": left_out[name]}
+    summary = {
+        "model": str(settings.model.path),
+        "samples": evaluation.samples,
+        "temperature": evaluation.temperature,
+        "top_p": evaluation.top_p,
+        "max_response_tokens": settings.rollout.max_response_tokens,
+        "seed": settings.seed,
+        "sets": sets,
+    }
+    part = folder / f"{SUMMARY}.partial"
+    part.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    part.replace(folder / SUMMARY)
+
+
+def main() -> int:
+    """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    folder, work = Path(sys.argv[1]), Path(sys.argv[2])
+    try:
+        asyncio.run(_evaluate(load_settings(folder / CONFIG), folder, work, os.environ[TOKEN_VARIABLE]))
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        return 2
+    except OSError as e:
+        print(f"error: {e.filename or folder}: {e.strerror or e}; mend that and start again", file=sys.stderr)
+        return 2
+    except EngineError as e:
+        print(e, file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

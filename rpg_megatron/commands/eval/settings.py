@@ -1,0 +1,220 @@
+"""From the options of ``rpg-megatron eval`` to settings: which model, which problems, what sampling."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.checkpoints.megatron_folder import LATEST, MEGATRON
+from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, list_steps
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.evaluation import NAME, EvaluationSettings
+from rpg_megatron.config.settings import make_settings
+from rpg_megatron.data.presets import find_preset
+from rpg_megatron.data.problems import read_counted
+from rpg_megatron.launcher.nodes import NodeAssignment
+from rpg_megatron.launcher.preflight import check_gpus, check_model, check_packages
+from rpg_megatron.launcher.run_dir import CONFIG
+from rpg_megatron.launcher.summary import shown
+from rpg_megatron.models.registry import check_layout
+
+_SECTIONS = ("data", "reward", "engine", "precision")
+"""What KEY=VALUE may set: nothing else has an effect without trainers."""
+_OWN = ("data.path", "data.hub", "data.subset", "data.split", "data.preset", "data.mixture")
+_STYLE = ("template", "chat", "system", "thinking")
+_ENDINGS = (".jsonl", ".parquet", ".arrow", "")
+_TEST = {"gsm8k": "test", "math": "test"}
+"""Parts on the hub that are held out, where the preset means the training part."""
+_RESPONSE = 4096
+_PROMPT = 2048
+"""Tokens of response and prompt by default, as far as the model has positions."""
+
+
+@dataclass
+class EvalRequest:
+    """The options, as they were given; None: not at all."""
+
+    model: Path
+    suites: str = ""
+    """Names of known sets, NAME or NAME=FILE, with commas between them."""
+    files: Sequence[str] = ()
+    """FILE or NAME=FILE."""
+    folder: Path | None = None
+    """Where the files of the suites are."""
+    samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_response_tokens: int | None = None
+    seed: int = 0
+    engines: int = 1
+    tensor: int = 1
+    device: str | None = None
+    overrides: Sequence[str] = ()
+
+
+def make_request(request: EvalRequest) -> tuple[Settings, str]:
+    """Settings, and a name for the model. Raises UserError for what is wrong with the options."""
+    model, run = find_model(request.model)
+    sets = find_sets(request.suites, request.files, request.folder)
+    if request.temperature == 0 and request.samples > 1:
+        raise UserError("--temperature 0 gives the same response each time; use -n 1")
+    _check_overrides(request.overrides)
+    shape = read_model_shape(model)
+    response = request.max_response_tokens or min(_RESPONSE, shape.max_positions // 2)
+    if response >= shape.max_positions:
+        raise UserError(
+            f"--max-response-tokens: {response} leave no room for a prompt: the model has "
+            f"{shape.max_positions} positions (max_position_embeddings)"
+        )
+    reward: dict[str, Any] = {"type": "auto"}
+    data: dict[str, Any] = {"max_prompt_tokens": min(_PROMPT, shape.max_positions - response)}
+    if run is not None:
+        trained = load_settings(run / CONFIG)
+        heldout = trained.evaluation.heldout[0].data if trained.evaluation else trained.data
+        data |= {key: getattr(heldout, key) for key in _STYLE}
+        reward = trained.reward.model_dump(mode="json")
+    raw = {
+        "name": "eval",
+        "seed": request.seed,
+        "device": request.device or _device(),
+        "model": {"path": str(model.absolute())},
+        "precision": {"dtype": "float32" if shape.dtype == "float32" else "bfloat16"},
+        "rollout": {"max_response_tokens": response},
+        "engine": {"replicas": request.engines, "tensor": request.tensor},
+        "reward": reward,
+        "data": data | {key: value for key, value in sets[0].items() if key != "name"},
+    }
+    settings = make_settings(raw, list(request.overrides), "eval")
+    prompt = settings.data.max_prompt_tokens
+    if prompt + response > shape.max_positions:
+        raise UserError(
+            f"data.max_prompt_tokens ({prompt}) + --max-response-tokens ({response}) is more than the "
+            f"model's {shape.max_positions} positions (max_position_embeddings); lower one of the two"
+        )
+    common = settings.data.model_dump(exclude={"path", "preset", "split"})
+    evaluation = {
+        "sets": [common | part for part in sets],
+        "samples": request.samples,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+    }
+    settings = settings.model_copy(update={"evaluation": EvaluationSettings.model_validate(evaluation)})
+    name = f"{run.name}-{model.name}" if run is not None else model.absolute().name
+    return settings, re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def check_request(settings: Settings) -> None:
+    """What can be found wrong before anything is started. Raises UserError."""
+    check_packages(settings.device)
+    shape = check_model(settings.model.path)
+    try:
+        check_layout(shape, settings.engine.tensor, 1)
+    except UserError as e:
+        raise UserError(f"--tensor: {e}") from None
+    if settings.device == "cuda":
+        check_gpus(settings, NodeAssignment(range(0), range(settings.engine.replicas)))
+    assert settings.evaluation is not None
+    for part in settings.evaluation.heldout:
+        read_counted(part.data)
+
+
+def find_model(path: Path) -> tuple[Path, Path | None]:
+    """The Hugging Face checkpoint that is meant, and the run that it comes from, if it is one of ours.
+
+    Raises UserError that says how to make one of a Megatron checkpoint.
+    """
+    if not path.is_dir():
+        state = "is a file" if path.is_file() else "does not exist"
+        raise UserError(f"MODEL: {path} {state}; give the folder of a Hugging Face checkpoint, or of a run")
+    if (path / "config.json").is_file():
+        run = path.absolute().parents[1] if path.absolute().parent.name == "hf" else None
+        return path, run if run is not None and (run / CONFIG).is_file() else None
+    checkpoint: Path | None = None
+    if (path / CONFIG).is_file():
+        if exports := sorted(p for p in (path / "hf").glob("step_*") if (p / "config.json").is_file()):
+            return exports[-1], path.absolute()
+        checkpoint = next(iter(list_steps(path).values()), None)
+        if checkpoint is None:
+            raise UserError(
+                f"MODEL: the run {path} has neither a model in hf/ nor a checkpoint in {CHECKPOINTS}/ yet"
+            )
+    elif (path / MEGATRON).is_file() or (path / LATEST).is_file():
+        checkpoint = path
+    if checkpoint is not None:
+        raise UserError(
+            f"MODEL: {path} holds no Hugging Face checkpoint, which engines read; make one with\n"
+            f"  rpg-megatron convert megatron-to-hf --megatron {shown(checkpoint)} --out DIR\n"
+            "and evaluate DIR"
+        )
+    raise UserError(
+        f"MODEL: {path} holds no config.json; give the folder of a Hugging Face checkpoint, or of a run"
+    )
+
+
+def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
+    """Name, and preset, path and split where there is one, of each set. Raises UserError."""
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--data-dir: {folder} is not a folder")
+    found: list[dict[str, Any]] = []
+    for item in filter(None, map(str.strip, suites.split(","))):
+        name, _, file = item.partition("=")
+        try:
+            find_preset(name)
+        except UserError as e:
+            raise UserError(str(e).replace("data.preset", "--suite", 1)) from None
+        path = Path(file) if file else _find_copy(name, folder) if folder is not None else None
+        part: dict[str, Any] = {"name": name, "preset": name}
+        if path is not None:
+            part["path"] = str(path.absolute())
+        elif name in _TEST:
+            part["split"] = _TEST[name]
+        found.append(part)
+    for item in files:
+        # A name before = must look like one: paths may hold that sign too.
+        name, eq, file = item.partition("=")
+        if not eq or not re.fullmatch(NAME, name):
+            name, file = Path(item).stem, item
+            if not re.fullmatch(NAME, name):
+                raise UserError(f"--data: {name!r} is no name for a set; give NAME={item}")
+        found.append({"name": name, "path": str(Path(file).absolute())})
+    if not found:
+        raise UserError("there is nothing to evaluate on; give --suite NAME,NAME or --data FILE")
+    names = [part["name"] for part in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two sets are called {twice}; give one of them another name with --data NAME=FILE")
+    return found
+
+
+def _find_copy(name: str, folder: Path) -> Path:
+    """The file of a suite: named after it, or after its test part."""
+    tried = [folder / f"{stem}{end}" for stem in (name, f"{name}_test", f"{name}-test") for end in _ENDINGS]
+    path = next((p for p in tried if p.is_file() or (p / "dataset_info.json").is_file()), None)
+    if path is None:
+        raise UserError(
+            f"--data-dir: {folder} holds no file of {name} ({name}.jsonl, .parquet or .arrow); name it with "
+            f"--suite {name}=FILE"
+        )
+    return path
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    for item in overrides:
+        key = item.partition("=")[0]
+        if key.split(".")[0] not in _SECTIONS or "." not in key:
+            raise UserError(
+                f"{item!r}: has no effect on an evaluation; KEY=VALUE may set "
+                f"{', '.join(f'{section}.*' for section in _SECTIONS)}"
+            )
+        if key in _OWN:
+            raise UserError(f"{item!r}: name the problems with --suite or --data")
+
+
+def _device() -> str:
+    """Cuda where there is a GPU."""
+    gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+    return "cuda" if gpu and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"

@@ -1,0 +1,1 @@
+"""``rpg-megatron launch``: jobs by NeMo-Run."""

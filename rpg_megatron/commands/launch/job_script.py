@@ -1,0 +1,167 @@
+"""What a job that NeMo-Run starts runs, and what it asks for: words and numbers, without NeMo-Run itself.
+
+The job of a cluster is that of the scripts in ``slurm/``: one launcher a node, which is warned before the
+time is over, saves, and leaves with exit code 75, upon which the job is requeued or the array goes on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.launcher.nodes import share_of
+from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
+
+SETUP = """\
+# One launcher a node has all that the job has of it: srun gives a task one core by itself.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
+# The launchers get a warning themselves and save; this shell waits for them, whatever it is sent.
+trap : TERM USR1
+# 75: saved because of a warning. In an array the next task goes on; a job that is being cancelled stays so.
+finish() {
+    code=$?
+    set +evx
+    if [ "$code" -eq 75 ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        exit 0
+    elif [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+        echo "saved; requeued"
+        scontrol requeue "$SLURM_JOB_ID"
+    elif [ "$code" -eq 0 ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
+    fi
+    exit "$code"
+}
+trap finish EXIT"""
+"""Lines of a batch script that come before its ``srun``."""
+
+SLURM: dict[str, Any] = {
+    "job_name_prefix": "rpg.",
+    "time": "04:00:00",
+    "signal": "USR1@600",
+    "exclusive": True,
+    # NeMo-Run has a node's end kill the others at once, or after a minute: here launchers end each other.
+    "srun_args": ["--kill-on-bad-exit=0", "--wait=0"],
+    "setup_lines": SETUP,
+    "additional_parameters": {"requeue": True},
+    "poll_estimated_start_time": False,
+}
+"""Arguments of ``nemo_run.SlurmExecutor`` that a job of ours needs, or that suit most."""
+
+OURS = ("packager", "launcher", "tunnel", "job_details", "experiment_id", "job_dir", "ntasks_per_node")
+"""Arguments of executors that are not the user's: one launcher a node starts everything else."""
+
+_SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
+
+
+def training_script(
+    config: Path,
+    overrides: Sequence[str] = (),
+    *,
+    nodes: int = 1,
+    command: str = "rpg-megatron",
+    folder: Path | None = None,
+) -> str:
+    """Shell script that trains, on each node of a job; for ``nemo_run.Script(inline=...)``.
+
+    command: a name on the job's PATH, or a path. folder: where it works, by default the present folder.
+    Raises UserError if NeMo-Run would change the script.
+    """
+    words = [str(Path(command).absolute()) if os.sep in command else command, "train", str(config.absolute())]
+    if nodes > 1:
+        words.append("bridge.transport=process_group")
+    script = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {shlex.join([*words, *overrides])}\n"
+    if "/nemo_run" in script:
+        raise UserError(
+            "NeMo-Run puts its own folder in place of /nemo_run, wherever a script names it; "
+            f"use paths without it: {script.strip()}"
+        )
+    return script
+
+
+def check_job(
+    config: Path, overrides: Sequence[str], *, nodes: int, command: str, container: bool
+) -> Settings:
+    """The settings of a job, if nothing speaks against starting it. Raises UserError if something does.
+
+    container: the job runs in one, whose model and command cannot be looked at from here.
+    """
+    spread = ["bridge.transport=process_group"] if nodes > 1 else []
+    settings = load_settings(config, [*spread, *overrides])
+    for rank in range(nodes):
+        share_of(settings, rank, nodes)
+    if container:
+        return settings
+    shape = check_model(settings.model.path)
+    check_parallel(settings, shape)
+    check_batch(settings, shape)
+    found = shutil.which(command)
+    if found is None:
+        raise UserError(
+            f"{command} is not to be found here; name the training environment's: "
+            "--command DIR/bin/rpg-megatron"
+        )
+    if Path(found).resolve().parent == Path(sys.executable).absolute().parent and not _has_torch():
+        raise UserError(
+            f"{found} belongs to this environment, which has no torch; name the training environment's: "
+            "--command DIR/bin/rpg-megatron"
+        )
+    return settings
+
+
+def _has_torch() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None
+
+
+def gpus_a_node(settings: Settings, nodes: int) -> int:
+    """The most GPUs that a node of the job needs; 0 on CPUs."""
+    if settings.device == "cpu":
+        return 0
+    shares = [share_of(settings, rank, nodes) for rank in range(nodes)]
+    if settings.engine.colocated:
+        return max(len(share.ranks) for share in shares)  # whose GPUs the engines have as well
+    return max(len(share.ranks) + len(share.engines) * settings.engine.tensor for share in shares)
+
+
+def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an executor from KEY=VALUE, values as YAML unless text is wanted.
+
+    known: what the executor takes, with types. Raises UserError for what it does not take, and for secrets
+    among ``env_vars``, which others could read in the job's script.
+    """
+    names = [name for name in known if name not in OURS]
+    read: dict[str, Any] = {}
+    for item in options:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise UserError(f"--option {item}: must be KEY=VALUE")
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(
+                f"--option {key}: the executor has no such setting{hint} It has {', '.join(names)}"
+            )
+        try:
+            value = text if known[key] in (str, str | None) else yaml.safe_load(text)
+            read[key] = TypeAdapter(known[key]).validate_python(value)
+        except (ValidationError, yaml.YAMLError) as e:
+            first = e.errors()[0]["msg"] if isinstance(e, ValidationError) else " ".join(str(e).split())
+            raise UserError(f"--option {key}: {text!r}: {first}") from None
+    if secret := [name for name in read.get("env_vars", {}) if _SECRET.search(name)]:
+        raise UserError(
+            f"--option env_vars: {secret[0]} would stand in files that others can read, the job's script for "
+            "one; export it before, which a job here or of Slurm takes over, or mount a file into a container"
+        )
+    return read

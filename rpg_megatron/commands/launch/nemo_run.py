@@ -1,0 +1,187 @@
+"""``rpg-megatron launch``: a run as a NeMo-Run experiment of one task. No other module knows NeMo-Run."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from rpg_megatron.commands.launch.job_script import (
+    SLURM,
+    check_job,
+    gpus_a_node,
+    read_options,
+    training_script,
+)
+from rpg_megatron.config import UserError
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, tail
+
+if TYPE_CHECKING:
+    from nemo_run import Executor, Experiment
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+KINDS = ("slurm", "local", "docker")
+
+
+def launch(
+    kind: str, config: Path, overrides: Sequence[str], options: Sequence[str], command: str, *, dryrun: bool
+) -> None:
+    """Submit a training run to Slurm, or run it here or in Docker to its end.
+
+    kind: one of KINDS. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the job calls.
+    dryrun: print what would be run, and keep the files that it names. Raises UserError before anything is
+    submitted if the settings cannot work on so many nodes, RunFailed if a run here or in Docker ends badly,
+    Interrupted after a signal that came before it had started.
+    """
+    run = _nemo_run()
+    if kind not in KINDS:
+        raise UserError(
+            f"--executor {kind}: is none of {', '.join(KINDS)}; NeMo-Run's others are used from Python, see "
+            "examples/nemo_run_recipe.py"
+        )
+    classes = {"slurm": run.SlurmExecutor, "local": run.LocalExecutor, "docker": run.DockerExecutor}
+    types = typing.get_type_hints(classes[kind])
+    known = {field.name: types[field.name] for field in fields(classes[kind]) if field.init}
+    arguments = read_options(options, known)
+    nodes = arguments.get("nodes", 1)
+    if kind == "local" and nodes != 1:
+        raise UserError("--option nodes: the local executor has one; use slurm for several")
+    container = arguments.get("container_image") is not None
+    settings = check_job(config, overrides, nodes=nodes, command=command, container=container)
+    script = training_script(config, overrides, nodes=nodes, command=command)
+    home = _folder(run)
+    arguments = _completed(kind, arguments, gpus_a_node(settings, nodes), run, home)
+    executor = classes[kind](packager=run.Packager(), **arguments)
+    if kind == "slurm" and not dryrun and shutil.which("sbatch") is None:
+        raise UserError(
+            "there is no sbatch here; start this on a login node of the cluster, or through an SSH tunnel "
+            "as in examples/nemo_run_recipe.py"
+        )
+    with _signals_passed_on(kind):
+        _run(run, kind, settings.name, executor, script, dryrun=dryrun)
+
+
+def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dryrun: bool) -> None:
+    quiet = {"clean_mode": True, "log_level": "WARN", "enable_goodbye_message": False}
+    with run.Experiment(name, executor, skip_status_at_exit=True, **quiet) as experiment:
+        experiment.add(run.Script(inline=script), name=name, tail_logs=kind != "slurm")
+        if dryrun:
+            experiment.dryrun(log=False, delete_exp_dir=False)
+            _show(experiment, kind, script)
+            return
+        _start(experiment, detach=kind == "slurm")
+    (job,) = experiment.jobs
+    if kind == "slurm":
+        number = job.handle.rpartition("/")[2]
+        print(f"job {number}, its logs: {job.executor.job_dir}")
+    elif job.state.name != "SUCCEEDED":
+        # What NeMo-Run shows of a short run may be nothing at all.
+        log = next(Path(job.executor.job_dir).rglob("combined.log"), Path(job.executor.job_dir, "log"))
+        raise RunFailed(f"the run ended badly; the end of {log}:\n{tail(log)}")
+
+
+@contextmanager
+def _signals_passed_on(kind: str) -> Iterator[None]:
+    """While a run is under way here, its launcher gets the signals: NeMo-Run would leave it running."""
+
+    def pass_on(number: int, _: object) -> None:
+        children = psutil.Process().children()
+        for child in children:
+            child.send_signal(number)
+        if not children:
+            raise Interrupted(number)
+
+    if kind != "local":
+        yield
+        return
+    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _nemo_run() -> Any:
+    try:
+        import nemo_run
+    except ImportError as e:
+        raise UserError(
+            f"NeMo-Run cannot be imported ({e}); it wants an environment of its own, without torch: "
+            "python3.12 -m venv DIR && DIR/bin/pip install --no-deps -r requirements/launch.txt && "
+            "DIR/bin/pip install --no-deps -e ."
+        ) from None
+    return nemo_run
+
+
+def _folder(run: Any) -> str:
+    """Where NeMo-Run keeps scripts and logs. Raises UserError if it could not work with its name."""
+    home = str(run.config.get_nemorun_home())
+    if shlex.quote(home) != home:
+        raise UserError(
+            f"NEMORUN_HOME: NeMo-Run cannot work in {home!r}; name a folder without blanks, on a shared disk"
+        )
+    return home
+
+
+def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any, home: str) -> dict[str, Any]:
+    """What the user did not say."""
+    here = f"{Path.cwd()}:{Path.cwd()}"
+    if kind == "docker":
+        if "container_image" not in arguments:
+            raise UserError("--executor docker needs an image: -o container_image=NAME")
+        # Weights pass through shared memory, of which Docker gives 64 MB.
+        given = {"shm_size": "32g", "volumes": [here], "num_gpus": -1 if gpus else None}
+        return given | arguments
+    if kind == "local":
+        return arguments
+    given = SLURM | {"account": None, "tunnel": run.LocalTunnel(job_dir=f"{home}/experiments")}
+    if gpus and not {"gres", "gpus_per_node", "gpus_per_task"} & arguments.keys():
+        given["gpus_per_node"] = gpus
+    if "container_image" in arguments:
+        given["container_mounts"] = [here]
+    more = {
+        "srun_args": [*SLURM["srun_args"], *(arguments.get("srun_args") or [])],
+        "setup_lines": "\n".join(filter(None, [arguments.get("setup_lines"), SLURM["setup_lines"]])),
+        "additional_parameters": SLURM["additional_parameters"]
+        | (arguments.get("additional_parameters") or {}),
+    }
+    return given | arguments | more
+
+
+def _start(experiment: Experiment, *, detach: bool) -> None:
+    """Raises UserError if the job cannot be submitted or started; then nothing of it is kept."""
+    from docker.errors import DockerException
+    from invoke.exceptions import UnexpectedExit
+
+    try:
+        experiment.run(detach=detach)
+    except (UnexpectedExit, DockerException) as e:
+        shutil.rmtree(experiment.jobs[0].executor.experiment_dir, ignore_errors=True)
+        if isinstance(e, UnexpectedExit):
+            raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
+        raise UserError(f"Docker: {e}; is its daemon running, and may you use it (docker info)?") from None
+
+
+def _show(experiment: Experiment, kind: str, script: str) -> None:
+    """Print a job's script, which refers to files that are kept."""
+    executor: Executor = experiment.jobs[0].executor
+    folder = Path(executor.experiment_dir)
+    if kind == "slurm":
+        print((folder / f"{executor.job_name}_sbatch.sh").read_text(encoding="utf-8").rstrip())
+        lines = "".join(f"#     {line}\n" for line in script.splitlines())
+        print(f"\n# Each node runs {executor.job_dir}/scripts/{executor.job_name}.sh:\n{lines}", end="")
+        return
+    if kind == "docker":
+        facts = ("container_image", "num_gpus", "shm_size", "volumes", "network", "ipc_mode")
+        print("".join(f"# {name}: {getattr(executor, name)}\n" for name in facts), end="")
+    print(script, end="")
+    shutil.rmtree(folder)

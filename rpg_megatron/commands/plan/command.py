@@ -1,0 +1,37 @@
+"""``rpg-megatron plan``."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from rpg_megatron.commands.plan import table
+from rpg_megatron.commands.plan.plan import find_target, make_plan
+from rpg_megatron.commands.plan.sweep import lighter as find_lighter
+from rpg_megatron.commands.plan.sweep import smallest, smallest_engine
+from rpg_megatron.commands.plan.sweep import sweep as sweep_layouts
+from rpg_megatron.config import Settings
+
+
+def run_plan(settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool) -> bool:
+    """Print the plan of a run; says whether it fits. gpu: see ``card_bytes``.
+
+    Raises UserError as ``make_plan`` does.
+    """
+    target = find_target(settings, gpu)
+    plan = make_plan(settings, gpu)
+    swept = sweep_layouts(settings, plan.shape, target, settings.parallel.world) if sweep else None
+    layout = engine = None
+    if not plan.fits:
+        layout = smallest(settings, plan.shape, target)
+        engine = smallest_engine(settings, plan.shape, target)
+    lighter = find_lighter(settings, plan.shape, target) if plan.fits else None
+    if as_json:
+        print(table.to_json(plan, layout=layout, engine=engine, sweep=swept, lighter=lighter))
+        return plan.fits
+    console = Console()
+    table.print_plan(plan, console, lighter)
+    if not plan.fits:
+        table.print_suggestion(layout, engine, plan, console)
+    if swept is not None:
+        table.print_sweep(swept, console)
+    return plan.fits

@@ -1,0 +1,122 @@
+"""Bytes that one worker of a vLLM engine holds, and how many sequences its KV cache has room for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rpg_megatron.commands.plan.activations import ITEM_BYTES
+from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.models.registry import layout_for
+
+VOCAB_PADDING = 64
+"""vLLM pads the vocabulary to a multiple of this."""
+UTILISATION = 0.92
+"""vLLM's default of --gpu-memory-utilization."""
+GRAPHS = 1024**3
+"""CUDA context and graphs of a worker; not measured, a rule of thumb."""
+SERVER = 1800 * 1024**2
+"""On a CPU: an engine's three processes without weights and KV cache; measured, about 1.7 GB."""
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One worker."""
+
+    weights: int
+    """Exact, but for what kernels re-pack."""
+    running: int
+    """Estimated: the largest batch's activations and logits, context and graphs."""
+    kv_cache: int
+    """Memory for keys and values."""
+    buckets: int
+    """For weights under way, from the first sync on; besides what vLLM counts on."""
+    kv_bytes_per_token: int
+    """Exact."""
+    sequence_tokens: int
+    """Longest prompt and response."""
+    utilisation: float | None
+    """Share of the card that vLLM takes; None where the KV cache is set: on a CPU, and on a shared card."""
+
+    @property
+    def total(self) -> int:
+        """Bytes at the worst moment."""
+        return self.weights + self.running + max(0, self.kv_cache) + self.buckets
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return max(0, self.kv_cache) // self.kv_bytes_per_token
+
+    @property
+    def full_sequences(self) -> float:
+        """Sequences of full length that the KV cache holds; vLLM refuses to start with less than one."""
+        return self.kv_tokens / self.sequence_tokens
+
+
+def engine_memory(
+    settings: Settings, shape: ModelShape, *, longest: int, device: Literal["cpu", "cuda"], card: int
+) -> EngineMemory:
+    """A worker of these settings. longest: tokens of a sequence; card: bytes of the GPU.
+
+    Raises UserError if engine.arguments hold a utilisation that is no number.
+    """
+    engine, item = settings.engine, ITEM_BYTES[settings.precision.dtype]
+    heads = max(1, shape.num_kv_heads // engine.tensor)
+    kv_bytes = 2 * shape.num_layers * heads * shape.head_dim * item
+    weights = item * worker_parameters(shape, engine.tensor)
+    buckets = settings.bridge.bucket_mib * 1024**2 if settings.bridge.transport == "process_group" else 0
+    if device == "cuda" and engine.colocated:
+        buckets = 0  # they are in host memory
+    if device == "cpu":
+        # The server's processes are counted with the machine: ``SERVER``.
+        return EngineMemory(weights, 0, int(engine.kv_cache_gib * _GIB), buckets, kv_bytes, longest, None)
+    batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
+    ffn = shape.ffn_hidden_size // engine.tensor
+    running = GRAPHS + batched * item * (3 * ffn + 4 * shape.hidden_size)
+    running += (
+        min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
+    )  # logits, and a sorted or exp copy
+    if engine.colocated:
+        kv_cache = int(engine.kv_cache_gib * _GIB)
+        return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, None)
+    utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
+    kv_cache = int(utilisation * card) - weights - running
+    return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, utilisation)
+
+
+def worker_parameters(shape: ModelShape, tensor: int) -> int:
+    """Number of parameters of one worker.
+
+    Matrices are cut, but for key and value heads that are fewer than the workers; norms are whole, and the
+    vocabulary is padded.
+    """
+    total = 0
+    for name, dims in layout_for(shape).hf_tensors().items():
+        size = math.prod(dims)
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows = -(-shape.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+            size = -(-rows // tensor) * shape.hidden_size
+        elif ".k_proj." in name or ".v_proj." in name:
+            size = size // shape.num_kv_heads * max(1, shape.num_kv_heads // tensor)
+        elif len(dims) == 2 or name.endswith(".bias"):
+            size //= tensor
+        total += size
+    return total
+
+
+def _argument(arguments: Sequence[str], name: str, default: float) -> float:
+    """Value of an option among vLLM's arguments, in either form."""
+    for i, argument in enumerate(arguments):
+        key, eq, value = argument.partition("=")
+        if key.replace("_", "-") != name:
+            continue
+        value = value if eq else (arguments[i + 1] if i + 1 < len(arguments) else "")
+        try:
+            return float(value)
+        except ValueError:
+            raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
+    return default

@@ -1,0 +1,126 @@
+"""How many GPUs a run takes, and what the node of rank 0 holds in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rpg_megatron.commands.plan.batch import BatchPlan
+from rpg_megatron.commands.plan.trainer_memory import Basis, RankMemory
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.launcher.nodes import NodeAssignment, share_of
+
+NODE = 8
+"""GPUs of a node."""
+
+_TRAJECTORY = 1400
+"""Bytes of a trajectory in Python besides its tokens: the object, six arrays, strings; measured."""
+_PROMPT = 4
+"""Bytes of a prompt's token: int32."""
+_RESPONSE = 24
+"""Bytes of a response's token: its number and its weight version, int32; the log-probs of engine, trainer and
+anchor, float32; its text, taken as four characters."""
+_OUT = 8
+"""Bytes of a token on its way to a rank (``training.batch_scatter``): its number, the engine's log-prob."""
+_ROW = 28
+"""Bytes of a trajectory's own numbers on its way: six of int32 and the advantage."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The run's GPUs, by what they do and by node."""
+
+    trainer: int
+    engines: int
+    colocated: bool
+    nodes: tuple[tuple[int, int], ...]
+    """Trainer ranks and engine workers of each node, of as few nodes of 8 GPUs as do; empty: see why."""
+    why: str
+    """What stands against dealing them out over nodes of 8; empty: nothing."""
+
+    @property
+    def total(self) -> int:
+        """GPUs of all nodes; a rank and a worker that share one count once."""
+        return self.trainer if self.colocated else self.trainer + self.engines
+
+
+def count_gpus(settings: Settings) -> Gpus:
+    """The GPUs that these settings ask for, and the fewest nodes on which they can be had."""
+    engine = settings.engine
+    trainer, workers = settings.parallel.world, engine.replicas * engine.tensor
+    total = trainer if engine.colocated else trainer + workers
+    why = ""
+    for count in range(-(-total // NODE), 2 * -(-total // NODE) + 1):
+        try:
+            nodes = [_cards(share_of(settings, node, count), settings) for node in range(count)]
+        except UserError as e:
+            why = why or str(e)
+            continue
+        used = max(max(held) if engine.colocated else sum(held) for held in nodes)
+        if used <= NODE:
+            return Gpus(trainer, workers, engine.colocated, tuple(nodes), "")
+        why = why or f"on {count} nodes, one would have {used}"
+    return Gpus(trainer, workers, engine.colocated, (), why)
+
+
+def _cards(share: NodeAssignment, settings: Settings) -> tuple[int, int]:
+    return len(share.ranks), len(share.engines) * settings.engine.tensor
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """Some bytes of a node's memory."""
+
+    name: str
+    nbytes: int
+    basis: Basis
+
+
+def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int) -> int:
+    """What rank 0 holds of a step: so many trajectories with so many tokens together, scored."""
+    return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * _RESPONSE
+
+
+def share_out_bytes(trajectories: int, tokens: int, data: int) -> int:
+    """What rank 0 allocates besides while a step is handed out.
+
+    Log-probs that come back are received into memory that the step keeps.
+
+    The step is cut into ``data`` shares, one for each data-parallel replica; one of them is under way at a
+    time. trajectories and tokens (prompts included): of the whole step.
+    """
+    rows, each = -(-trajectories // data), -(-tokens // data)
+    return rows * _ROW + each * _OUT
+
+
+def step_parts(settings: Settings, batch: BatchPlan) -> list[HostPart]:
+    """What a step takes in the memory of rank 0's node, if every sequence is as long as it may be."""
+    number, response = batch.sequences, min(settings.rollout.max_response_tokens, batch.longest)
+    held = batch_bytes(number, number * (batch.longest - response), number * response)
+    moved = share_out_bytes(number, number * batch.longest, settings.parallel.data)
+    return [
+        HostPart("the step, on rank 0", held, "estimated"),
+        HostPart("a share of it under way", moved, "estimated"),
+    ]
+
+
+def host_parts(
+    settings: Settings, batch: BatchPlan, ranks: Sequence[RankMemory], gpus: Gpus
+) -> tuple[HostPart, ...]:
+    """Host memory of rank 0's node, where the policy lies on GPUs. ranks: one of each kind.
+
+    Without what libraries take, engines' processes, and page cache.
+    """
+    parallel = settings.parallel
+    here = range(gpus.nodes[0][0] if gpus.nodes else min(NODE, parallel.world))
+    kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
+    nbytes: dict[str, int] = {}
+    for number in here:  # Megatron numbers ranks tensor, context, data, pipeline
+        replica, stage = number // parallel.tensor, number // (parallel.world // parallel.pipeline)
+        publishes = replica % (parallel.context * parallel.data) == 0
+        for part in kinds[stage, publishes].parts:
+            if part.host:
+                nbytes[part.name] = nbytes.get(part.name, 0) + part.nbytes
+    of_ranks = f", {len(here)} rank{'s' if len(here) > 1 else ''}"
+    kept = [HostPart(name + of_ranks, size, "estimated") for name, size in nbytes.items()]
+    return (*kept, *step_parts(settings, batch))

@@ -1,0 +1,298 @@
+"""A run's plan: sizes, batch, memory of every process by part, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rpg_megatron.commands.plan.activations import Recompute
+from rpg_megatron.commands.plan.batch import BatchPlan, plan_batch
+from rpg_megatron.commands.plan.colocated import SharedCard, share_card
+from rpg_megatron.commands.plan.engine_memory import SERVER, EngineMemory, engine_memory
+from rpg_megatron.commands.plan.fused_activations import uses_fused_layers
+from rpg_megatron.commands.plan.gpu_count import Gpus, HostPart, count_gpus, host_parts, step_parts
+from rpg_megatron.commands.plan.gpus import DEFAULT, WITHOUT_FP8, card_bytes, machine_bytes
+from rpg_megatron.commands.plan.trainer_memory import (
+    IMPORTS,
+    RESERVE,
+    RankMemory,
+    activation_bytes,
+    rank_memory,
+)
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.models.registry import check_layout
+
+Device = Literal["cpu", "cuda"]
+
+ROOM = 4 * 1024**3
+"""A layout that leaves less of a card is not trusted: no figure of a GPU was measured."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the run is to fit."""
+
+    device: Device
+    name: str
+    nbytes: int
+    """Of one GPU, or of the machine."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known of a run before it starts."""
+
+    settings: Settings
+    shape: ModelShape
+    parameters: int
+    """Of the whole model, each counted once."""
+    target: Target
+    batch: BatchPlan
+    ranks: tuple[RankMemory, ...]
+    """One of each pipeline stage: data-parallel replica 0, and another if there are several."""
+    engine: EngineMemory
+    gpus: Gpus
+    host: tuple[HostPart, ...]
+    """Memory of rank 0's node: on GPUs what ranks keep there and the step, on a CPU the step."""
+    card: SharedCard | None
+    """Where a rank and an engine worker share one; None: each has its own, or they run on a CPU."""
+    activations: dict[Recompute, int]
+    """Of the largest rank, with each value of memory.recompute."""
+    problems: tuple[str, ...]
+    """Why it cannot run or does not fit, each with what to do; empty: it fits."""
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing stands against it."""
+        return not self.problems
+
+    @property
+    def largest(self) -> RankMemory:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda r: r.peak)
+
+    @property
+    def rank_total(self) -> int:
+        """Bytes of the largest rank with all that is not the run's own: imports, or the GPU's reserve."""
+        return self.largest.peak + (IMPORTS if self.target.device == "cpu" else RESERVE)
+
+    @property
+    def need(self) -> int:
+        """Bytes that the target must have, but for an engine on a card of its own."""
+        if self.target.device == "cpu":
+            return self.machine_total
+        return self.card.peak if self.card else self.rank_total
+
+    @property
+    def left(self) -> int:
+        """Bytes of the target that stay free; negative: it does not fit."""
+        return self.target.nbytes - self.need
+
+    @property
+    def tight(self) -> bool:
+        """A card has little left; see ``ROOM``."""
+        return self.target.device == "cuda" and self.left < ROOM
+
+    @property
+    def implementation(self) -> str:
+        """Whose layers were counted: transformer_engine or local."""
+        return "transformer_engine" if uses_fused_layers(self.settings, self.target.device) else "local"
+
+    @property
+    def machine_total(self) -> int:
+        """On a CPU: bytes of all processes together."""
+        engine, parallel = self.settings.engine, self.settings.parallel
+        ranks = 0
+        for rank in self.ranks:
+            others = parallel.data * parallel.context - 1 if any(not r.publishes for r in self.ranks) else 0
+            ranks += (1 if rank.publishes else others) * parallel.tensor * (rank.peak + IMPORTS)
+        step = sum(part.nbytes for part in self.host)
+        return ranks + engine.replicas * (SERVER + engine.tensor * self.engine.total) + step
+
+
+def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
+    """Plan a run for a card, by default for what the settings name.
+
+    gpu: see ``card_bytes``; it makes the plan one for GPUs, whatever settings.device says. Raises UserError
+    if the model's config.json cannot be read or its layout is impossible.
+    """
+    shape = read_model_shape(settings.model.path)
+    return plan_for(settings, shape, find_target(settings, gpu))
+
+
+def find_target(settings: Settings, gpu: str | None) -> Target:
+    """The card of that name, or what the settings run on."""
+    if gpu is None and settings.device == "cpu":
+        return Target("cpu", "this machine", machine_bytes())
+    name = gpu or DEFAULT
+    return Target("cuda", name, card_bytes(name))
+
+
+def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
+    """The plan of one layout. Raises UserError if the model cannot be cut so."""
+    parallel = settings.parallel
+    for sizes, where in (
+        ((parallel.tensor, parallel.pipeline, parallel.virtual), "parallel"),
+        ((settings.engine.tensor, 1, 1), "engine"),
+    ):
+        try:
+            check_layout(shape, *sizes)
+        except UserError as e:
+            raise UserError(f"{where}: {e}") from None
+    batch = plan_batch(settings, shape.max_positions)
+    ranks = [
+        rank_memory(
+            settings,
+            shape,
+            stage=stage,
+            publishes=publishes,
+            lengths=batch.lengths,
+            microbatches=batch.microbatches,
+            device=target.device,
+        )
+        for stage in range(parallel.pipeline)
+        for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
+    ]
+    engine = engine_memory(settings, shape, longest=batch.context, device=target.device, card=target.nbytes)
+    largest, on_gpus = max(ranks, key=lambda r: r.peak), target.device == "cuda"
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    activations = {
+        kind: activation_bytes(
+            settings, shape, largest.stage, batch.lengths, batch.microbatches, kind, target.device
+        )
+        for kind in kinds
+    }
+    gpus = count_gpus(settings)
+    draft = Plan(
+        settings=settings,
+        shape=shape,
+        parameters=_parameters(shape),
+        target=target,
+        batch=batch,
+        ranks=tuple(ranks),
+        engine=engine,
+        gpus=gpus,
+        host=host_parts(settings, batch, ranks, gpus) if on_gpus else tuple(step_parts(settings, batch)),
+        card=share_card(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
+        activations=activations,
+        problems=(),
+        warnings=(),
+    )
+    return Plan(**{**vars(draft), "problems": tuple(_problems(draft)), "warnings": tuple(_warnings(draft))})
+
+
+def _parameters(shape: ModelShape) -> int:
+    one = Settings.model_validate({"model": {"path": "."}, "data": {"path": "."}})
+    return rank_memory(
+        one, shape, stage=0, publishes=True, lengths=[1], microbatches=1, device="cuda"
+    ).parameters
+
+
+def _problems(plan: Plan) -> list[str]:
+    settings, batch, engine, target = plan.settings, plan.batch, plan.engine, plan.target
+    found = []
+    for where, data in [("data", settings.data)] + (
+        [(part.where, part.data) for part in settings.evaluation.heldout] if settings.evaluation else []
+    ):
+        tokens = data.max_prompt_tokens + settings.rollout.max_response_tokens
+        if tokens > plan.shape.max_positions:
+            found.append(
+                f"{where}.max_prompt_tokens + rollout.max_response_tokens is {tokens}, the model has "
+                f"{plan.shape.max_positions} positions; lower one of the two"
+            )
+    if batch.sequences_per_update < settings.parallel.data:
+        found.append(
+            f"a mini-batch of {batch.sequences_per_update} responses is fewer than parallel.data "
+            f"({settings.parallel.data}); lower training.minibatches"
+        )
+    if settings.precision.fp8 is not None and target.name.strip().lower() in WITHOUT_FP8:
+        found.append(
+            f"precision.fp8 needs compute capability 9.0 (Hopper) or later, {target.name} has less; set "
+            "precision.fp8=null"
+        )
+    if target.device == "cpu":
+        if plan.machine_total > target.nbytes:
+            found.append(
+                f"all processes together need {gib(plan.machine_total)}, {target.name} has "
+                f"{gib(target.nbytes)}; lower training.tokens_per_microbatch or engine.kv_cache_gib"
+            )
+    elif plan.card is not None:
+        found += _problems_of_a_shared_card(plan, plan.card)
+    else:
+        if plan.rank_total > target.nbytes:
+            found.append(
+                f"a trainer rank needs {gib(plan.rank_total)}, {target.name} has {gib(target.nbytes)}"
+            )
+        if engine.kv_cache >= 0 and engine.total > target.nbytes:
+            found.append(
+                f"an engine worker takes {gib(engine.total)}, {target.name} has {gib(target.nbytes)}; "
+                "lower --gpu-memory-utilization in engine.arguments"
+            )
+        if engine.kv_cache < 0:
+            found.append(
+                f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "
+                f"vLLM takes {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
+            )
+    if engine.kv_cache >= 0 and engine.full_sequences < 1:
+        more = "engine.kv_cache_gib" if engine.utilisation is None else "engine.tensor"
+        found.append(
+            f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
+            f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens"
+        )
+    return found
+
+
+def _problems_of_a_shared_card(plan: Plan, card: SharedCard) -> list[str]:
+    found, target = [], plan.target
+    if (nbytes := card.total("update")) > target.nbytes:
+        found.append(
+            f"during an update a card holds {gib(nbytes)}, of which {gib(plan.rank_total)} are a trainer "
+            f"rank's; {target.name} has {gib(target.nbytes)}"
+        )
+    if (nbytes := card.total("rollout")) > target.nbytes:
+        found.append(
+            f"while engines sample a card holds {gib(nbytes)}, of which {gib(plan.engine.total)} are an "
+            f"engine worker's; {target.name} has {gib(target.nbytes)}; lower engine.kv_cache_gib, or raise "
+            "engine.tensor or parallel.tensor"
+        )
+    return found
+
+
+def _warnings(plan: Plan) -> list[str]:
+    found, engine, parallel = [], plan.engine, plan.settings.parallel
+    wanted = min(
+        plan.settings.engine.max_sequences, -(-plan.batch.sequences // plan.settings.engine.replicas)
+    )
+    if 1 <= engine.full_sequences < wanted:
+        found.append(
+            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, {wanted} may run at "
+            "once: vLLM then puts some off and computes them again"
+        )
+    if parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
+        found.append(
+            f"pipeline ranks wait {plan.batch.pipeline_idle:.0%} of an update: {plan.batch.microbatches} "
+            "micro-batches; lower training.tokens_per_microbatch or training.minibatches"
+        )
+    if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
+        found.append("optimizer.distributed cuts nothing with one replica")
+    if plan.card is not None:
+        found.append("engine.colocated: what a card holds in each turn is arithmetic, nothing was measured")
+    if plan.tight and plan.left >= 0:
+        found.append(
+            f"{gib(plan.left)} of a card stay free, less than {gib(ROOM)}: no figure of a GPU was measured; "
+            "take a layout with more room (--sweep)"
+        )
+    if plan.settings.precision.fp8 is not None and plan.target.device == "cpu":
+        found.append("precision.fp8: what its emulation on a CPU takes besides is not counted")
+    return found
+
+
+def gib(nbytes: float) -> str:
+    """A size as one reads it."""
+    return f"{nbytes / 1024**3:.2f} GiB" if nbytes >= 1024**3 / 10 else f"{nbytes / 1024**2:.1f} MiB"
+
+
+def count(parameters: int) -> str:
+    """A number of parameters as one says it."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 10**8 else f"{parameters / 1e6:.2f}M"

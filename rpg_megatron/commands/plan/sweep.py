@@ -1,0 +1,119 @@
+"""Other layouts of the same run, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rpg_megatron.commands.plan.activations import Recompute
+from rpg_megatron.commands.plan.gpu_count import NODE
+from rpg_megatron.commands.plan.plan import Plan, Target, plan_for
+from rpg_megatron.commands.plan.trainer_memory import recomputation
+from rpg_megatron.config import ModelShape, Settings, UserError
+
+MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout and its plan."""
+
+    plan: Plan
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What it is ranked by, the best first.
+
+        It fits, and leaves some of a card (``plan.ROOM``); then few cuts of the model, since each adds
+        communication; of the same number of cuts, the pipeline that waits least; of those, most memory left.
+        A rule of thumb: nothing was timed.
+        """
+        p = self.plan
+        parallel = p.settings.parallel
+        cuts = parallel.tensor * parallel.pipeline * parallel.context
+        return (not p.fits, p.tight, cuts, round(p.batch.pipeline_idle, 2), p.rank_total)
+
+    @property
+    def overrides(self) -> str:
+        """The settings that choose it, as they are given on the command line."""
+        p = self.plan.settings.parallel
+        return " ".join(
+            f"parallel.{name}={str(getattr(p, name)).lower()}"
+            for name in ("tensor", "pipeline", "context", "data", "sequence")
+        )
+
+
+def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Candidate]:
+    """All layouts of ``world`` trainer ranks that the model and the batch can be cut into, the best first.
+
+    Virtual stages stay off, sequence parallelism is on wherever there is tensor parallelism.
+    """
+    found = []
+    for tensor, pipeline, context, data in _cuts(world):
+        parallel = settings.parallel.model_copy(
+            update={
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "context": context,
+                "data": data,
+                "virtual": 1,
+                "sequence": tensor > 1,
+            }
+        )
+        try:
+            plan = plan_for(settings.model_copy(update={"parallel": parallel}), shape, target)
+        except UserError:
+            continue  # the model cannot be cut so
+        if plan.batch.sequences_per_update >= data:
+            found.append(Candidate(plan))
+    return sorted(found, key=lambda c: c.key)
+
+
+def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
+    """The same run with as little recomputed as fits with room to spare; None: no less than it is."""
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    for kind in kinds[: kinds.index(recomputation(settings))]:
+        memory = settings.memory.model_copy(update={"recompute": kind})
+        plan = plan_for(settings.model_copy(update={"memory": memory}), shape, target)
+        if plan.fits and not plan.tight:
+            return plan
+    return None
+
+
+def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate | None:
+    """The best of the layouts with the fewest trainer ranks in which they fit; None if no number is enough.
+
+    Whether the engines fit is another question where they have cards of their own. Where they share the
+    ranks', there are at least as many of these as engine workers.
+    """
+    world, engine = 1, settings.engine
+    least = engine.replicas * engine.tensor if engine.colocated else 1
+    while world <= MOST_RANKS:
+        for candidate in sweep(settings, shape, target, world) if world >= least else ():
+            if candidate.plan.need <= target.nbytes:
+                return candidate
+        world *= 2
+    return None
+
+
+def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> int | None:
+    """The smallest engine.tensor with which a worker fits and holds one sequence of full length."""
+    for tensor in (1, 2, 4, 8, 16):
+        engine = settings.engine.model_copy(update={"tensor": tensor})
+        try:
+            plan = plan_for(settings.model_copy(update={"engine": engine}), shape, target)
+        except UserError:
+            continue
+        room = plan.card is None or plan.card.total("rollout") <= target.nbytes
+        if room and plan.engine.kv_cache >= 0 and plan.engine.full_sequences >= 1:
+            return tensor
+    return None
+
+
+def _cuts(world: int) -> Iterator[tuple[int, int, int, int]]:
+    # Tensor- and context-parallel ranks stay on a node, behind which links are slow.
+    for tensor in range(1, min(world, NODE) + 1):
+        for pipeline in range(1, world // tensor + 1):
+            for context in range(1, min(world // (tensor * pipeline), NODE) + 1):
+                if world % (tensor * pipeline * context) == 0:
+                    yield tensor, pipeline, context, world // (tensor * pipeline * context)

@@ -1,0 +1,333 @@
+"""A plan as tables for people and as JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from rpg_megatron.commands.plan.colocated import SharedCard, Turn
+from rpg_megatron.commands.plan.engine_memory import SERVER
+from rpg_megatron.commands.plan.gpu_count import NODE, Gpus
+from rpg_megatron.commands.plan.plan import ROOM, Plan, count, gib
+from rpg_megatron.commands.plan.sweep import Candidate
+from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, recomputation
+
+
+def print_plan(plan: Plan, console: Console, lighter: Plan | None = None) -> None:
+    """Sizes, batch, memory of a trainer rank and of an engine worker, and the verdict.
+
+    lighter: the same run with less recomputed, which fits as well.
+    """
+    console.print(_facts(plan))
+    console.print(_trainer_table(plan))
+    console.print(_engine_table(plan))
+    if plan.card is not None:
+        console.print(_card_table(plan, plan.card))
+    if plan.target.device == "cuda":
+        console.print(_host_table(plan))
+    for warning in plan.warnings:
+        console.print(f"[yellow]note[/] {warning}", highlight=False)
+    if lighter is not None:
+        console.print(
+            f"[yellow]note[/] memory.recompute={recomputation(lighter.settings)} fits as well and leaves "
+            f"{gib(lighter.left)}: less is computed twice",
+            highlight=False,
+        )
+    for problem in plan.problems:
+        console.print(f"[bold red]does not fit[/] {problem}", highlight=False)
+    if plan.fits:
+        console.print("[bold green]fits[/]", highlight=False)
+
+
+def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 20) -> None:
+    """The layouts, the best first."""
+    table = Table(
+        box=box.SIMPLE_HEAD, title="layouts, the best first", title_justify="left", title_style="bold"
+    )
+    for name in ("", "TP", "PP", "CP", "DP", "SP"):
+        table.add_column(name, justify="right")
+    for name in ("a rank", "left", "passes", "idle"):
+        table.add_column(name, justify="right")
+    for candidate in candidates[:most]:
+        p = candidate.plan
+        parallel = p.settings.parallel
+        verdict = "[red]no[/]" if not p.fits else "[yellow]tight[/]" if p.tight else "[green]fits[/]"
+        table.add_row(
+            verdict,
+            str(parallel.tensor),
+            str(parallel.pipeline),
+            str(parallel.context),
+            str(parallel.data),
+            "on" if parallel.sequence else "",
+            gib(p.rank_total),
+            gib(p.left) if p.left >= 0 else "-" + gib(-p.left),
+            str(p.batch.microbatches),
+            f"{p.batch.pipeline_idle:.0%}",
+        )
+    console.print(table)
+    if len(candidates) > most:
+        console.print(f"and {len(candidates) - most} more; --json lists all", highlight=False)
+    if any(c.plan.fits and c.plan.tight for c in candidates):
+        console.print(
+            f"tight: less than {gib(ROOM)} of a card left, which no figure here is exact enough for; "
+            "ranked behind all that leave more",
+            highlight=False,
+        )
+    best = candidates[0] if candidates else None
+    if best is not None and best.plan.fits and not best.plan.tight:
+        console.print(f"best: {best.overrides}", highlight=False, soft_wrap=True)
+
+
+def print_suggestion(layout: Candidate | None, engine: int | None, plan: Plan, console: Console) -> None:
+    """What would fit instead. layout, engine: None if nothing does."""
+    needs_layout = plan.need > plan.target.nbytes
+    if needs_layout and layout is not None:
+        ranks = layout.plan.settings.parallel.world
+        console.print(
+            f"smallest layout that fits: {ranks} trainer rank{'s' if ranks > 1 else ''}, "
+            f"{gib(layout.plan.rank_total)} each{', tight' if layout.plan.tight else ''}: {layout.overrides}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    elif needs_layout:
+        console.print(
+            "no layout fits; lower training.tokens_per_microbatch or take larger cards", highlight=False
+        )
+    if plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
+        found = f"engine.tensor={engine}" if engine else "none; take larger cards or shorter responses"
+        console.print(f"smallest engine that fits: {found}", highlight=False)
+
+
+def to_json(
+    plan: Plan,
+    *,
+    layout: Candidate | None = None,
+    engine: int | None = None,
+    sweep: Sequence[Candidate] | None = None,
+    lighter: Plan | None = None,
+) -> str:
+    """One JSON object; sizes in bytes."""
+    found = _describe(plan)
+    if not plan.fits:
+        found["suggestion"] = {"parallel": layout.overrides if layout else None, "engine.tensor": engine}
+    if lighter is not None:
+        found["lighter"] = {"memory.recompute": recomputation(lighter.settings), "left_bytes": lighter.left}
+    if sweep is not None:
+        found["sweep"] = [
+            {
+                **c.plan.settings.parallel.model_dump(),
+                "fits": c.plan.fits,
+                "tight": c.plan.tight,
+                "left_bytes": c.plan.left,
+                "rank_bytes": c.plan.rank_total,
+                "microbatches": c.plan.batch.microbatches,
+                "pipeline_idle": c.plan.batch.pipeline_idle,
+                "problems": list(c.plan.problems),
+            }
+            for c in sweep
+        ]
+    return json.dumps(found, indent=2)
+
+
+def _describe(plan: Plan) -> dict[str, Any]:
+    engine = plan.engine
+    return {
+        "fits": plan.fits,
+        "problems": list(plan.problems),
+        "warnings": list(plan.warnings),
+        "target": vars(plan.target),
+        "parameters": plan.parameters,
+        "parallel": plan.settings.parallel.model_dump(),
+        "gpus": {**vars(plan.gpus), "total": plan.gpus.total},
+        "implementation": plan.implementation,
+        "batch": vars(plan.batch),
+        "ranks": [
+            {
+                "stage": r.stage,
+                "publishes": r.publishes,
+                "parameters": r.parameters,
+                "parts": [vars(p) for p in r.parts],
+                "phases": r.phases,
+                "peak": r.peak,
+                "host": r.host,
+            }
+            for r in plan.ranks
+        ],
+        "rank_bytes": plan.rank_total,
+        "card": None
+        if plan.card is None
+        else {
+            "shares": [vars(share) for share in plan.card.shares],
+            "rollout": plan.card.total("rollout"),
+            "update": plan.card.total("update"),
+        },
+        "machine_bytes": plan.machine_total if plan.target.device == "cpu" else None,
+        "recompute": recomputation(plan.settings),
+        "activations": plan.activations,
+        "host": [vars(part) for part in plan.host],
+        "left_bytes": plan.left,
+        "tight": plan.tight,
+        "engine": {
+            **vars(engine),
+            "total": engine.total,
+            "kv_tokens": engine.kv_tokens,
+            "full_sequences": engine.full_sequences,
+        },
+    }
+
+
+def _facts(plan: Plan) -> Table:
+    shape, parallel, batch = plan.shape, plan.settings.parallel, plan.batch
+    engine = plan.settings.engine
+    layers = shape.stage_layers(parallel.pipeline * parallel.virtual)
+    of_layers = str(layers[0]) if len(set(layers)) == 1 else "/".join(map(str, layers))
+    pieces = "micro-batches" if batch.microbatches > 1 else "micro-batch"
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        "model",
+        f"{shape.family}, {count(plan.parameters)} parameters: {shape.num_layers} layers, hidden "
+        f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
+        + (", tied" if shape.tied_embeddings else ""),
+    )
+    table.add_row(
+        "policy",
+        f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' if parallel.sequence else ''}, PP "
+        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' if parallel.virtual > 1 else ''}, "
+        f"CP {parallel.context}, DP {parallel.data}; {of_layers} layers a "
+        f"stage, {shape.num_heads // parallel.tensor} heads a rank",
+    )
+    table.add_row("layers", _layers(plan))
+    table.add_row("engines", f"{engine.replicas} x TP {engine.tensor}")
+    if plan.target.device == "cuda":
+        table.add_row("GPUs", _gpus(plan.gpus))
+    table.add_row(
+        "step",
+        f"{batch.prompts:,} prompts x {plan.settings.rollout.samples_per_prompt} = {batch.sequences:,} "
+        f"responses, in {batch.minibatches} updates of {batch.sequences_per_update:,}",
+    )
+    table.add_row(
+        "update",
+        f"{batch.sequences_per_rank:,} responses a replica, up to {batch.longest:,} tokens: at most "
+        f"{batch.microbatches:,} {pieces} of {batch.tokens_per_microbatch:,} tokens"
+        + (f"; pipeline idle {batch.pipeline_idle:.0%}" if parallel.pipeline > 1 else ""),
+    )
+    return table
+
+
+def _layers(plan: Plan) -> str:
+    fp8 = plan.settings.precision.fp8
+    if plan.implementation == "local":
+        return f"Megatron's own, {plan.settings.precision.dtype}"
+    kind = plan.settings.precision.dtype if fp8 is None else f"FP8 {fp8.recipe}"
+    return f"Transformer Engine's, {kind}; counted from its sources"
+
+
+def _gpus(gpus: Gpus) -> str:
+    """How many in all, by role and by node."""
+    told = f"{gpus.total}: {gpus.trainer} for trainer ranks, {gpus.engines} for engine workers"
+    if gpus.colocated:
+        told = f"{gpus.total}, by turns for {gpus.trainer} trainer ranks and {gpus.engines} engine workers"
+    if gpus.why:
+        return f"{told}; not on nodes of {NODE}: {gpus.why}"
+    parts = [f"{gpus.nodes.count(kind)} of {' + '.join(_held(kind))}" for kind in dict.fromkeys(gpus.nodes)]
+    return f"{told}; {'1 node' if len(gpus.nodes) == 1 else f'{len(gpus.nodes)} nodes'}: {', '.join(parts)}"
+
+
+def _held(kind: tuple[int, int]) -> list[str]:
+    words = ("rank", "worker")
+    return [f"{n} {word}{'s' if n > 1 else ''}" for n, word in zip(kind, words, strict=True) if n]
+
+
+def _trainer_table(plan: Plan) -> Table:
+    rank = plan.largest
+    where = "" if plan.settings.parallel.pipeline == 1 else f", pipeline stage {rank.stage}, the largest"
+    table = _table(f"trainer rank{where}: {count(rank.parameters)} parameters")
+    for part in rank.parts:
+        when = "host memory" if part.host else part.phase
+        kind = f", recompute {recomputation(plan.settings)}" if part.name == "activations" else ""
+        table.add_row(part.name + kind, gib(part.nbytes), part.basis, when)
+    if plan.target.device == "cuda":
+        table.add_row("CUDA context, NCCL, reserve", gib(RESERVE), "estimated", "always")
+    else:
+        table.add_row("imports", gib(IMPORTS), "estimated", "always")
+    table.add_section()
+    worst = max(rank.phases, key=lambda phase: rank.phases[phase])
+    table.add_row("[bold]peak[/]", f"[bold]{gib(plan.rank_total)}[/]", _of(plan, plan.rank_total), worst)
+    for kind, nbytes in plan.activations.items():
+        if kind != recomputation(plan.settings):
+            name = f"activations, recompute {kind}"
+            table.add_row(name, gib(nbytes), "estimated", "if set so", style="dim")
+    return table
+
+
+def _engine_table(plan: Plan) -> Table:
+    engine = plan.engine
+    table = _table("engine worker")
+    table.add_row("weights", gib(engine.weights), "exact", "always")
+    if plan.target.device == "cuda":
+        table.add_row("largest batch, context, graphs", gib(engine.running), "estimated", "rollout")
+        kv = "as set" if engine.utilisation is None else f"fills {engine.utilisation:.0%}"
+    else:
+        kv = "engine.kv_cache_gib"
+    if engine.buckets:
+        table.add_row("bridge: buckets", gib(engine.buckets), "exact", "sync")
+    table.add_row("KV cache", gib(max(0, engine.kv_cache)), kv, "rollout")
+    table.add_section()
+    table.add_row("[bold]all[/]", f"[bold]{gib(engine.total)}[/]", _of(plan, engine.total), "rollout")
+    table.add_row(
+        "KV cache holds",
+        f"{engine.kv_tokens:,} tokens",
+        f"{engine.kv_bytes_per_token:,} B each",
+        f"{engine.full_sequences:,.1f} of full length",
+        style="dim",
+    )
+    if plan.target.device == "cpu":
+        table.add_section()
+        for part in plan.host:
+            table.add_row(part.name, gib(part.nbytes), part.basis, "always")
+        total = f"[bold]{gib(plan.machine_total)}[/]"
+        table.add_row(
+            "[bold]all processes[/]", total, f"of {gib(plan.target.nbytes)}", f"{gib(SERVER)} a server"
+        )
+    return table
+
+
+def _card_table(plan: Plan, card: SharedCard) -> Table:
+    table = _table("card that a trainer rank and an engine worker share")
+    for turn in get_args(Turn):
+        for share in card.shares:
+            if share.turn == turn:
+                table.add_row(share.name, gib(share.nbytes), share.basis, turn)
+        total = card.total(turn)
+        table.add_row(f"[bold]{turn}[/]", f"[bold]{gib(total)}[/]", _of(plan, total), "")
+        table.add_section()
+    return table
+
+
+def _host_table(plan: Plan) -> Table:
+    table = _table("host memory of rank 0's node")
+    for part in plan.host:
+        table.add_row(part.name, gib(part.nbytes), part.basis, "always")
+    table.add_section()
+    table.add_row("[bold]all[/]", f"[bold]{gib(sum(p.nbytes for p in plan.host))}[/]", "", "")
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column("part", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("basis")
+    table.add_column("when")
+    return table
+
+
+def _of(plan: Plan, nbytes: int) -> str:
+    if plan.target.device == "cpu":
+        return ""
+    return f"{nbytes / plan.target.nbytes:.0%} of {plan.target.name}"

@@ -1,0 +1,296 @@
+"""Bytes that a trainer rank holds, part by part. ``docs/plan.md`` says where each number comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rpg_megatron.commands.plan.activations import (
+    ITEM_BYTES,
+    Recompute,
+    head_bytes,
+    in_flight,
+    layer_bytes,
+    widths,
+    working_bytes,
+)
+from rpg_megatron.commands.plan.fused_activations import (
+    fp8_weight_bytes,
+    fused_head_bytes,
+    fused_layer_bytes,
+    in_fp8,
+    uses_fused_layers,
+)
+from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.registry import layout_for
+
+Phase = Literal["always", "update", "reduce", "optimizer", "log-probs"]
+Basis = Literal["exact", "estimated"]
+
+RESERVE = 3 * 1024**3
+"""On a GPU: CUDA context, NCCL's buffers, workspaces, fragmentation. Not measured; a rule of thumb."""
+IMPORTS = 712_000_000
+"""On a CPU: what a rank holds when it has imported torch, Megatron and transformers; measured."""
+RUNTIME = 50_000_000
+"""On a CPU: what the process grows by besides tensors (gloo, oneDNN, Python objects); measured."""
+MALLOC = 0.07
+"""On a CPU: share of the tensors' bytes that malloc holds on to besides, in holes left by freed
+tensors. Fitted to measurements, where it was between 2% and 16%; 0 if every tensor had pages of its own.
+"""
+
+WORKSPACES = "weights in FP8"
+"""Part: made anew after engines had the card."""
+SERVED = "weights in bfloat16, for engines"
+"""Part: of parameters that are in FP8 themselves."""
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """Some bytes of one process."""
+
+    name: str
+    nbytes: int
+    basis: Basis
+    phase: Phase = "always"
+    """When they are held; the largest of the phases counts, on top of what is always held."""
+    host: bool = False
+    """In the machine's memory, though the policy lies on a GPU."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """All of a trainer rank's parts."""
+
+    stage: int
+    publishes: bool
+    """Data and context rank 0: the one whose weights go to the engines."""
+    parameters: int
+    """Number of parameters that it holds."""
+    parts: tuple[MemoryPart, ...]
+
+    def total(self, *phases: Phase) -> int:
+        """Bytes of these phases on the device."""
+        return sum(p.nbytes for p in self.parts if p.phase in phases and not p.host)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes at the worst moment of each phase."""
+        found = {p.phase: 0 for p in self.parts if p.phase != "always" and not p.host}
+        return {phase: self.total("always", phase) for phase in found}
+
+    @property
+    def peak(self) -> int:
+        """Most bytes on the device at a time."""
+        return max(self.phases.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes in the machine's memory, where the policy lies on a GPU."""
+        return sum(p.nbytes for p in self.parts if p.host)
+
+
+def stage_shapes(layout: ModelMapping, settings: Settings, stage: int) -> dict[str, tuple[int, ...]]:
+    """Name and local shape of every parameter of a pipeline rank, all its virtual stages together."""
+    parallel = settings.parallel
+    stages = parallel.pipeline * parallel.virtual
+    found: dict[str, tuple[int, ...]] = {}
+    for virtual, layers in enumerate(_layers_of(settings, layout.shape, stage)):
+        number = virtual * parallel.pipeline + stage
+        found |= layout.stage_params(
+            layers=layers,
+            first=number == 0,
+            last=number == stages - 1,
+            tensor=parallel.tensor,
+            vocab_multiple=settings.model.vocab_multiple,
+        )
+    return found
+
+
+def _layers_of(settings: Settings, shape: ModelShape, stage: int) -> list[range]:
+    """Numbers of the layers of a pipeline rank, for each of its virtual stages."""
+    parallel = settings.parallel
+    counts = shape.stage_layers(parallel.pipeline * parallel.virtual)
+    numbers = range(stage, len(counts), parallel.pipeline)
+    return [range(sum(counts[:n]), sum(counts[: n + 1])) for n in numbers]
+
+
+def state_bytes(dtype: str, *, distributed: bool, replicas: int) -> tuple[float, float, float]:
+    """Bytes per parameter of weights, gradients and optimizer state.
+
+    Gradients are accumulated and reduced in float32, in a buffer of all of them on every rank. AdamW has two
+    float32 moments (Schedule-Free AdamW a point and a moment); 16-bit weights have a float32 copy besides.
+    The distributed optimizer cuts copy and moments over the replicas, data x context of them: 6 +
+    12/replicas bytes in bfloat16, 18 without it.
+    """
+    item = ITEM_BYTES[dtype]
+    state = 8 + (4 if item < 4 else 0)
+    return item, 4, state / (replicas if distributed else 1)
+
+
+def rank_memory(
+    settings: Settings,
+    shape: ModelShape,
+    *,
+    stage: int,
+    publishes: bool,
+    lengths: Sequence[int],
+    microbatches: int,
+    device: Literal["cpu", "cuda"],
+) -> RankMemory:
+    """Every part of one rank.
+
+    lengths: of the sequences of its replica's largest micro-batch; microbatches: of one update.
+    """
+    parallel, dtype = settings.parallel, settings.precision.dtype
+    w = widths(shape, parallel, dtype)
+    tokens, replicas = -(-sum(lengths) // parallel.context), parallel.data * parallel.context
+    shapes = {n: math.prod(s) for n, s in stage_shapes(layout_for(shape), settings, stage).items()}
+    count, largest = sum(shapes.values()), max(shapes.values())
+    weights, gradients, state = state_bytes(
+        dtype, distributed=settings.optimizer.distributed, replicas=replicas
+    )
+    parts = [
+        MemoryPart("parameters", round(weights * count), "exact"),
+        *_fp8_parts(settings, shapes, shape.num_layers, device),
+        MemoryPart("gradients", round(gradients * count), "exact"),
+        MemoryPart("optimizer", round(state * count * (1 - settings.memory.offload_optimizer)), "exact"),
+        *_offloaded_parts(settings, state * count),
+        *_parked_parts(settings, state * count, device),
+        *_bridge_parts(settings, round(weights * count), publishes=publishes, device=device),
+    ]
+    if settings.anchor.type != "old":
+        parts.append(MemoryPart("held anchor", round(weights * count), "exact", host=device == "cuda"))
+
+    last = stage == parallel.pipeline - 1
+    recompute = recomputation(settings)
+    activations = activation_bytes(settings, shape, stage, lengths, microbatches, recompute, device)
+    logits = _logits_bytes(settings, shape, tokens) if last else 0
+    rows = shape.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
+    output = rows * shape.hidden_size
+    kept, whole = (saved_by_layer(settings, shape, lengths, r, device) for r in (recompute, "none"))
+    working = round(working_bytes(w, tokens) + whole - kept)
+    # The head's backward pass comes first, with everything saved; a layer's working set only after it.
+    head = logits + output * (4 + (weights if weights < 4 else 0)) if last else 0
+    parts += [
+        MemoryPart("activations", activations, "estimated", "update"),
+        MemoryPart("logits chunk, gradients in work", max(working, round(head)), "estimated", "update"),
+        MemoryPart("a layer and a logits chunk", working + logits, "estimated", "log-probs"),
+    ]
+    if device == "cpu":
+        # Our AdamW has two temporaries as large as the parameter, or its shard, that it is at; on a GPU the
+        # fused optimizers have none.
+        share = replicas if settings.optimizer.distributed else 1
+        parts.append(
+            MemoryPart("optimizer's temporaries", 2 * 4 * largest // share, "estimated", "optimizer")
+        )
+        if replicas > 1 and settings.optimizer.distributed:
+            # gloo reduces and scatters in a copy of the whole buffer.
+            parts.append(MemoryPart("copy of the gradients", 4 * count, "estimated", "reduce"))
+        tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
+        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(MALLOC * tensors), "estimated"))
+    return RankMemory(stage, publishes, count, tuple(parts))
+
+
+def _fp8_parts(settings: Settings, sizes: Mapping[str, int], layers: int, device: str) -> list[MemoryPart]:
+    """The second form in which weights are held where layers compute in FP8."""
+    fp8 = settings.precision.fp8
+    if fp8 is None or not uses_fused_layers(settings, device):
+        return []
+    name = SERVED if fp8.parameters else WORKSPACES
+    return [MemoryPart(name, fp8_weight_bytes(fp8, sizes.items(), layers), "estimated")]
+
+
+def _offloaded_parts(settings: Settings, state: float) -> list[MemoryPart]:
+    """The share of the optimizer's state in host memory, and the float32 gradients copied there."""
+    share = settings.memory.offload_optimizer
+    if not share:
+        return []
+    # Whole tensors are moved until the share is reached. To 12 bytes of state come 4 of gradient.
+    return [MemoryPart("optimizer off the GPU", round(share * state * 16 / 12), "estimated", host=True)]
+
+
+def _parked_parts(settings: Settings, state: float, device: str) -> list[MemoryPart]:
+    """Host memory in which the optimizer's state waits while engines have the card; it is kept once taken."""
+    if not settings.engine.colocated:
+        return []
+    nbytes = round(state * (1 - settings.memory.offload_optimizer))
+    return [MemoryPart("optimizer while engines sample", nbytes, "exact", host=device == "cuda")]
+
+
+def recomputation(settings: Settings) -> Recompute:
+    """What the policy recomputes with these settings."""
+    return settings.memory.recompute_for(settings.tokens_at_once)
+
+
+def saved_by_layer(
+    settings: Settings,
+    shape: ModelShape,
+    lengths: Sequence[int],
+    recompute: Recompute,
+    device: str,
+    *,
+    fp8: bool = False,
+) -> float:
+    """Bytes that one layer saves of one micro-batch. fp8: it is one of those that are computed in FP8."""
+    w = widths(shape, settings.parallel, settings.precision.dtype)
+    if not uses_fused_layers(settings, device):
+        return layer_bytes(w, lengths, qk_norm=shape.qk_norm, recompute=recompute)
+    return fused_layer_bytes(
+        w,
+        sum(lengths) / w.context,
+        qk_norm=shape.qk_norm,
+        recompute=recompute,
+        fp8=settings.precision.fp8 if fp8 else None,
+    )
+
+
+def activation_bytes(
+    settings: Settings,
+    shape: ModelShape,
+    stage: int,
+    lengths: Sequence[int],
+    microbatches: int,
+    recompute: Recompute,
+    device: str,
+) -> int:
+    """Bytes that a rank saves of all micro-batches in flight."""
+    parallel, fp8 = settings.parallel, settings.precision.fp8
+    w = widths(shape, parallel, settings.precision.dtype)
+    layers = [n for part in _layers_of(settings, shape, stage) for n in part]
+    quantised = sum(in_fp8(fp8, n, shape.num_layers) for n in layers)
+    whole = sum(
+        number * saved_by_layer(settings, shape, lengths, recompute, device, fp8=on)
+        for on, number in ((True, quantised), (False, len(layers) - quantised))
+        if number
+    )
+    saved = in_flight(stage, parallel, microbatches) * whole / parallel.virtual
+    if stage == parallel.pipeline - 1:
+        head = fused_head_bytes(w) if uses_fused_layers(settings, device) else head_bytes(w)
+        saved += sum(lengths) / parallel.context * head
+    return round(saved)
+
+
+def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
+    """Chunked log-probs: the float32 logits and probabilities of a chunk."""
+    chunk = settings.training.logprob_chunk
+    rows = shape.padded_vocab(settings.parallel.tensor, settings.model.vocab_multiple)
+    return 2 * 4 * min(chunk, tokens) * rows // settings.parallel.tensor
+
+
+def _bridge_parts(settings: Settings, weights: int, *, publishes: bool, device: str) -> list[MemoryPart]:
+    """What publishing the weights takes on a rank that publishes."""
+    bridge, parallel, engine = settings.bridge, settings.parallel, settings.engine
+    if not publishes or bridge.transport == "cuda_ipc":
+        return []
+    if bridge.transport == "process_group":
+        # A worker shares its budget out over the ranks that send to it; each of them has as much for it.
+        senders = parallel.tensor * parallel.pipeline
+        buckets = bridge.bucket_mib * 1024**2 * engine.replicas * engine.tensor // senders
+        host = device == "cuda" and engine.colocated
+        return [MemoryPart("bridge: buckets", buckets, "estimated", host=host)]
+    if device == "cpu" and not settings.optimizer.distributed:
+        return [MemoryPart("bridge: parameters lie in shared memory", 0, "exact")]
+    return [MemoryPart("bridge: copy in shared memory", weights, "exact", host=device == "cuda")]

@@ -1,0 +1,1 @@
+"""``rpg-megatron replay``: train a step again from its rollouts."""

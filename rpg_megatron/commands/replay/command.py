@@ -1,0 +1,149 @@
+"""``rpg-megatron replay``: a step's training once more, from what the run wrote down, without engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from rpg_megatron.checkpoints.run_folder import find_problems, list_steps, read_state
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.data.rollout_files import rollouts_file
+from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
+from rpg_megatron.launcher.resume import ORIGIN
+from rpg_megatron.launcher.run import RunLauncher
+from rpg_megatron.launcher.run_dir import CONFIG, METRICS, resolved_yaml, settings_file
+from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.supervisor import StopSignals
+
+REQUEST, REPORT = "replay_request.json", "replay.json"
+"""As ``commands/replay/rank.py``, which cannot be imported here without torch, names them."""
+_ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
+"""What another order of summation explains."""
+_ORDER = (
+    *("parallel", "device", "precision", "model.vocab_multiple", "optimizer.overlap"),
+    *("training.tokens_per_microbatch", "training.logprob_chunk", "memory.offload_optimizer"),
+)
+"""Settings on which the order of summation depends."""
+
+
+def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSignals) -> dict[str, Any]:
+    """Replay a step of a run, and of those between it and the newest checkpoint before; returns the report.
+
+    overrides: settings to change, such as the layout. Raises UserError, RunFailed or Interrupted as
+    ``training.train`` does; a replay leaves nothing but its report, unless a process of it died.
+    """
+    settings, request = plan_replay(folder, step, overrides)
+    signals.raising = False  # from here on there is something to clean up
+    with RunLauncher(settings, signals, job="replay", fresh=True, console=Console(stderr=True)) as run:
+        (run.folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        run.start()
+        run.watch()
+        report: dict[str, Any] = json.loads((run.folder / REPORT).read_text(encoding="utf-8"))
+        run.discard()
+    return report
+
+
+def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[Settings, dict[str, Any]]:
+    """Settings of a replay and its request (``rank.py``). Raises UserError if something that it needs is
+    missing.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder}: holds no {CONFIG}; give the folder of a run")
+    _check_row(folder, step)
+    checkpoint = _start(folder, step)
+    done = read_state(checkpoint)["step"] if checkpoint else 0
+    missing = [s for s in range(done + 1, step + 1) if not rollouts_file(folder, s).is_file()]
+    if missing:
+        start = shown(checkpoint) if checkpoint else "the beginning"
+        listed = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
+        raise UserError(
+            f"{folder}: the rollouts of step {listed} are missing ({rollouts_file(folder, missing[0])}), and "
+            f"from {start} step {step} cannot be reached without them; take a step after a checkpoint"
+        )
+    settings = load_settings(settings_file(folder, step), overrides)
+    check_parallel(settings, check_model(settings.model.path))
+    check_batch(settings, check_model(settings.model.path))
+    made = {settings_file(folder, s) for s in range(done + 1, step + 1)}
+    same = all(_order_of(load_settings(file)) == _order_of(settings) for file in made)
+    exact = same and settings.device == "cpu"
+    request = {
+        "run": str(folder.absolute()),
+        "step": step,
+        "checkpoint": checkpoint and str(checkpoint),
+        "tolerance": 0.0 if exact else _ROUNDING[settings.precision.dtype],
+    }
+    name, runs = f"{settings.name}-replay", folder.absolute().parent
+    return settings.model_copy(update={"name": name, "runs": runs}), request
+
+
+def _check_row(folder: Path, step: int) -> None:
+    try:
+        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+        steps = {int(row["step"]) for row in map(json.loads, lines) if "policy/skipped_updates" in row}
+    except (OSError, ValueError) as e:
+        raise UserError(f"{folder / METRICS} cannot be read ({e}); a replay is compared with it") from None
+    if step not in steps:
+        have = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no step"
+        raise UserError(f"--step {step}: {folder / METRICS} has no row of that step's training; {have}")
+
+
+def _start(folder: Path, step: int) -> Path | None:
+    """The newest whole checkpoint before the step; None for the model that the run started from."""
+    for done, checkpoint in list_steps(folder).items():
+        if done < step and not find_problems(checkpoint):
+            return checkpoint.absolute()
+    origin = (folder / ORIGIN).read_text(encoding="utf-8") if (folder / ORIGIN).exists() else ""
+    if not origin:
+        return None
+    if problems := find_problems(Path(origin)):
+        raise UserError(
+            f"{folder}: started from {origin}, which is gone or damaged ({'; '.join(problems[:3])}), and has "
+            f"no checkpoint of its own before step {step}; take a later step"
+        )
+    return Path(origin)
+
+
+def _order_of(settings: Settings) -> list[Any]:
+    values = yaml.safe_load(resolved_yaml(settings))
+    found = []
+    for key in _ORDER:
+        value = values
+        for part in key.split("."):
+            value = value[part]
+        found.append(value)
+    return found
+
+
+def show(report: dict[str, Any]) -> str:
+    """The report in words: a line for each replayed step, then what differs in the last one."""
+    request = report["request"]
+    start = request["checkpoint"]
+    lines = [f"from {shown(Path(start)) if start else 'the model that the run started from'}"]
+    for step in report["steps"]:
+        gaps = {
+            name: "not finite" if gap is None else f"{gap:.1e}"
+            for name, gap in step["max_difference"].items()
+        }
+        listed = ", ".join(f"{name} {gap}" for name, gap in gaps.items())
+        verdict = "bit for bit" if step["exact"] else "to rounding" if step["match"] else "DIFFERS"
+        lines.append(
+            f"step {step['step']}: {verdict}; largest difference: {listed} ({step['tokens']} tokens)"
+        )
+    for key in report["differing"]:
+        pair = report["metrics"][key]
+        lines.append(f"  {key}: {pair['run']} in the run, {pair['replay']} replayed")
+    loss, norm = (report["metrics"].get(f"policy/{name}", {}).get("run") for name in ("loss", "grad_norm"))
+    lines.append(
+        f"step {report['step']}: loss {loss}, gradient norm {norm}: "
+        + (
+            "log-probs, loss, gradient norm and all else match"
+            + (" bit for bit" if report["exact"] else f" to rounding ({request['tolerance']:.0e})")
+            if report["match"]
+            else "the replay does not match the run"
+        )
+    )
+    return "\n".join(lines)

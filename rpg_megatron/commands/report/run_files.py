@@ -1,0 +1,189 @@
+"""A run's folder as a report needs it. Reads what is there, of finished, running and broken runs alike."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rpg_megatron.config import UserError
+from rpg_megatron.launcher.environment import ENVIRONMENT
+from rpg_megatron.launcher.resume import LOCK
+from rpg_megatron.launcher.run_dir import CONFIG, METRICS, SUMMARY
+
+Row = dict[str, float]
+
+
+@dataclass
+class RunFiles:
+    """One run as it lies on the disk."""
+
+    folder: Path
+    rows: list[Row]
+    """Numbers of each step by name, in the order of steps; ``step`` is one of them. NaN and inf are kept."""
+    config: dict[str, Any]
+    """Every setting by its dotted key; empty if the file cannot be read."""
+    summary: dict[str, Any]
+    """What the trainer wrote at the end; empty before."""
+    starts: list[dict[str, Any]]
+    """``environment.json``: a description of each start, the first one first."""
+    running: bool
+    """Whether a launcher holds the folder."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, in words."""
+
+    @property
+    def steps(self) -> int:
+        """Training steps done."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def planned(self) -> int | None:
+        """Training steps wanted, where the settings say so."""
+        steps = self.config.get("training.steps")
+        return steps if isinstance(steps, int) else None
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric, where it was measured and is a finite number."""
+        return [(int(r["step"]), r[key]) for r in self.rows if key in r and math.isfinite(r[key])]
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read settings, metrics, summary and environment of a run.
+
+    Raises UserError if the folder is none of a run. Anything else that is missing or broken becomes a note.
+    """
+    if not folder.exists():
+        raise UserError(f"{folder}: no such folder; give the folder of a run, such as runs/quickstart-001")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is a file; give the folder of a run, such as runs/quickstart-001")
+    if not (folder / CONFIG).is_file() and not (folder / METRICS).is_file():
+        inner = sorted(f.parent.name for f in folder.glob(f"*/{METRICS}"))
+        hint = f"; the runs in it are {', '.join(inner[:5])}" if inner else ""
+        raise UserError(f"{folder}: not the folder of a run: neither {CONFIG} nor {METRICS} is in it{hint}")
+    notes: list[str] = []
+    return RunFiles(
+        folder=folder,
+        rows=_read_metrics(folder / METRICS, notes),
+        config=_read_config(folder / CONFIG, notes),
+        summary=_read_json(folder / SUMMARY, dict, notes),
+        starts=[s for s in _read_json(folder / ENVIRONMENT, list, notes) if isinstance(s, dict)],
+        running=_is_held(folder),
+        notes=notes,
+    )
+
+
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """A name for each run: its folder's, with as many parents as it takes to tell them apart."""
+    parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(p) for p in parts]
+
+
+def thin_rows(rows: list[Row], most: int) -> tuple[list[Row], int]:
+    """At most ``most`` rows, and how many steps each stands for.
+
+    A row of several steps holds their means; of names that end in ``max`` the maximum, of evaluations the
+    last one. A number that is not finite shows in any case.
+    """
+    width = -(-len(rows) // most)
+    if width <= 1:
+        return rows, 1
+    return [_merge(rows[i : i + width]) for i in range(0, len(rows), width)], width
+
+
+def _merge(rows: list[Row]) -> Row:
+    merged: Row = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row[key] for row in rows if key in row]
+        odd = [v for v in values if not math.isfinite(v)]
+        if odd:
+            merged[key] = odd[0]
+        elif key == "step" or key.startswith("eval/"):
+            merged[key] = values[-1]
+        else:
+            merged[key] = max(values) if key.endswith("max") else math.fsum(values) / len(values)
+    return merged
+
+
+def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
+    """Rows by step. A step that stands there twice was done twice: what the later row holds counts."""
+    try:
+        lines = file.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        notes.append(f"{file.name} cannot be read ({e.strerror})")
+        return []
+    rows: dict[int, Row] = {}
+    broken = 0
+    for line in lines:
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            broken += bool(line.strip())
+            continue
+        numbers = {k: float(v) for k, v in row.items() if _is_number(v)}
+        rows[step] = rows.get(step, {}) | numbers | {"step": step}
+    if broken:
+        notes.append(f"{file.name}: {broken} of {len(lines)} lines could not be read and are left out")
+    return [rows[step] for step in sorted(rows)]
+
+
+def _is_number(value: Any) -> bool:
+    # An integer beyond the range of floats is no metric of ours.
+    return isinstance(value, float | int) and not (isinstance(value, int) and abs(value) > 2**1000)
+
+
+def _read_config(file: Path, notes: list[str]) -> dict[str, Any]:
+    # Not load_settings: a run of an earlier version, whose keys have changed since, can be read as well.
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as e:
+        notes.append(f"{file.name} cannot be read ({type(e).__name__})")
+        return {}
+    return _flatten(found) if isinstance(found, dict) else {}
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def _read_json(file: Path, kind: type, notes: list[str]) -> Any:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return kind()
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, kind):
+        notes.append(f"{file.name} cannot be read")
+        return kind()
+    return found
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a launcher holds the run's lock. It is shared for a moment only, and never waited for."""
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -1,0 +1,273 @@
+"""Responses worth reading, chosen from a run's rollouts and evaluations within a budget of bytes.
+
+A step of a large run holds gigabytes, so a report reads the beginning of some steps, spread over the run, and
+of each line only what stands before the per-token numbers. What was read is told on the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from rpg_megatron.commands.report.run_files import RunFiles
+
+_STEPS = 12
+"""Steps that are read of each kind, at most."""
+_PROBLEMS = 20
+"""Problems that are shown of each kind of change."""
+_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, zstandard.ZstdError)
+
+Item = dict[str, Any]
+"""One response: set, id, step, text, right, and where known tokens, finish, reward, advantage and the name of
+the held-out set.
+"""
+
+
+@dataclass
+class Samples:
+    """What a page shows of one run's responses. ``prompts`` and ``verdicts`` go by ``<set>/<id>``."""
+
+    items: list[Item] = field(default_factory=list)
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Text and reference answer, where known."""
+    verdicts: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """(step, right responses, responses) of a problem, whenever it was read."""
+    changes: dict[str, str] = field(default_factory=dict)
+    """``learnt`` or ``forgotten``: fewer than half of the responses right at first and not at last, or the
+    reverse."""
+    changed: dict[str, int] = field(default_factory=dict)
+    """How many held-out problems changed either way, those that are not shown included."""
+    read: list[str] = field(default_factory=list)
+    """What was read, in words."""
+    problems: int | None = None
+    """Held-out problems of all sets, if one evaluation was read to its end."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Then, how many of them are in each held-out set, by its name."""
+
+
+def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
+    """Read at most about ``read`` bytes, decompressed, and choose responses of at most ``room`` bytes."""
+    samples = Samples()
+    longest = max(3000, min(40_000, room // 100))
+    candidates = []
+    for name, files, lines in (
+        ("held-out", _spread((run.folder / "evaluation").glob("step_*.jsonl")), _evaluation_items),
+        ("training", _spread((run.folder / "rollouts").glob("step_*.jsonl.zst")), _rollout_items),
+    ):
+        chosen = _read_files(run, samples, name, files, lines, read // 2)
+        candidates.append([_shorten(item, longest) for item in chosen])
+    decode = _open_tokenizer(run.folder, run.config.get("model.path"))
+    for item in _within(candidates, room, samples.prompts):
+        key = f"{item['set']}/{item['id']}"
+        tokens = item.pop("prompt", None)
+        if tokens is not None and key not in samples.prompts:
+            samples.prompts[key] = {"text": _cut(decode(tokens), longest)}
+        if item.get("answer"):
+            samples.prompts.setdefault(key, {})["answer"] = _cut(str(item.pop("answer")), 1000)
+        samples.items.append(item)
+    shown = {f"{item['set']}/{item['id']}" for item in samples.items}
+    for part in (samples.prompts, samples.verdicts, samples.changes):
+        for key in part.keys() - shown:
+            del part[key]
+    return samples
+
+
+def _read_files(
+    run: RunFiles,
+    samples: Samples,
+    name: str,
+    files: list[Path],
+    lines: Callable[[Path, int, Samples], Iterator[Item]],
+    budget: int,
+) -> list[Item]:
+    """Read the files of one kind; returns their items that are worth showing, the best reasons first."""
+    by_step: dict[int, list[Item]] = {}
+    whole = True
+    for file in files:
+        step = int(file.name[5:].split(".")[0])
+        items = by_step.setdefault(step, [])
+        try:
+            for item in lines(file, budget // len(files), samples):
+                whole &= item.get("whole", True)
+                items.append({"set": name} | item | {"step": step})
+        except _ERRORS as e:
+            run.notes.append(f"{file.relative_to(run.folder)} cannot be read ({type(e).__name__})")
+    if not any(by_step.values()):
+        return []
+    part = "" if whole else ", the beginning of each"
+    count = sum(map(len, by_step.values()))
+    steps = ", ".join(str(step) for step, items in sorted(by_step.items()) if items)
+    samples.read.append(f"{name}: {count:,} responses of steps {steps}{part}")
+    if name == "held-out" and whole:
+        largest = max(({(i["set"], i["id"]): i for i in items} for items in by_step.values()), key=len)
+        samples.problems = len(largest)
+        samples.sizes = dict(Counter(item["heldout"] for item in largest.values()))
+    return _choose(samples, name, by_step)
+
+
+def _choose(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list[Item]:
+    seen: dict[str, dict[int, list[Item]]] = defaultdict(dict)
+    for step, items in sorted(by_step.items()):
+        for item in items:
+            seen[f"{item['set']}/{item['id']}"].setdefault(step, []).append(item)
+    changed: dict[str, list[str]] = {"learnt": [], "forgotten": []}
+    for key, steps in seen.items():
+        marks = [(s, sum(bool(i["right"]) for i in items), len(items)) for s, items in steps.items()]
+        samples.verdicts[key] = marks
+        (_, right, count), (_, right_then, count_then) = marks[0], marks[-1]
+        before, after = 2 * right >= count, 2 * right_then >= count_then
+        if before != after:
+            samples.changes[key] = "forgotten" if before else "learnt"
+            changed[samples.changes[key]].append(key)
+    if name == "held-out":
+        samples.changed = {change: len(keys) for change, keys in changed.items()}
+    chosen: list[Item] = []
+    for keys in changed.values():
+        keys.sort(key=lambda k: -abs(_share(samples.verdicts[k][-1]) - _share(samples.verdicts[k][0])))
+    for pair in zip(*(_padded(keys) for keys in changed.values()), strict=True):
+        for key in filter(None, pair):
+            first, *_, last = seen[key].values()
+            # The response that is like the verdict of its time: a wrong one where most were wrong.
+            right_first = samples.changes[key] == "forgotten"
+            chosen.append(min(first, key=lambda i: i["right"] != right_first))
+            chosen.append(min(last, key=lambda i: i["right"] == right_first))
+    for items in _ends_first([items for _, items in sorted(by_step.items()) if items]):
+        ranked = sorted(items, key=lambda i: (i.get("reward", i["right"]), -i.get("tokens", 0)))
+        longest = max(items, key=lambda i: i.get("tokens", 0))
+        cut = next((i for i in items if i.get("finish") == "length"), longest)
+        between = items[:: max(1, len(items) // 4)][:4]
+        chosen += [ranked[-1], ranked[0], longest, cut, *between]
+    unique = {id(item): item for item in chosen}
+    return list(unique.values())
+
+
+def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
+    """Every response of one evaluation, as far as the budget goes; of several sets each has its own."""
+    with file.open("rb") as raw:
+        data = raw.read(budget)
+    rows = [json.loads(line) for line in _lines(data, len(data) == budget)]
+    several, whole = len({row.get("set") for row in rows}) > 1, len(data) < budget
+    for row in rows:
+        title = f"held-out {row['set']}" if several else "held-out"
+        key = f"{title}/{row['prompt_id']}"
+        samples.prompts.setdefault(
+            key, {"text": _cut(row.get("prompt", ""), 8000), "answer": str(row["answer"])}
+        )
+        for number, text in enumerate(row["responses"]):
+            item = {"id": row["prompt_id"], "text": text, "right": bool(row["correct"][number])}
+            item |= {"tokens": row["lengths"][number], "finish": row["finishes"][number]}
+            item |= {"set": title, "heldout": row.get("set", "")}
+            yield item if whole else item | {"whole": False}
+
+
+def _rollout_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
+    """Every response of one training step, as far as the budget goes."""
+    with file.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+        data = stream.read(budget)
+    for line in _lines(data, len(data) == budget):
+        row = _parse_rollout(line)
+        item = {"id": row["prompt_id"], "text": row["text"], "right": bool(row["correct"])}
+        names = ("tokens", "finish", "reward", "advantage", "prompt", "answer")
+        item |= {name: row[name] for name in names if name in row}
+        yield item if len(data) < budget else item | {"whole": False}
+
+
+def _parse_rollout(line: bytes) -> dict[str, Any]:
+    """A line of a journal without its numbers per token, whose parsing would take most of the time.
+
+    The prompt's token ids stay text. In a JSON string each quote has a backslash before it, so the marks that
+    are looked for can only stand outside of strings.
+    """
+    start = line.find(b', "prompt": [')
+    response = line.find(b', "response": [', start)
+    if start < 0 or response < 0:
+        row = json.loads(line)
+        return row | {"prompt": row["prompt"], "tokens": len(row["response"])}
+    row = json.loads(line[:start] + b"}")
+    tokens = line.count(b",", response + 15, line.index(b"]", response)) + 1
+    prompt = json.loads(line[start + 12 : line.index(b"]", start) + 1])
+    return {**row, "prompt": prompt, "tokens": tokens}
+
+
+def _lines(data: bytes, cut: bool) -> list[bytes]:
+    lines = data.split(b"\n")
+    if cut:
+        lines.pop()  # its end was not read
+    return [line for line in lines if line.strip()]
+
+
+def _spread(files: Iterable[Path]) -> list[Path]:
+    """Files of at most _STEPS steps in their order, the first and the last among them."""
+    found = sorted(f for f in files if f.name[5:].split(".")[0].isdigit())
+    if len(found) <= _STEPS:
+        return found
+    return [found[round(i * (len(found) - 1) / (_STEPS - 1))] for i in range(_STEPS)]
+
+
+def _ends_first(items: list[Any]) -> list[Any]:
+    """The first, the last, and then the others: what is left out for want of room lies in the middle."""
+    return [*items[:1], *items[:0:-1]]
+
+
+def _within(lists: list[list[Item]], room: int, prompts: dict[str, dict[str, str]]) -> Iterator[Item]:
+    """Items of all lists in turn, until the room is used up."""
+    used = 0
+    known: set[str] = set()
+    for pair in zip(*(_padded(items, most=max(map(len, lists))) for items in lists), strict=True):
+        for item in filter(None, pair):
+            key = f"{item['set']}/{item['id']}"
+            size = len(_quoted(item)) + (0 if key in known else len(_quoted(prompts.get(key, ""))) + 500)
+            known.add(key)
+            if used + size > room:
+                return
+            used += size
+            yield item
+
+
+def _quoted(value: Any) -> str:
+    """About what stands in the page in the end: characters that are escaped there count with their escape."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text + "     " * text.count("<")
+
+
+def _padded(items: list[Any], most: int = _PROBLEMS) -> list[Any]:
+    return [*items[:most], *[None] * (most - len(items))]
+
+
+def _shorten(item: Item, longest: int) -> Item:
+    kept = {key: value for key, value in item.items() if key != "whole"}
+    return kept | {"text": _cut(str(item["text"]), longest)}
+
+
+def _cut(text: str, longest: int) -> str:
+    """The text, or its beginning and its end: an answer usually stands there."""
+    if len(text) <= longest:
+        return text
+    tail = longest // 3
+    left_out = len(text) - longest
+    return f"{text[: longest - tail]}\n\n[… {left_out:,} characters left out …]\n\n{text[-tail:]}"
+
+
+def _share(mark: tuple[int, int, int]) -> float:
+    return mark[1] / mark[2]
+
+
+def _open_tokenizer(folder: Path, model: Any) -> Callable[[list[int]], str]:
+    """From token ids to text, by the exported model's tokenizer or that of the model trained on."""
+    places = [*sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]]
+    if isinstance(model, str):
+        places.append(Path(model) / "tokenizer.json")
+    for place in places:
+        with contextlib.suppress(Exception):  # the Rust library raises bare ones
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(place))
+            return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return lambda ids: f"({len(ids)} tokens; no tokenizer.json was found to show them as text)"

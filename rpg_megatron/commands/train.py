@@ -1,0 +1,65 @@
+"""``rpg-megatron train``: a run from its checks to its summary, on this node and those that it leads."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from rpg_megatron.commands.report import write_report
+from rpg_megatron.config import Settings
+from rpg_megatron.launcher.environment import record_environment
+from rpg_megatron.launcher.nodes import Nodes
+from rpg_megatron.launcher.preflight import check
+from rpg_megatron.launcher.remote_nodes import RemoteNodes
+from rpg_megatron.launcher.run import RunLauncher
+from rpg_megatron.launcher.summary import summarise
+from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
+
+
+def train(
+    settings: Settings,
+    signals: StopSignals,
+    *,
+    fresh: bool = False,
+    source: Path | None = None,
+    nodes: Nodes | None = None,
+) -> Path:
+    """Check the settings, open the run, run it to its end and print a summary. Returns the run's folder.
+
+    fresh: do not go on with an unfinished run of this name. source: a checkpoint to start a new run from.
+    nodes: those of the run, of which this one is the first; None: it is the only one.
+    Raises UserError for what the user can mend, RunFailed if a process died, Interrupted after a signal. In
+    every case no process and no folder but the run's own is left, and that one only if it tells something.
+    """
+    with _gather(settings, signals, nodes) as team:
+        check(settings, team.share if team else None)
+        signals.raising = False  # from here on there is something to clean up
+        with RunLauncher(settings, signals, fresh=fresh, source=source, team=team) as run:
+            try:
+                record_environment(run.folder)
+                run.start()
+                run.watch()
+            except Interrupted as e:
+                run.explain(e)
+                raise
+    _report(run.folder)
+    print(summarise(run.folder), flush=True)
+    return run.folder
+
+
+def _report(folder: Path) -> None:
+    """Write the run's report."""
+    try:
+        write_report([folder])
+    except Exception as e:  # whatever it is, the run has ended well
+        print(f"warning: no report was written: {e!r}", flush=True)
+
+
+def _gather(
+    settings: Settings, signals: StopSignals, nodes: Nodes | None
+) -> AbstractContextManager[RemoteNodes | None]:
+    if nodes is None or nodes.count == 1:
+        return contextlib.nullcontext()
+    signals.raising = False
+    return RemoteNodes(settings, nodes, signals)

@@ -1,0 +1,1 @@
+"""A vLLM server as a process, and its HTTP client."""

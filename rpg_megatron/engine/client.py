@@ -1,0 +1,183 @@
+"""Talks to one engine over its unix socket, or to its URL: tokens in, tokens and log-probs out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from rpg_megatron.data.trajectory import Floats, Tokens
+from rpg_megatron.engine.command import KEEP_ALIVE_SECONDS
+
+_FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer at the end instead of one per token
+
+
+class EngineError(RuntimeError):
+    """An engine did not do what was asked; the message names it."""
+
+
+class EngineGone(EngineError):
+    """It is dead, hung or broken: what was asked may well succeed after a restart, or on another engine."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One response of the engine."""
+
+    tokens: Tokens
+    """Token ids, int32 [R], the end-of-sequence token included."""
+    logprobs: Floats
+    """Log-prob of each token under the distribution it was drawn from, temperature included: float32 [R],
+    nats. Empty if they were not asked for.
+    """
+    finish: str
+    """Why it ended: "stop" (end of sequence) or "length" (cut at the limit)."""
+
+
+class EngineClient:
+    """Client of engine ``index``. Use it within one event loop; as many requests at a time as the caller
+    likes.
+    """
+
+    def __init__(self, index: int, address: Path | str, token: str, *, timeout: float):
+        """address: a socket's path, or ``http://host:port``."""
+        self.index = index
+        self._timeout = timeout
+        socket = str(address) if isinstance(address, Path) else None
+        # An idle connection is dropped here well before the server drops it (engine.py sets when): otherwise
+        # a request could be sent into a connection that the server is just closing.
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_SECONDS / 10
+        )
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits),
+            base_url="http://engine" if isinstance(address, Path) else address,
+            headers={"Authorization": f"Bearer {token}"},
+        )
+
+    async def generate(
+        self,
+        prompt_tokens: Sequence[int] | Tokens,
+        *,
+        n: int = 1,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        top_p: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        logprobs: bool = True,
+    ) -> list[Sample]:
+        """Sample ``n`` responses to one prompt, with top_p 1 from the whole distribution (there is no top-k).
+
+        Response i is drawn with seed + i, so that a group may be cut over several requests. temperature 0 is
+        greedy. Raises EngineGone if the engine fails, is gone, gives up, or takes longer than the client's
+        timeout, EngineError if it refuses the request or its answer makes no sense.
+        """
+        sampling: dict[str, Any] = {
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+            "stop_token_ids": list(stop_token_ids),
+            "detokenize": False,
+            "output_kind": _FINAL_ONLY,
+        }
+        if logprobs:
+            sampling["logprobs"] = 0  # that of the sampled token alone
+        body = {"token_ids": [int(t) for t in prompt_tokens], "sampling_params": sampling}
+        text = await self._ask("POST", "/inference/v1/generate", body, self._timeout)
+        try:
+            choices = json.loads(text)["choices"]
+            samples = [self._sample(choice, logprobs) for choice in sorted(choices, key=lambda c: c["index"])]
+        except (ValueError, KeyError, TypeError) as e:
+            raise self._error(
+                f"gave an answer that cannot be read ({type(e).__name__}: {e}): {text[:200]}"
+            ) from None
+        if len(samples) != n:
+            raise self._error(f"gave {len(samples)} responses instead of {n}")
+        return samples
+
+    def _sample(self, choice: dict[str, Any], logprobs: bool) -> Sample:
+        tokens = np.asarray(choice["token_ids"], np.int32)
+        finish = choice["finish_reason"]
+        if finish not in ("stop", "length"):
+            raise EngineGone(
+                f"engine {self.index} ended a response with {finish!r} after {len(tokens)} tokens"
+            )
+        if not logprobs:
+            return Sample(tokens, np.zeros(0, np.float32), finish)
+        content = choice["logprobs"]["content"]
+        # The log-prob belongs to the token only if the engine says so: "token_id:17".
+        if [entry["token"] for entry in content] != [f"token_id:{t}" for t in choice["token_ids"]]:
+            raise self._error("gave log-probs that belong to other tokens than it sampled")
+        values = np.asarray([entry["logprob"] for entry in content], np.float32)
+        if not np.all(np.isfinite(values)) or np.any(values <= -9999.0):  # vLLM's stand-in for a missing one
+            raise self._error("gave a log-prob that is missing or not finite")
+        return Sample(tokens, values, finish)
+
+    async def post(self, path: str, json: Any | None = None, timeout: float | None = None) -> tuple[int, str]:
+        """POST to any route; returns (status, text), whatever the status. Raises EngineGone if nothing
+        answers.
+        """
+        return await self._send("POST", path, json, self._timeout if timeout is None else timeout)
+
+    async def health(self, timeout: float = 5.0) -> bool:
+        """Whether the engine answers now. A half-loaded engine answers too."""
+        try:
+            status, _ = await self._send("GET", "/health", None, timeout)
+        except EngineError:
+            return False
+        return status == 200
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Wait until the engine answers. Raises EngineError after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        while not await self.health():
+            if time.monotonic() > end:
+                raise self._error(f"did not answer within {timeout:.0f} s; see its log")
+            await asyncio.sleep(0.2)
+
+    async def close(self) -> None:
+        """Close the connections; requests under way fail."""
+        await self._http.aclose()
+
+    async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> str:
+        status, text = await self._send(method, path, body, timeout)
+        if status != 200:
+            kind = EngineGone if status >= 500 else EngineError
+            raise kind(f"engine {self.index} answered {path} with status {status}: {_message(text)}")
+        return text
+
+    async def _send(self, method: str, path: str, body: Any | None, timeout: float) -> tuple[int, str]:
+        try:
+            answer = await self._http.request(
+                method, path, json=body, timeout=httpx.Timeout(timeout, connect=10.0)
+            )
+        except httpx.ConnectError:
+            problem = "does not listen on its socket: it is gone or not up yet; see its log"
+        except httpx.TimeoutException:
+            problem = f"did not answer {path} within {timeout:.0f} s; see its log"
+        except httpx.HTTPError as e:
+            problem = f"broke off {path} ({type(e).__name__}: {e}); see its log"
+        else:
+            return answer.status_code, answer.text
+        raise EngineGone(f"engine {self.index} {problem}")
+
+    def _error(self, what: str) -> EngineError:
+        return EngineError(f"engine {self.index} {what}")
+
+
+def _message(text: str) -> str:
+    """The message of vLLM's error object, or the start of the text."""
+    try:
+        return str(json.loads(text)["error"]["message"])[:1000]
+    except (ValueError, KeyError, TypeError):
+        return text[:1000]

@@ -1,0 +1,280 @@
+"""One vLLM server as a child process: its addresses, health and life. Its command is ``engine_command``'s."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import socket as sockets
+import stat
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.engine.command import engine_command, engine_environment
+from rpg_megatron.system import process_groups
+from rpg_megatron.system.parent_death import with_parent_death_signal
+
+_ADDRESSES = "engines.json"
+_SOCKET_LIMIT = 107  # bytes of a unix socket's path, the closing zero not counted
+# (Worker pid=12) ERROR 01-02 03:04:05 [file.py:6] module.SomeError: what happened
+_ERROR_LINE = re.compile(
+    r"^(?:\([^()]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
+)
+
+
+def engine_socket(work: Path, index: int) -> Path:
+    """Where engine ``index`` listens, in the run's private work folder."""
+    return work / f"engine-{index}.sock"
+
+
+def write_addresses(work: Path, addresses: Mapping[int, str]) -> None:
+    """Say where engines on other nodes are: index -> ``http://host:port``. For ``engine_address``."""
+    (work / _ADDRESSES).write_text(json.dumps(addresses), encoding="utf-8")
+
+
+def engine_address(work: Path, index: int) -> Path | str:
+    """Where engine ``index`` of a run is reached from the first node: its socket, or its URL."""
+    try:
+        addresses = json.loads((work / _ADDRESSES).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        addresses = {}
+    return str(addresses[str(index)]) if str(index) in addresses else engine_socket(work, index)
+
+
+def health(address: Path | str, token: str, timeout: float) -> int | None:
+    """HTTP status with which the engine at a socket or URL answers now; None if it does not.
+
+    Raises RuntimeError if it refuses the token.
+    """
+    try:
+        status = _ask(address, token, "GET", "/health", timeout).status_code
+    except httpx.HTTPError:
+        return None
+    if status == 401:
+        raise RuntimeError(f"the engine at {address} refuses our token")
+    return status
+
+
+def put_to_sleep(address: Path | str, token: str, timeout: float = 120.0) -> None:
+    """Have an engine that serves nobody yet give weights and KV cache away, until a sync brings new ones.
+
+    Raises RuntimeError if it does not.
+    """
+    try:
+        answer = _ask(address, token, "POST", "/sleep?level=2&mode=abort", timeout)
+    except httpx.HTTPError as e:
+        raise RuntimeError(f"did not go to sleep ({type(e).__name__}: {e})") from None
+    if answer.status_code != 200:
+        raise RuntimeError(f"did not go to sleep: it answered {answer.status_code}: {answer.text[:300]}")
+
+
+def _ask(address: Path | str, token: str, method: str, path: str, timeout: float) -> httpx.Response:
+    transport = httpx.HTTPTransport(uds=str(address) if isinstance(address, Path) else None)
+    headers = {"Authorization": f"Bearer {token}"}
+    base = "http://engine" if isinstance(address, Path) else address
+    with httpx.Client(transport=transport, headers=headers, timeout=timeout) as client:
+        return client.request(method, f"{base}{path}")
+
+
+def tail_of(log: Path, lines: int = 25) -> str:
+    """Last lines of a log file; a note if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 64 * 1024))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError as e:
+        return f"(no log: {e})"
+    return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
+
+
+def first_error(log: Path, start: int = 0) -> str | None:
+    """First line of a vLLM log, from byte ``start`` on, that ends a traceback; None if there is none.
+
+    A failure travels from worker to core to server, each of which adds its own traceback: the first is the
+    cause.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            text = file.read(4 * 1024**2).decode("utf-8", errors="replace")
+    except OSError:
+        return None
+    match = _ERROR_LINE.search(text)
+    return match[1].strip() if match else None
+
+
+class EngineProcess:
+    """Starts, watches and ends one engine. Owned by the launcher.
+
+    ``start`` must be called from a thread that lives as long as the engine shall: the kernel ends the engine
+    when the thread that started it ends, so that a killed launcher leaves none behind.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        index: int,
+        *,
+        socket: Path,
+        log: Path,
+        bridge_dir: Path,
+        token: str,
+        weights: Literal["dummy", "checkpoint"] = "dummy",
+        listen: tuple[str, int] | None = None,
+        gpus: Sequence[int] = (0,),
+        extra: Mapping[str, str] | None = None,
+    ):
+        """listen: address and port for an engine that is used from other nodes, instead of the socket, whose
+        folder it needs all the same. gpus: see ``engine_environment``; extra is added to that.
+        """
+        self.index = index
+        self.socket = socket
+        self.address: Path | str = f"http://{listen[0]}:{listen[1]}" if listen else socket
+        self.log = log
+        self._timeout = settings.engine.start_timeout
+        self._token = token
+        self._command = engine_command(settings, index, socket, weights=weights, listen=listen)
+        self._environment = engine_environment(settings, index, bridge_dir, token, gpus) | dict(extra or {})
+        if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's inner sockets: a folder and a UUID
+            self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._log_start = 0
+        self._answered = False
+        self._segments: set[Path] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, which is its process group's too; None before ``start``."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the engine; does not wait for it. Raises UserError if the socket's path cannot be used."""
+        if self.alive():
+            raise RuntimeError(f"engine {self.index} runs already (pid {self.pid})")
+        _check_socket_path(self.index, self.socket)
+        self._answered = False
+        self._segments.clear()
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                with_parent_death_signal(self._command, signal.SIGTERM),
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+                umask=0o077,  # vLLM makes the socket with what the umask leaves
+            )
+        finally:
+            os.close(descriptor)
+        self._started = time.monotonic()
+
+    def alive(self) -> bool:
+        """Whether the engine's main process runs. Its exit code says nothing: a dead engine exits with 0."""
+        return self._process is not None and not self._exited()
+
+    def healthy(self, timeout: float = 5.0) -> bool:
+        """Whether the engine answers now."""
+        well = health(self.address, self._token, timeout) == 200
+        self._answered |= well
+        if well and not self._segments:
+            self._segments = process_groups.leftover_segments([self._process.pid]) if self._process else set()
+        return well
+
+    def sleep(self) -> None:
+        """See ``put_to_sleep``."""
+        put_to_sleep(self.address, self._token)
+
+    def wait_healthy(self, timeout: float | None = None) -> float:
+        """Wait until the engine answers; returns the seconds since its start.
+
+        timeout: seconds since the start; None: engine.start_timeout.
+        Raises UserError with the end of the log if the engine exits or takes longer; it is ended then.
+        """
+        limit = self._timeout if timeout is None else timeout
+        while True:
+            if not self.alive():
+                problem = "ended while starting"
+                break
+            if self.healthy():
+                return time.monotonic() - self._started
+            if time.monotonic() - self._started > limit:
+                problem = f"did not answer within {limit:.0f} s (engine.start_timeout)"
+                break
+            time.sleep(0.2)
+        self.stop(grace=2.0)
+        cause = first_error(self.log, self._log_start)
+        cause = f": {cause}" if cause else ""
+        raise UserError(f"engine {self.index} {problem}{cause}; the end of {self.log}:\n{tail_of(self.log)}")
+
+    def stop(self, grace: float = 20.0) -> None:
+        """End the engine and all its processes, remove what it leaves behind. Safe to call at any time."""
+        if self._process is None:
+            return
+        # The leader is not reaped before the end, so the group's number cannot have passed to anyone else.
+        leader = self._process.pid
+        self._segments |= process_groups.leftover_segments([leader])
+        if not self._exited():
+            self._process.send_signal(signal.SIGTERM)  # to the server alone, which ends its workers in order
+            # While it starts, vLLM does not listen to SIGTERM, and has nothing to finish either.
+            deadline = time.monotonic() + (grace if self._answered else min(grace, 1.0))
+            while not self._exited() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        if self._process.returncode is None:
+            self._segments |= process_groups.leftover_segments([leader])
+            process_groups.end_groups([leader], grace=0)
+        self._process.wait()
+        self._process = None
+        self.socket.unlink(missing_ok=True)
+        for segment in self._segments:
+            segment.unlink(missing_ok=True)
+        self._segments.clear()
+
+    def _exited(self) -> bool:
+        """Whether the main process has ended, without reaping it."""
+        assert self._process is not None
+        if self._process.returncode is not None:
+            return True
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        except ChildProcessError:
+            return True
+
+
+def _check_socket_path(index: int, path: Path) -> None:
+    """Raise UserError unless a server can make its socket at this path."""
+    if len(os.fsencode(path)) > _SOCKET_LIMIT:
+        raise UserError(
+            f"engine {index}: the socket path {path} is longer than {_SOCKET_LIMIT} bytes; "
+            "set TMPDIR to a shorter one"
+        )
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UserError(f"engine {index}: {path} is in the way and is no socket; move it")
+    probe = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    try:
+        probe.settimeout(5.0)
+        probe.connect(str(path))
+    except OSError as e:
+        if e.errno in (errno.ECONNREFUSED, errno.ENOENT):
+            raise UserError(f"engine {index}: {path} was left by a dead process; delete it") from None
+        raise UserError(
+            f"engine {index}: {path} cannot be used ({e}); delete it or choose another TMPDIR"
+        ) from None
+    finally:
+        probe.close()
+    raise UserError(f"engine {index}: another process listens on {path}; end it or choose another TMPDIR")

@@ -1,0 +1,171 @@
+"""From graded responses to the numbers of an evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.rewards import normalize
+
+Floats = npt.NDArray[np.float64]
+_CHUNK = 1 << 20
+"""Numbers that are drawn at a time, so that memory stays small however many problems there are."""
+
+
+def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
+    """Metrics of one evaluation, ``eval/<name>/...``, for k responses to each problem:
+
+    - ``avg@k``: share of right responses;
+    - ``pass@j`` for j = 1, 2, 4, ... and k: unbiased estimate of the chance that one of j responses is right;
+    - ``maj@k``: share of problems whose most frequent answer is right;
+    - over all responses ``truncated_frac``, and ``length_mean``, ``length_p50`` and ``length_p99`` in tokens.
+
+    Raises ValueError if there is no result, or if problems have different numbers of responses.
+    """
+    values = per_problem(results)
+    metrics = {key: float(column.mean()) for key, column in values.items()} | describe_lengths(results)
+    return {f"eval/{name}/{key}": value for key, value in metrics.items()}
+
+
+def score_sets(results: Sequence[EvalResult]) -> dict[str, float]:
+    """``score_results`` of each held-out set among the results."""
+    sets: dict[str, list[EvalResult]] = {}
+    for result in results:
+        sets.setdefault(result.set, []).append(result)
+    return {key: value for name, part in sets.items() for key, value in score_results(name, part).items()}
+
+
+def per_problem(results: Sequence[EvalResult]) -> dict[str, Floats]:
+    """What each problem adds to ``avg@k``, ``pass@j`` and ``maj@k``, float64 [problems]; their means are the
+    metrics. Raises ValueError as ``score_results`` does.
+    """
+    counts = {len(r.correct) for r in results}
+    if len(counts) != 1 or counts == {0}:
+        raise ValueError(
+            f"an evaluation needs the same number of responses to each problem, not {sorted(counts)}"
+        )
+    k = counts.pop()
+    right = [sum(r.correct) for r in results]
+    columns = {f"avg@{k}": [c / k for c in right]}
+    columns |= {f"pass@{j}": [pass_at(k, c, j) for c in right] for j in _draw_sizes(k)}
+    columns[f"maj@{k}"] = [float(majority_correct(r)) for r in results]
+    return {key: np.array(column, np.float64) for key, column in columns.items()}
+
+
+def describe_lengths(results: Sequence[EvalResult]) -> dict[str, float]:
+    """``truncated_frac``, and ``length_mean``, ``length_p50`` and ``length_p99`` in tokens, over all
+    responses.
+    """
+    lengths = np.array([length for r in results for length in r.lengths], np.float64)
+    cut = [finish == "length" for r in results for finish in r.finishes]
+    return {
+        "truncated_frac": float(np.mean(cut)),
+        "length_mean": float(lengths.mean()),
+        "length_p50": float(np.quantile(lengths, 0.5)),
+        "length_p99": float(np.quantile(lengths, 0.99)),
+    }
+
+
+def bootstrap_intervals(
+    values: Mapping[str, Floats], *, seed: int, resamples: int = 10_000, level: float = 0.95
+) -> dict[str, tuple[float, float]]:
+    """Percentile bootstrap interval of the mean of each column, over problems: all columns are of shape
+    [problems], and in each resample the same problems are drawn for all.
+
+    The responses to one problem go together, so problems are drawn, not responses. Where all problems have
+    the same value the interval has no width, whatever their number.
+    """
+    table = np.stack(list(values.values()), axis=1)  # [problems, columns]
+    problems = len(table)
+    rng = np.random.Generator(np.random.PCG64(seed))
+    chunk = max(1, _CHUNK // table.size)
+    sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
+    means = [table[rng.integers(problems, size=(size, problems))].mean(axis=1) for size in sizes]
+    edges = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return {key: (float(low), float(high)) for key, low, high in zip(values, *edges, strict=True)}
+
+
+def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
+    """All that is reported of one set, for JSON: ``problems``, ``samples``, and
+
+    - ``metrics``: each metric of ``per_problem`` with its ``value`` and 95% interval ``low`` to ``high``;
+    - ``length``: ``mean``, ``p50``, ``p99`` and ``max``, in tokens, over all responses;
+    - ``truncated``: share of the responses that were cut (``frac``), how many problems have one, and the
+      share of right ones among them (null if there is none);
+    - ``unanswered_frac``: share of the responses in which no answer was found.
+
+    seed: of the bootstrap. Raises ValueError as ``score_results`` does.
+    """
+    values = per_problem(results)
+    intervals = bootstrap_intervals(values, seed=seed)
+    lengths = describe_lengths(results)
+    cut = [c for r in results for c, finish in zip(r.correct, r.finishes, strict=True) if finish == "length"]
+    answers = [answer for r in results for answer in r.extracted]
+    return {
+        "problems": len(results),
+        "samples": len(results[0].correct),
+        "metrics": {
+            key: {"value": float(column.mean()), "low": intervals[key][0], "high": intervals[key][1]}
+            for key, column in values.items()
+        },
+        "length": {name: lengths[f"length_{name}"] for name in ("mean", "p50", "p99")}
+        | {"max": max(length for r in results for length in r.lengths)},
+        "truncated": {
+            "frac": lengths["truncated_frac"],
+            "problems": sum("length" in r.finishes for r in results),
+            "correct_frac": sum(cut) / len(cut) if cut else None,
+        },
+        "unanswered_frac": sum(answer is None for answer in answers) / len(answers),
+    }
+
+
+def pass_at(n: int, right: int, k: int) -> float:
+    """Chance that k responses drawn without replacement from n, of which ``right`` are right, hold a right
+    one.
+
+    1 - C(n - right, k) / C(n, k): the unbiased estimate of pass@k.
+    """
+    if not 0 < k <= n or not 0 <= right <= n:
+        raise ValueError(f"pass@{k} of {n} responses with {right} right is not defined")
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority_correct(result: EvalResult) -> bool:
+    """Whether the most frequent answer is right. Answers count as the same if the grader says so; responses
+    without an answer have no vote; of answers with equally many votes the one that came first wins.
+    """
+    votes: Counter[str] = Counter()
+    verdict: dict[str, bool] = {}
+    for answer, correct in zip(result.extracted, result.correct, strict=True):
+        if answer is None:
+            continue
+        key = normalize.canonical(answer)
+        votes[key] += 1
+        verdict.setdefault(key, correct)
+    if not votes:
+        return False
+    return verdict[votes.most_common(1)[0][0]]  # most_common keeps the order of arrival among equals
+
+
+def write_results(path: Path, results: Sequence[EvalResult]) -> None:
+    """Write one JSON object a line for each problem, as a whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
+        for result in results:
+            file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+    partial.replace(path)
+
+
+def _draw_sizes(k: int) -> list[int]:
+    powers = [2**i for i in range(k.bit_length()) if 2**i < k]
+    return [*powers, k]

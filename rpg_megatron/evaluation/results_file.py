@@ -1,0 +1,76 @@
+"""An evaluation on disk: a line for each problem, written as it is graded, read when it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rpg_megatron.config import UserError
+from rpg_megatron.data.prompts import Prompt
+from rpg_megatron.evaluation.results import EvalResult
+
+LISTS = ("responses", "correct", "extracted", "lengths", "finishes")
+
+
+def results_file(folder: Path, name: str) -> Path:
+    """Where the problems of a set are kept."""
+    return folder / f"{name}.jsonl"
+
+
+def append_result(file: Path, result: EvalResult) -> None:
+    """Add one line, in one piece. Raises UserError if it cannot be written."""
+    line = (json.dumps(asdict(result), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            written = os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+    except OSError as e:
+        raise UserError(f"{file}: cannot be written ({e.strerror}); mend that and start again") from None
+    if written != len(line):
+        raise UserError(f"{file}: only a part of a line could be written; free space and start again")
+
+
+def read_results(file: Path, prompts: Sequence[Prompt], samples: int) -> list[EvalResult]:
+    """The problems that are done, in the order of ``prompts``; removes a line that was never finished.
+
+    Raises UserError if a line is damaged, or is about another problem than the data hold now.
+    """
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise UserError(f"{file}: cannot be read ({e.strerror}); mend that and start again") from None
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(file, whole)
+    wanted = {prompt.id: prompt for prompt in prompts}
+    found: dict[int, EvalResult] = {}
+    for number, line in enumerate(data[:whole].splitlines(), 1):
+        result = _parse(line, f"{file}:{number}", samples)
+        prompt = wanted.get(result.prompt_id)
+        if prompt is None or (prompt.text, prompt.answer) != (result.prompt, result.answer):
+            raise UserError(
+                f"{file}:{number}: was made from another problem than the data hold now (row "
+                f"{result.prompt_id + 1}); bring the old data back, or choose another --out"
+            )
+        found[result.prompt_id] = result
+    return [found[prompt.id] for prompt in prompts if prompt.id in found]
+
+
+def _parse(line: bytes, where: str, samples: int) -> EvalResult:
+    try:
+        result = EvalResult(**json.loads(line.decode("utf-8", "surrogatepass")))
+        counts = {len(getattr(result, name)) for name in LISTS}
+    except (ValueError, TypeError):
+        counts = set()
+    if counts != {samples}:
+        raise UserError(
+            f"{where}: is not a problem with {samples} responses; delete the line and start again"
+        )
+    return result

@@ -1,1 +1,0 @@
-"""From one command to all the processes of a run, and back to none."""

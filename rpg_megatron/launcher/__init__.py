@@ -1,0 +1,1 @@
+"""A run's processes on all its nodes: start, supervise, resume, stop."""

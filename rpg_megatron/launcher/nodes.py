@@ -1,0 +1,310 @@
+"""Which nodes a run is spread over, which of them this one is, and what is done where. Without torch.
+
+Under Slurm ``srun`` starts one launcher a node and everything is read from its environment. Elsewhere the
+options of ``rpg-megatron train`` say it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from rpg_megatron.config import Settings, UserError
+
+_PORTS = range(15_000, 32_000)
+_TRIES = 200
+_GROUP = re.compile(r"([^,\[]*)\[([^\]]*)\]([^,\[]*)|([^,\[]+)")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a run, as seen from one of them."""
+
+    rank: int = 0
+    count: int = 1
+    job: str = ""
+    """What all launchers of this start have in common, and no other start has."""
+    hosts: tuple[str, ...] = ()
+    """Names by rank, where they are known."""
+
+    def name(self, rank: int) -> str:
+        """A node in words."""
+        return f"node {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"node {rank}"
+
+
+@dataclass(frozen=True)
+class NodeAssignment:
+    """What one node has to do."""
+
+    ranks: range
+    """Trainer ranks."""
+    engines: range
+    """Engines."""
+
+    def gpus(self, settings: Settings, engine: int) -> list[int]:
+        """The node's GPUs that one of its engines sees: its own, and behind them those that it reads from.
+
+        Trainer ranks have the first ones, engines those behind them or, colocated, the same ones.
+        """
+        number = engine - self.engines.start
+        first = (0 if settings.engine.colocated else len(self.ranks)) + number * settings.engine.tensor
+        own = range(first, first + settings.engine.tensor)
+        read = range(len(self.ranks)) if settings.bridge.transport == "cuda_ipc" else ()
+        return [*own, *(gpu for gpu in read if gpu not in own)]
+
+
+def find_nodes(
+    rank: int | None, count: int | None, job: str | None, environment: Mapping[str, str] = os.environ
+) -> Nodes:
+    """The nodes that the options name or, without options, those of the Slurm step this process belongs to.
+
+    A command that ``srun`` did not start runs on one node, also within an allocation, and so does one that is
+    typed into a shell that ``srun --pty`` opened.
+    Raises UserError if options are missing, or if Slurm started several launchers on a node.
+    """
+    if (rank, count, job) != (None, None, None):
+        if rank is None or count is None:
+            raise UserError(
+                "--nodes and --node-rank go together: how many nodes there are, and which is this"
+            )
+        if not 0 <= rank < count:
+            raise UserError(f"--node-rank {rank} is none of 0 to {count - 1} (--nodes {count})")
+        if job is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", job):
+            raise UserError(f"--job {job!r}: letters, digits, dots, dashes and underscores only")
+        return Nodes(rank, count, f"job-{job}" if job else "") if count > 1 else Nodes()
+    if "SLURM_STEP_ID" not in environment or _in_a_shell(environment):
+        return Nodes()
+    count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("NODES", "TASKS"))
+    if tasks != count:
+        raise UserError(
+            f"srun started {tasks} launchers on {count} nodes, and one on each is wanted; "
+            "give it --ntasks-per-node=1"
+        )
+    if count == 1:
+        return Nodes()
+    hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST", ""))
+    parts = (environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"])
+    restart = environment.get("SLURM_RESTART_COUNT", "0")
+    return Nodes(
+        int(environment["SLURM_NODEID"]),
+        count,
+        f"slurm-{'-'.join(parts)}-{restart}",
+        tuple(hosts) if len(hosts) == count else (),
+    )
+
+
+def leave_to_first_node(command: str) -> None:
+    """End this process if ``srun`` has started a copy of a single-node command on each of several nodes."""
+    nodes = find_nodes(None, None, None)
+    if nodes.rank > 0:
+        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} alone", file=sys.stderr)
+        sys.exit(0)
+
+
+def _in_a_shell(environment: Mapping[str, str]) -> bool:
+    return "SLURM_PTY_PORT" in environment and os.isatty(0)
+
+
+def expand_hosts(listed: str) -> list[str]:
+    """The names in a Slurm host list such as ``a,n[1-3,07]-ib``, in order."""
+    found: list[str] = []
+    for head, inside, tail, plain in _GROUP.findall(listed):
+        if plain:
+            found.append(plain)
+            continue
+        for part in inside.split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            found += [f"{head}{number:0{len(first)}d}{tail}" for number in numbers]
+    return found
+
+
+def share_of(settings: Settings, rank: int, count: int) -> NodeAssignment:
+    """What node ``rank`` of ``count`` does.
+
+    Raises UserError if ranks or engines cannot be dealt out evenly, or if the weights could not get to them.
+    """
+    world, replicas, cluster = settings.parallel.world, settings.engine.replicas, settings.cluster
+    if count == 1:
+        return NodeAssignment(range(world), range(replicas))
+    trainers, engines = cluster.trainer_nodes or count, cluster.engine_nodes or count
+    for key, part in (("trainer_nodes", trainers), ("engine_nodes", engines)):
+        if part > count:
+            raise UserError(f"cluster.{key} ({part}) is more than the nodes of the job ({count})")
+    if trainers + engines < count:
+        raise UserError(
+            f"cluster.trainer_nodes ({trainers}) and cluster.engine_nodes ({engines}) leave "
+            f"{count - trainers - engines} of the job's {count} nodes idle"
+        )
+    for what, whole, part, key in (
+        ("trainer ranks (parallel: tensor x pipeline x data)", world, trainers, "trainer_nodes"),
+        ("engines (engine.replicas)", replicas, engines, "engine_nodes"),
+    ):
+        if whole % part:
+            raise UserError(
+                f"{whole} {what} cannot be spread evenly over {part} nodes; change one, or cluster.{key}"
+            )
+    each, some = world // trainers, replicas // engines
+    if settings.engine.colocated:
+        _check_colocated(settings, count, each, some)
+    elif settings.bridge.transport != "process_group":
+        raise UserError(
+            f"bridge.transport {settings.bridge.transport} does not reach from node to node; on {count} "
+            "nodes set it to process_group"
+        )
+    first = rank - (count - engines)  # the node's number among those with engines
+    return NodeAssignment(
+        range(rank * each, (rank + 1) * each) if rank < trainers else range(0),
+        range(first * some, (first + 1) * some) if first >= 0 else range(0),
+    )
+
+
+def _check_colocated(settings: Settings, count: int, each: int, some: int) -> None:
+    """Each node's engines fit onto the GPUs of its own trainer ranks, and their weights get there.
+
+    each, some: ranks and engines of a node. Raises UserError.
+    """
+    parallel, engine, transport = settings.parallel, settings.engine, settings.bridge.transport
+    for key in ("trainer_nodes", "engine_nodes"):
+        if getattr(settings.cluster, key) not in (None, count):
+            raise UserError(
+                f"cluster.{key} ({getattr(settings.cluster, key)}) does not go with engine.colocated, where "
+                f"all {count} nodes of the job train and sample; remove it"
+            )
+    if engine.tensor > each:
+        raise UserError(
+            f"engine.tensor ({engine.tensor}) is more than the {each} trainer ranks of a node, whose GPUs "
+            f"colocated engines have, and an engine stays within its node; set it to {each} or less"
+        )
+    if some * engine.tensor > each:
+        raise UserError(
+            f"engine.colocated: {some} engines of {engine.tensor} workers a node (engine: replicas / {count} "
+            f"nodes, tensor) share the GPUs of its {each} trainer ranks; set engine.replicas to "
+            f"{each // engine.tensor * count} or less"
+        )
+    node = _partial_node(settings, count)
+    if transport != "process_group" and node is not None:
+        raise UserError(
+            f"bridge.transport {transport} stays within a node, and the {each} trainer ranks of node "
+            f"{node} hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
+            f"{parallel.pipeline}); set it to process_group, or lower one of the two"
+        )
+
+
+def _partial_node(settings: Settings, count: int) -> int | None:
+    """The first of ``count`` nodes whose trainer ranks do not hold the whole model; None if all do."""
+    parallel = settings.parallel
+    each = parallel.world // count
+    # Megatron numbers ranks tensor, context, data, pipeline: the stages of one replica are far apart.
+    cuts = parallel.tensor * parallel.context
+    for node in range(count):
+        held = {
+            (rank % parallel.tensor, rank // (cuts * parallel.data))
+            for rank in range(node * each, (node + 1) * each)
+        }
+        if len(held) < parallel.tensor * parallel.pipeline:
+            return node
+    return None
+
+
+def transport_note(settings: Settings, count: int) -> str | None:
+    """What to tell who sends weights through host memory though they lie on each node's own GPUs."""
+    slow = settings.engine.colocated and settings.bridge.transport == "process_group"
+    if count == 1 or not slow or settings.device != "cuda" or _partial_node(settings, count) is not None:
+        return None
+    return "note: each node holds the whole model; bridge.transport=cuda_ipc reads it there, much faster"
+
+
+def own_address(interface: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """This node's IPv4 address in the cluster: that of the interface, or what the node's name stands for.
+
+    Raises UserError if there is none.
+    """
+    if interface is not None:
+        found = _interfaces()
+        if interface not in found.values():
+            raise UserError(
+                f"cluster.interface: {socket.gethostname()} has no interface {interface!r} with an IPv4 "
+                f"address; it has {', '.join(sorted(set(found.values())))}"
+            )
+        return next(address for address, name in found.items() if name == interface)
+    name = environment.get("SLURMD_NODENAME") or socket.gethostname()
+    address = _resolve(name) or _resolve(_address_known_to_slurm(name))
+    if address is None:
+        raise UserError(f"the address of this node ({name}) is not known; name it: cluster.interface=...")
+    return address
+
+
+def address_towards(address: str, port: int) -> str:
+    """The local address that connections to another one leave from."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that has an address of this node; UserError if none has."""
+    found = _interfaces().get(address)
+    if found is None and address.startswith("127."):
+        return "lo"
+    if found is None:
+        raise UserError(f"{address} is no address of {socket.gethostname()}; name one: cluster.interface=...")
+    return found
+
+
+def free_port(address: str) -> int:
+    """A TCP port of a local address that nobody has now. UserError if there is none.
+
+    Below those that the kernel hands out: one of them may be another socket's before its user has started.
+    """
+    for port in random.sample(_PORTS, _TRIES):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, port))
+            except OSError as e:
+                if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+                continue
+            return port
+    raise UserError(
+        f"no free TCP port found at {address} among {_TRIES} from {_PORTS.start} to {_PORTS.stop - 1}; end "
+        "what holds them (ss -tlnp)"
+    )
+
+
+def _interfaces() -> dict[str, str]:
+    """IPv4 address -> name of its interface."""
+    return {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+
+
+def _resolve(name: str | None) -> str | None:
+    try:
+        return socket.gethostbyname(name) if name else None
+    except OSError:
+        return None
+
+
+def _address_known_to_slurm(name: str) -> str | None:
+    """What ``scontrol`` says: a node's name need not be known to the name service."""
+    try:
+        told = subprocess.run(
+            ["scontrol", "show", "node", name], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"\bNodeAddr=(\S+)", told.stdout)
+    return found[1] if found else None

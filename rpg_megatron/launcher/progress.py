@@ -1,0 +1,246 @@
+"""What the user sees of a run: a live display on a terminal, plain lines elsewhere.
+
+Sampler and trainer send events, one JSON object per datagram, to a socket in the work folder: ``{"kind":
+"phase", "name": str, "done": int, "total": int}``, ``{"kind": "step", "row": {...}, "steps": int}`` with a
+row of metrics, ``{"kind": "status", "text": str}``. A lost or broken event never hurts the run, and
+rows are also read from the metrics file, so that no step goes missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rpg_megatron.config import UserError
+from rpg_megatron.rollout.sampler_client import EVENTS
+
+_ROWS = 10
+_REDRAW_SECONDS = 0.2
+_COLUMNS = (
+    ("reward", "reward/mean", "{:+.3f}"),
+    ("accuracy", "reward/accuracy", "{:.1%}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("mismatch", "mismatch/logp_max", "{:.1e}"),
+    ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
+)
+
+
+class Progress:
+    """Receives events and shows them. All of it happens in ``pump``; there is no thread."""
+
+    def __init__(
+        self,
+        work: Path,
+        *,
+        steps: int,
+        metrics: Path | None = None,
+        console: Console | None = None,
+        line_seconds: float | None = None,
+    ):
+        """line_seconds: without a terminal, say this often how far a phase is; None: only that it begins."""
+        self._line_seconds = line_seconds
+        self._said = 0.0
+        self._begun = (0.0, 0)
+        self.console = console or Console(file=sys.stdout)
+        self.steps = steps
+        self.step = -1
+        self.started_training = False
+        """Whether the first training step has ended."""
+        self.text = "starting"
+        """What is going on, in words."""
+        self._phase: tuple[str, int, int] | None = None
+        self._rows: deque[dict[str, Any]] = deque(maxlen=_ROWS)
+        self._evaluation = ""
+        self._metrics, self._read = metrics, 0
+        if metrics is not None and metrics.exists():  # a continued run: what it did before was shown before
+            rows = metrics.read_bytes()
+            self._read = len(rows)
+            with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+                self.step = int(json.loads(rows.splitlines()[-1])["step"])
+        self._drawn = 0.0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind(str(work / EVENTS))
+        except OSError as e:
+            self._socket.close()
+            raise UserError(
+                f"{work / EVENTS}: {e.strerror or e}; is another run using this folder?"
+            ) from None
+        self._live = (
+            Live(console=self.console, auto_refresh=False, transient=True)
+            if self.console.is_terminal
+            else None
+        )
+        if self._live:
+            self._live.start()
+
+    def pump(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for events, take in those there are, and redraw."""
+        self._socket.settimeout(seconds)
+        try:
+            while True:
+                self._take(self._socket.recv(1 << 20))
+                self._socket.settimeout(0)  # the rest of what has arrived, without waiting again
+        except (TimeoutError, BlockingIOError):
+            pass
+        self._read_metrics()
+        if self._live and time.monotonic() - self._drawn >= _REDRAW_SECONDS:
+            self._drawn = time.monotonic()
+            with contextlib.suppress(OSError):
+                self._live.update(self._picture(), refresh=True)
+
+    def status(self, text: str) -> None:
+        """Say what is going on. A warning stays on the terminal."""
+        if text != self.text:
+            self.text, self._phase = text, None
+            if self._live is None or text.startswith("warning"):
+                self._print(text)
+
+    def close(self) -> None:
+        """Leave the terminal in order: the last rows stay on it."""
+        self._socket.close()
+        if self._live:
+            with contextlib.suppress(OSError):
+                self._live.update(Text(""), refresh=True)
+                self._live.stop()
+                if self._rows:
+                    self.console.print(self._table())
+            self._live = None
+
+    def seconds_left(self) -> float | None:
+        """Time to the end at the pace of the recent steps, None before there is one."""
+        paces = [row["time/step"] for row in self._rows if isinstance(row.get("time/step"), int | float)]
+        return sum(paces) / len(paces) * (self.steps - max(self.step, 0)) if paces else None
+
+    # -- events --------------------------------------------------------------------------------------------
+
+    def _take(self, data: bytes) -> None:
+        try:
+            event = json.loads(data)
+            kind = event["kind"]
+            if kind == "status":
+                self.status(str(event["text"]))
+            elif kind == "phase":
+                self._take_phase(str(event["name"]), int(event["done"]), int(event["total"]))
+            elif kind == "step":
+                self._take_step(dict(event["row"]), int(event["steps"]))
+        except (ValueError, KeyError, TypeError):
+            return
+
+    def _take_phase(self, name: str, done: int, total: int) -> None:
+        new = self._phase is None or self._phase[0] != name
+        self._phase = (name, done, total)
+        self.text = name
+        now = time.monotonic()
+        if new:
+            self._begun, self._said = (now, done), now
+        if self._live is not None or self.started_training:
+            return
+        if new:
+            self._print(name)
+        elif self._line_seconds is not None and now - self._said >= self._line_seconds:
+            self._said = now
+            pace = (now - self._begun[0]) / max(done - self._begun[1], 1)
+            self._print(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
+
+    def _read_metrics(self) -> None:
+        """Take the rows whose events were lost: a datagram is, when the queue is full."""
+        if self._metrics is None or not self._metrics.exists():
+            return
+        with self._metrics.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            try:
+                self._take_step(dict(json.loads(line)), self.steps)
+            except (ValueError, KeyError, TypeError):
+                continue
+
+    def _take_step(self, row: dict[str, Any], steps: int) -> None:
+        if int(row["step"]) <= self.step:
+            return
+        self.step, self.steps = int(row["step"]), steps
+        found = [
+            f"{key.removeprefix('eval/')} {value:.1%}"
+            for key, value in row.items()
+            if key.startswith("eval/") and "/avg@" in key and isinstance(value, int | float)
+        ]
+        if found:
+            self._evaluation = "  ".join(found)
+            if self._live is None:
+                self._print(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
+        if self.step > 0:
+            self.started_training = True
+            self._rows.append(row)
+            if self._live is None:
+                self._print(self._line(row))
+
+    # -- pictures ------------------------------------------------------------------------------------------
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a closed terminal or pipe is no reason to end a run
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.file.flush()
+
+    def _line(self, row: dict[str, Any]) -> str:
+        parts = [f"step {self.step}/{self.steps}"]
+        parts += [f"{name} {_format(row.get(key), form)}" for name, key, form in _COLUMNS]
+        left = self.seconds_left()
+        return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        first = max((len(f"{row['step']}/{self.steps}") for row in self._rows), default=4)
+        shown = _COLUMNS[: max((self.console.width - max(first, 4) - 1) // 10, 1)]  # those that fit whole
+        table.add_column("step", justify="right", no_wrap=True)
+        for name, _, _ in shown:
+            table.add_column(name, justify="right", min_width=8)
+        for row in self._rows:
+            cells = [_format(row.get(key), form) for _, key, form in shown]
+            table.add_row(f"{row['step']}/{self.steps}", *cells)
+        return table
+
+    def _picture(self) -> Group:
+        bars = Table.grid(padding=(0, 2))
+        left = self.seconds_left()
+        note = f"left {clock(left)}" if left is not None else ""
+        if self._evaluation:
+            note += f"   {self._evaluation}"
+        if self.steps:
+            bars.add_row(
+                Text(f"step {max(self.step, 0)}/{self.steps}"),
+                ProgressBar(self.steps, max(self.step, 0), width=30),
+                Text(note.strip()),
+            )
+        if self._phase:
+            name, done, total = self._phase
+            bar = ProgressBar(total, done, width=30) if total > 1 else Text("")
+            bars.add_row(Text(name), bar, Text(f"{done}/{total}" if total > 1 else ""))
+        else:
+            bars.add_row(Text(self.text))
+        return Group(self._table(), Text(""), bars) if self._rows else Group(bars)
+
+
+def clock(seconds: float) -> str:
+    """A duration as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _format(value: Any, form: str) -> str:
+    return form.format(value) if isinstance(value, int | float) else "-"

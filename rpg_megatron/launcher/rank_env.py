@@ -1,0 +1,101 @@
+"""How the processes of a run are started on one node: command lines and environments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpg_megatron.config import Settings
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE
+from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
+
+RANK = "rpg_megatron.training.rank"
+"""What a trainer rank runs."""
+
+
+@dataclass(frozen=True)
+class RankLaunchSpec:
+    """What the trainer ranks of all nodes are started with."""
+
+    folder: str
+    """The run's."""
+    job: str
+    checkpoint: str | None
+    address: str
+    """Where they meet: of trainer rank 0."""
+    port: int
+
+
+def cluster_environment(address: str | None) -> dict[str, str]:
+    """What keeps a child's sockets on the cluster's interface; address: this node's, None if it is alone."""
+    if address is None:
+        return {"GLOO_SOCKET_IFNAME": "lo"}  # gloo would pick by host name
+    interface = interface_of(address)
+    found = {ADDRESS_VARIABLE: address, "GLOO_SOCKET_IFNAME": interface}
+    if "NCCL_SOCKET_IFNAME" not in os.environ:
+        found["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return found
+
+
+def base_environment(settings: Settings, token: str) -> dict[str, str]:
+    """Environment of the sampler, and of ranks but for ``_device_environment``.
+
+    The token is not on a command line, which all users can read.
+    """
+    environment = os.environ | {TOKEN_VARIABLE: token}
+    if settings.device == "cpu":
+        # Ranks share the cores; more threads than cores wait for each other in every matrix product.
+        cores = len(os.sched_getaffinity(0))
+        environment["OMP_NUM_THREADS"] = str(max(1, cores // settings.parallel.world))
+    return environment
+
+
+def rank_starts(
+    settings: Settings,
+    share: NodeAssignment,
+    start: RankLaunchSpec,
+    work: Path,
+    bridge: Path,
+    token: str,
+    address: str | None,
+    module: str,
+) -> Iterator[tuple[str, list[str], dict[str, str]]]:
+    """Name, command line and environment of each of this node's trainer ranks.
+
+    work, bridge: this node's private folders. address: as for ``cluster_environment``. module: what they run.
+    """
+    command = [sys.executable, "-m", module, start.folder, str(work), str(bridge), start.job]
+    if start.checkpoint is not None:
+        command.append(start.checkpoint)
+    for rank in share.ranks:
+        environment = base_environment(settings, token if rank == 0 else "") | cluster_environment(address)
+        environment |= _device_environment(settings, len(share.ranks))
+        environment |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - share.ranks.start),
+            "WORLD_SIZE": str(settings.parallel.world),
+            "LOCAL_WORLD_SIZE": str(len(share.ranks)),
+            "MASTER_ADDR": start.address,
+            "MASTER_PORT": str(start.port),
+        }
+        yield f"rank_{rank}", command, environment
+
+
+def _device_environment(settings: Settings, local: int) -> dict[str, str]:
+    """What a rank on a GPU needs; local: ranks of this node. Empty on a CPU."""
+    if settings.device != "cuda":
+        return {}
+    # One thread feeds the GPU. Only off-loaded optimizer state is computed with on the CPU.
+    threads = len(os.sched_getaffinity(0)) // local if settings.memory.offload_optimizer else 1
+    found = {"OMP_NUM_THREADS": str(max(1, threads))}
+    cut = settings.parallel.tensor > 1 or settings.parallel.context > 1
+    if cut and CONNECTIONS_VARIABLE not in os.environ:
+        # Megatron starts the messages of tensor and context parallelism before the products that they are to
+        # overlap with. One hardware queue keeps that order; with several the products may take the GPU first.
+        # Megatron's own arguments insist on it under the same condition.
+        found[CONNECTIONS_VARIABLE] = "1"
+    return found

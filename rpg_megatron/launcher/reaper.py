@@ -1,0 +1,95 @@
+"""``python -m rpg_megatron.launcher.reaper``: cleans up after a launcher that could not do so itself.
+
+It reads from the launcher, line by line, what there is to clean: ``group PID``, ``drop PID``, ``path PATH``.
+If the pipe closes without ``done`` (kill -9, out of memory), it kills the groups and removes the paths. The
+kernel's own remedy (see ``child.py``) reaches only the launcher's direct children, and no files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from rpg_megatron.system import process_groups
+
+
+class Reaper:
+    """The launcher's end of the pipe. Start it before anything that must not outlive the launcher."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rpg_megatron.launcher.reaper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C on the terminal is not meant for it
+            text=True,
+        )
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # somebody killed it; the launcher still cleans up in all other cases
+            return
+
+    def guard_group(self, leader: int) -> None:
+        """Kill this process group if the launcher dies."""
+        self._tell(f"group {leader}")
+
+    def drop_group(self, leader: int) -> None:
+        """The group is gone; its number may soon belong to somebody else."""
+        self._tell(f"drop {leader}")
+
+    def guard_path(self, path: Path) -> None:
+        """Remove this file or folder if the launcher dies."""
+        self._tell(f"path {path}")
+
+    def dismiss(self) -> None:
+        """Everything is cleaned up."""
+        self._tell("done")
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(timeout=10)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all it holds; it may be gone already."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Listen until the launcher is done or dead."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    paths: set[Path] = set()
+    for line in sys.stdin:
+        word, _, rest = line.rstrip("\n").partition(" ")
+        if word == "group":
+            groups.add(int(rest))
+        elif word == "drop":
+            groups.discard(int(rest))
+        elif word == "path":
+            paths.add(Path(rest))
+        elif word == "done":
+            return
+    paths |= process_groups.leftover_segments(groups)
+    process_groups.end_groups(groups, grace=0)
+    for path in paths:
+        remove(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The closing words of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.data.problems import read_counted
+from rpg_megatron.launcher.progress import clock
+from rpg_megatron.launcher.run_dir import CONFIG, LOGS, METRICS, REPORT, SUMMARY
+
+
+def summarise(run: Path) -> str:
+    """What came of a finished run, from the ``summary.json`` that its trainer wrote, and what to try next."""
+    try:
+        facts: dict[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        facts = {}
+    rows: list[tuple[str, str]] = []
+    before, after = facts.get("accuracy_before") or {}, facts.get("accuracy_after") or {}
+    for name in [name for name in before if name in after]:
+        title = "held-out accuracy" if len(before) == 1 else f"accuracy, {name}"
+        change = 100 * (after[name] - before[name])
+        text = f"{before[name]:.1%} before, {after[name]:.1%} after ({change:+.1f} points)"
+        rows.append((title, text))
+    if facts.get("steps") is not None:
+        seconds = facts.get("seconds")
+        rows.append(("steps", f"{facts['steps']}" + (f" in {clock(seconds)}" if seconds is not None else "")))
+    if facts.get("tokens_per_second") is not None:
+        rows.append(("tokens/s", f"{facts['tokens_per_second']:,.0f}"))
+    rows.append(("run", shown(run)))
+    rows.append(("metrics", shown(Path(facts.get("metrics") or run / METRICS))))
+    if (run / REPORT).exists():
+        rows.append(("report", shown(run / REPORT)))
+    rows.append(("settings, logs", f"{shown(run / CONFIG)}, {shown(run / LOGS)}"))
+    export = facts.get("export")
+    if export:
+        rows.append(("checkpoint", shown(Path(export))))
+    width = max(len(name) for name, _ in rows)
+    lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
+    return "\n".join(lines + _next_command(run, Path(export)) if export else lines)
+
+
+def shown(path: Path) -> str:
+    """A path as short as it is unambiguous from here: relative if it lies below the working directory."""
+    path = Path(os.path.abspath(path))
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _next_command(run: Path, export: Path) -> list[str]:
+    # sys.executable is not resolved: in a virtual environment it is a link that must stay one.
+    python, model, prompt = shlex.quote(shown(Path(sys.executable))), shown(export), _sample_prompt(run)
+    code = (
+        "from transformers import pipeline; "
+        f"print(pipeline('text-generation', {_literal(model)})({_literal(prompt)})[0]['generated_text'])"
+    )
+    return [
+        "",
+        "next: it is an ordinary Hugging Face checkpoint; ask it something",
+        f'  {python} -c "{code}"',
+    ]
+
+
+def _literal(text: str) -> str:
+    """A Python string that a shell leaves as it is between double quotes."""
+    special = {code: f"\\x{code:02x}" for code in (*range(32), *map(ord, "\\'\"$`!"))} | {ord("\n"): "\\n"}
+    return f"'{text.translate(special)}'"
+
+
+def _sample_prompt(run: Path) -> str:
+    """A problem that the run was evaluated on, or trained on, as the model saw it."""
+    try:
+        settings = load_settings(run / CONFIG)
+        data = settings.evaluation.heldout[0].data if settings.evaluation else settings.data
+        problems, *_ = read_counted(data.model_copy(update={"limit": 1}))
+        return data.template.replace("{prompt}", problems[0].text)
+    except UserError:
+        return "1 + 1 ="

@@ -1,0 +1,1 @@
+"""Model families: Hugging Face tensors against Megatron's shards. No torch."""

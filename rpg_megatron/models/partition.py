@@ -1,0 +1,152 @@
+"""How the parameters of a transformer layer are cut over tensor-parallel ranks, whatever the family.
+
+Where Megatron-Core and Hugging Face differ:
+
+- Megatron stores Q, K and V in one matrix, interleaved by query group: the rows of group g are its query
+  heads, then its key head, then its value head. Tensor parallelism cuts this into equal bands of rows:
+  between groups, or through them where there are more ranks than groups (Megatron then gathers the
+  projections, and each rank picks out its query heads and their group). The bias likewise.
+- gate and up are one matrix; *each rank's* shard is its gate rows, then its up rows.
+- The output projections are cut by columns, and norms are not cut at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.models.boxes import Box, Piece
+
+Shape = tuple[int, ...]
+
+
+class Part(Protocol):
+    """One parameter of a layer: the HF tensors in it, its shape on a rank, and where the rank's rows lie."""
+
+    def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
+        """Name within the layer and full shape of each HF tensor that the parameter holds."""
+        ...
+
+    def local_shape(self, s: ModelShape, tensor: int) -> Shape:
+        """Shape on each of ``tensor`` ranks."""
+        ...
+
+    def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
+        """The rank's pieces; ``layer`` is what HF puts before the names, as in ``model.layers.3.``."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReplicatedMapping:
+    """A vector of the hidden size, or with ``per_head`` of a head's, that every tensor rank holds whole."""
+
+    name: str
+    per_head: bool = False
+
+    def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
+        """See ``Part``."""
+        return {self.name: self.local_shape(s, 1)}
+
+    def local_shape(self, s: ModelShape, tensor: int) -> Shape:
+        """See ``Part``."""
+        return (s.head_dim if self.per_head else s.hidden_size,)
+
+    def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
+        """See ``Part``."""
+        return [same(layer + self.name, self.local_shape(s, tensor))]
+
+
+@dataclass(frozen=True)
+class QKVMapping:
+    """Query, key and value projections, interleaved by query group: their ``weight`` or their ``bias``."""
+
+    what: str
+
+    def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
+        """See ``Part``."""
+        return {
+            f"self_attn.{name}.{self.what}": (s.num_kv_heads * rows, *self._columns(s))
+            for name, rows in self._group(s)
+        }
+
+    def local_shape(self, s: ModelShape, tensor: int) -> Shape:
+        """See ``Part``."""
+        rows = s.num_kv_heads * sum(rows for _, rows in self._group(s))
+        return (rows // tensor, *self._columns(s))
+
+    def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
+        """See ``Part``."""
+        rank_rows = self.local_shape(s, tensor)[0]
+        first, end = tensor_rank * rank_rows, (tensor_rank + 1) * rank_rows
+        out, at = [], 0  # at: row of the uncut matrix
+        for g in range(s.num_kv_heads):
+            for name, rows in self._group(s):
+                begin, stop = max(at, first), min(at + rows, end)
+                if begin < stop:
+                    hf_name = f"{layer}self_attn.{name}.{self.what}"
+                    extent = (stop - begin, *self._columns(s))
+                    out.append(band(hf_name, g * rows + begin - at, begin - first, extent))
+                at += rows
+        return out
+
+    def _columns(self, s: ModelShape) -> Shape:
+        return (s.hidden_size,) if self.what == "weight" else ()
+
+    def _group(self, s: ModelShape) -> tuple[tuple[str, int], ...]:
+        """One query group, in Megatron's order: HF projection and how many rows the group has of it."""
+        queries = s.num_heads // s.num_kv_heads * s.head_dim
+        return ("q_proj", queries), ("k_proj", s.head_dim), ("v_proj", s.head_dim)
+
+
+@dataclass(frozen=True)
+class GatedMLPMapping:
+    """The two input projections of a gated feed-forward block."""
+
+    def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
+        """See ``Part``."""
+        return {f"mlp.{name}.weight": (s.ffn_hidden_size, s.hidden_size) for name in ("gate_proj", "up_proj")}
+
+    def local_shape(self, s: ModelShape, tensor: int) -> Shape:
+        """See ``Part``."""
+        return (2 * (s.ffn_hidden_size // tensor), s.hidden_size)
+
+    def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
+        """See ``Part``."""
+        rows = s.ffn_hidden_size // tensor
+        return [
+            band(layer + name, tensor_rank * rows, i * rows, (rows, s.hidden_size))
+            for i, name in enumerate(self.hf_tensors(s))
+        ]
+
+
+@dataclass(frozen=True)
+class RowParallelMapping:
+    """An output projection: its columns are those of the heads (``self_attn``) or of the ``mlp``."""
+
+    name: str
+
+    def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
+        """See ``Part``."""
+        return {self.name: self.local_shape(s, 1)}
+
+    def local_shape(self, s: ModelShape, tensor: int) -> Shape:
+        """See ``Part``."""
+        columns = s.ffn_hidden_size if self.name.startswith("mlp.") else s.num_heads * s.head_dim
+        return (s.hidden_size, columns // tensor)
+
+    def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
+        """See ``Part``."""
+        local = self.local_shape(s, tensor)
+        return [Piece(layer + self.name, Box((0, tensor_rank * local[1]), local), Box.whole(local))]
+
+
+def same(hf_name: str, shape: Shape) -> Piece:
+    """A parameter that is the HF tensor."""
+    return Piece(hf_name, Box.whole(shape), Box.whole(shape))
+
+
+def band(hf_name: str, hf_row: int, local_row: int, extent: Shape) -> Piece:
+    """A band of whole rows; of single elements, if the tensor is a vector."""
+    rest = (0,) * (len(extent) - 1)
+    return Piece(hf_name, Box((hf_row, *rest), extent), Box((local_row, *rest), extent))

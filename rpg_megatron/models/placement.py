@@ -1,0 +1,90 @@
+"""Which rank holds which part of a model, and which of those that hold the same gives it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rpg_megatron.models.boxes import Box, LayoutError, Piece, check_cover
+from rpg_megatron.models.mapping import ModelMapping
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Where one training process stands in the parallel grid, as far as its weights depend on it."""
+
+    rank: int
+    """Rank in the (default) process group."""
+    tensor: int
+    """Tensor-parallel size."""
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+    context_rank: int
+    vocab_multiple: int
+    """The vocabulary is padded so that each tensor rank holds a multiple of so many rows."""
+
+
+@dataclass(frozen=True)
+class RankShards:
+    """One process's placement and the names and shapes of its parameters: what ranks tell each other."""
+
+    placement: RankCoordinates
+    params: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class SliceOwner:
+    """One piece of an HF tensor and the one process that sends it."""
+
+    rank: int
+    param: str
+    piece: Piece
+
+
+def local_pieces(
+    layout: ModelMapping, placement: RankCoordinates, param: str, shape: Sequence[int]
+) -> list[Piece]:
+    """``layout.pieces`` of one parameter, after checking that it has the shape the layout expects.
+
+    Raises LayoutError that names the rank and the parameter.
+    """
+    p = placement
+    expected = layout.local_shape(param, tensor=p.tensor, vocab_multiple=p.vocab_multiple)
+    if tuple(shape) != expected:
+        raise LayoutError(
+            f"rank {p.rank}: {param} has shape {tuple(shape)}, {layout.shape.family} at tensor parallel size "
+            f"{p.tensor} expects {expected}; model configuration and checkpoint disagree"
+        )
+    return layout.pieces(
+        param,
+        tensor=p.tensor,
+        tensor_rank=p.tensor_rank,
+        vocab_multiple=p.vocab_multiple,
+    )
+
+
+def assign_sources(layout: ModelMapping, holdings: Iterable[RankShards]) -> dict[str, list[SliceOwner]]:
+    """For every HF tensor the pieces that make it up, each with one owner; in ``layout.hf_tensors()`` order.
+
+    What several ranks hold alike (norms under tensor parallelism, a tied output layer on the last stage,
+    everything under data and context parallelism) is taken from the first of them, by stage, then tensor
+    rank. The same holdings give every rank the same answer.
+    Raises LayoutError if a tensor is incomplete, or a parameter has an unexpected name or shape.
+    """
+    sources: dict[str, dict[Box, SliceOwner]] = {name: {} for name in layout.hf_tensors()}
+    first: dict[tuple[int, int], RankShards] = {}
+    for holding in sorted(holdings, key=lambda h: h.placement.rank):
+        first.setdefault((holding.placement.pipeline_rank, holding.placement.tensor_rank), holding)
+    for _, holding in sorted(first.items()):
+        for param, shape in holding.params:
+            for piece in local_pieces(layout, holding.placement, param, shape):
+                if piece.hf_name not in sources:
+                    raise LayoutError(
+                        f"rank {holding.placement.rank}: {param} maps to {piece.hf_name}, which the model "
+                        "does not have; are the layers numbered through the whole model?"
+                    )
+                sources[piece.hf_name].setdefault(piece.hf, SliceOwner(holding.placement.rank, param, piece))
+    for name, shape in layout.hf_tensors().items():
+        check_cover(name, shape, sources[name])
+    return {name: sorted(found.values(), key=lambda s: s.piece.hf.start) for name, found in sources.items()}

@@ -1,0 +1,67 @@
+"""Which families there are, each in a file of its own, and which parallel sizes a model fits.
+
+Nothing here imports torch: the preflight asks these questions on a login node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.models.llama import llama_layout
+from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.qwen2 import qwen2_layout
+from rpg_megatron.models.qwen3 import qwen3_layout
+
+LAYOUTS: dict[str, Callable[[ModelShape], ModelMapping]] = {
+    "llama": llama_layout,
+    "qwen2": qwen2_layout,
+    "qwen3": qwen3_layout,
+}
+"""Family, as ``read_model_shape`` finds it -> its table."""
+
+
+def layout_for(shape: ModelShape) -> ModelMapping:
+    """The table for a model. Raises UserError if its family has none."""
+    if shape.family not in LAYOUTS:
+        raise UserError(f"model family {shape.family!r} has no layout; known: {', '.join(sorted(LAYOUTS))}")
+    return LAYOUTS[shape.family](shape)
+
+
+def check_layout(shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1) -> None:
+    """Raise one UserError that lists every size which the tensor or (virtual) pipeline size does not fit.
+
+    Layers need not divide evenly over the stages: see ``ModelShape.stage_layers``.
+    """
+    problems: list[str] = []
+    if min(tensor, pipeline, virtual) < 1:
+        raise UserError(
+            f"parallel sizes start at 1, got tensor={tensor}, pipeline={pipeline}, virtual={virtual}"
+        )
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    for count, what in ((heads, "attention heads"), (shape.ffn_hidden_size, "feed-forward columns")):
+        if count % tensor:
+            problems.append(f"tensor={tensor} does not divide the model's {count} {what}")
+    if groups % tensor and tensor % groups:
+        problems.append(
+            f"tensor={tensor} neither divides the model's {groups} key/value heads nor is a multiple of them"
+        )
+    rows = (heads + 2 * groups) * shape.head_dim
+    if rows % tensor:
+        problems.append(f"tensor={tensor} does not divide the model's {rows} query, key and value rows")
+    if heads % groups:
+        problems.append(f"{heads} attention heads do not form {groups} equal groups")
+    if shape.num_layers < pipeline * virtual:
+        stages = f"pipeline={pipeline}" + (f" x virtual={virtual}" if virtual > 1 else "")
+        problems.append(f"the model has {shape.num_layers} layers, fewer than {stages}: each stage needs one")
+    if problems:
+        most = math.gcd(heads, shape.ffn_hidden_size)
+        fits = [
+            n
+            for n in range(1, most + 1)
+            if most % n == rows % n == 0 and (groups % n == 0 or n % groups == 0)
+        ]
+        sizes = ", ".join(map(str, fits))
+        raise UserError("; ".join(problems) + f" (tensor parallel sizes that fit this model: {sizes})")

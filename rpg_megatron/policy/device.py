@@ -1,0 +1,116 @@
+"""The device that Megatron-Core runs on. The only module that knows what Megatron assumes of a GPU.
+
+Megatron-Core 0.19 names CUDA in many places even when every tensor could live elsewhere. On a machine without
+a GPU those few entry points are redirected to the CPU, once, before anything of Megatron is built. On a GPU
+nothing is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rpg_megatron.config import UserError
+from rpg_megatron.system.collectives import TIMEOUT, control_group
+
+
+class _Redirect(torch.overrides.TorchFunctionMode):
+    """Sends ``device="cuda"``, ``.cuda()`` and pinned memory to plain CPU memory.
+
+    ``Tensor.type()`` answers with the CUDA name, because Megatron's optimizer compares against those strings.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+class _NoStream:
+    """Stands for the current stream where work is synchronous anyway."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def start_device(device: str) -> torch.device:
+    """Prepare this process for ``device`` ("cpu" or "cuda") and return its torch device. Call it once, first.
+
+    Raises UserError if a GPU is asked for and torch sees none.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("device: cuda, but torch sees no GPU on this machine; use device=cpu")
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    if not torch.cuda.is_available():
+        cpu = torch.device("cpu")
+        torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+        torch.cuda.synchronize = lambda device=None: None
+        torch.cuda.current_stream = lambda device=None: _NoStream()  # type: ignore[assignment,return-value]
+        _Redirect().__enter__()
+        import megatron.core.tensor_parallel.random as megatron_random
+
+        # Activation recompute saves this state; the CPU generator's is saved by Megatron itself.
+        megatron_random._get_cuda_rng_state = lambda *a, **k: torch.empty(0)
+        megatron_random._set_cuda_rng_state = lambda *a, **k: None
+        return cpu
+    raise UserError(
+        "device: cpu on a machine with a GPU is not supported; use device=cuda, or hide the GPU from the job"
+    )
+
+
+def start_process_group(device: torch.device) -> None:
+    """Join the job's process group (environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Beside it, the control group is made, over which ranks wait and agree (``system.collectives``). The device
+    is not bound to the group: torch would then make a communicator for each of Megatron's groups at once,
+    used or not.
+    Raises UserError on rank 0 if it cannot listen at that address and port.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Torch's own rendezvous would listen on every interface of the machine.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        try:
+            listener = socket.create_server((address, port), backlog=4096)
+        except OSError as e:
+            raise UserError(
+                f"rendezvous_port: trainer rank 0 cannot listen at {address}:{port} ({e.strerror or e})"
+            ) from None
+        store = dist.TCPStore(
+            address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    else:
+        store = dist.TCPStore(address, port, None, False, timeout=timedelta(minutes=10))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    control_group()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory this process has held: on the GPU what torch allocated, on the CPU the resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

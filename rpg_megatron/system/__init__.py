@@ -1,0 +1,1 @@
+"""Processes and their groups, events, small collectives."""

@@ -1,0 +1,112 @@
+"""Small agreements between ranks: tell everyone, wait for each other, fail together.
+
+None of them touches a GPU. They go over a gloo group, the control group, whatever the default group is: in a
+collective over NCCL a rank that waits runs a kernel on its GPU, which engines may share, and an object takes
+memory on it. One thread of a rank uses the control group, the main one; any other has a group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rpg_megatron.config.errors import UserError
+
+TIMEOUT = timedelta(hours=12)
+"""Ranks wait while rank 0 waits for rollouts. A dead rank is noticed by the launcher, not by this."""
+
+_control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""The default process group -> the control group over its ranks; one entry at most."""
+
+
+def new_gloo_group() -> dist.ProcessGroup:
+    """A gloo group over all ranks, for one thread of each. Collective."""
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+
+def control_group() -> dist.ProcessGroup:
+    """The main threads' group over all ranks. Collective when it is asked for first."""
+    default = dist.group.WORLD
+    assert default is not None, "no process group is initialised"
+    if default in _control.values():  # within ``default_group_on_host``
+        return default
+    if default not in _control:
+        _control.clear()
+        _control[default] = new_gloo_group()
+    return _control[default]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on every rank; ``[value]`` without an initialised process group.
+
+    Meant for a few kilobytes: it goes through pickle.
+    """
+    if not dist.is_initialized():
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value, group=control_group())
+    return out
+
+
+def gather_on_first(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on rank 0; elsewhere an empty list."""
+    out: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, out, dst=0, group=control_group())
+    return out or []
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank; the others wait for it."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=control_group())
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier(group=control_group())
+
+
+@contextmanager
+def default_group_on_host() -> Iterator[None]:
+    """Within the block the control group is torch's default group.
+
+    For collectives of Megatron's and torch's own that name no group, where those carry objects: to plan a
+    checkpoint, each rank tells all others about all of its tensors. Not for messages of tensors on a GPU.
+    Does nothing without an initialised process group.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    control, default = control_group(), dist.group.WORLD
+    replace_default = dist.distributed_c10d._update_default_pg
+    replace_default(control)
+    try:
+        yield
+    finally:
+        replace_default(default)
+
+
+def run_together[T](step: Callable[[], T]) -> T:
+    """Run each rank's share of a step; if it fails on any rank, raise on all of them instead of hanging.
+
+    The failing rank raises its own exception; the others a UserError or RuntimeError that names it.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = step()
+    except Exception as e:
+        error = e
+    told = None if error is None else (isinstance(error, UserError | OSError), f"{error}" or repr(error))
+    failed = [(r, p) for r, p in enumerate(gather_objects(told)) if p is not None]
+    if error is not None:
+        raise error
+    if failed:
+        message = "; ".join(f"rank {r}: {p[1]}" for r, p in failed)
+        raise (UserError if all(p[0] for _, p in failed) else RuntimeError)(message)
+    return result  # type: ignore[return-value]

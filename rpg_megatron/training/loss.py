@@ -1,0 +1,110 @@
+"""From settings to the loss: the one place where names in a config become functions of ``objectives``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from rpg_megatron.config import Settings
+from rpg_megatron.config.objective import ClipSettings, CorrectionSettings, RPGSettings
+from rpg_megatron.objectives import (
+    Clip,
+    LossOutput,
+    aggregate,
+    cispo_loss,
+    dapo_loss,
+    grpo_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_pp_loss,
+    rollout_correction,
+    rpg_loss,
+)
+from rpg_megatron.policy.microbatch import ResponseTokens
+from rpg_megatron.policy.policy import Aggregator, TokenLoss
+
+
+def build_loss(settings: Settings) -> TokenLoss:
+    """The configured loss of each response token, with the rollout correction if there is one."""
+    loss = _objective(settings)
+    correction = settings.correction
+    return loss if correction is None else _corrected(loss, correction)
+
+
+def build_aggregator(settings: Settings) -> Aggregator:
+    """The configured way from tokens to the loss of a mini-batch."""
+    how = settings.aggregation
+    constant = float(how.constant or settings.rollout.max_response_tokens)
+
+    def aggregator(
+        per_token: Tensor, sequences: Tensor, sequence_count: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return aggregate(
+            per_token, sequences, kind=how.type, constant=constant, sequence_count=sequence_count
+        )
+
+    return aggregator
+
+
+def _objective(settings: Settings) -> TokenLoss:
+    o = settings.objective
+    same = settings.anchor.type == "old"  # then the anchor's log-probs are the old ones
+
+    def anchor(t: ResponseTokens) -> Tensor | None:
+        return None if same else t.anchor
+
+    if isinstance(o, RPGSettings):
+        rpg = partial(
+            rpg_loss,
+            divergence=o.divergence,
+            estimator=o.estimator,
+            beta=o.beta,
+            clip=_clip(o.clip) if o.clip else None,
+            kl_placement=o.kl_placement,
+        )
+        by_sequence = o.ratio == "sequence"
+        return lambda logp, t: rpg(
+            logp,
+            t.old,
+            t.advantages,
+            anchor_logp=anchor(t),
+            sequences=t.sequences if by_sequence else None,
+            sequence_count=t.sequence_count,
+        )
+    if o.type == "grpo":
+        grpo = partial(grpo_loss, clip=_clip(o.clip), beta=o.beta, corrected=o.corrected)
+        return lambda logp, t: grpo(logp, t.old, t.advantages, anchor_logp=anchor(t))
+    if o.type == "reinforce_plus_plus":
+        reinforce = partial(reinforce_pp_loss, clip=_clip(o.clip), beta=o.beta)
+        return lambda logp, t: reinforce(logp, t.old, t.advantages, anchor_logp=anchor(t))
+    if o.type == "cispo":
+        cispo = partial(cispo_loss, low=o.low, high=o.high)
+        return lambda logp, t: cispo(logp, t.old, t.advantages)
+    if o.type == "gspo":
+        gspo = partial(gspo_loss, low=o.low, high=o.high)
+        return lambda logp, t: gspo(logp, t.old, t.advantages, t.sequences, sequence_count=t.sequence_count)
+    plain = partial(dapo_loss if o.type == "dapo" else ppo_loss, clip=_clip(o.clip))
+    return lambda logp, t: plain(logp, t.old, t.advantages)
+
+
+def _clip(settings: ClipSettings) -> Clip:
+    return Clip(kind=settings.kind, low=settings.low, high=settings.high, c=settings.c)
+
+
+def _corrected(loss: TokenLoss, settings: CorrectionSettings) -> TokenLoss:
+    def corrected(logp: Tensor, tokens: ResponseTokens) -> LossOutput:
+        out = loss(logp, tokens)
+        correction = rollout_correction(
+            tokens.old,
+            tokens.behaviour,
+            tokens.sequences,
+            sequence_count=tokens.sequence_count,
+            kind=settings.type,
+            level=settings.level,
+            low=settings.low,
+            high=settings.high,
+        )
+        return LossOutput(out.per_token * correction.factor, out.metrics | correction.metrics)
+
+    return corrected

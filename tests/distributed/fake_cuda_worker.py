@@ -1,0 +1,284 @@
+"""One rank's policy on a fake H100 (fake_cuda): all that a step does with it, once, and what was seen.
+
+``python fake_cuda_worker.py FOLDER CASE``: CASE is JSON with ``settings`` or the ``files`` that have them,
+the ``rank``, changes to the model's ``shape``, and ``plant`` to make faults on purpose. Of several files the
+first one's layout is taken and the losses of all. Writes faults and waits to FOLDER/result.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import rpg_megatron.checkpoints.hf_export as hf_export
+import rpg_megatron.training.trainer as trainer_module
+from benchmarks.gpu_policies import SHAPES, batch_of
+from rpg_megatron.bridge.publish_plan import agree
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.config import Settings, load_settings, read_model_shape
+from rpg_megatron.models.placement import RankShards
+from rpg_megatron.models.registry import layout_for
+from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.policy.microbatch import MicroBatch
+from rpg_megatron.policy.model import DTYPES, start_mesh
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training.loss import build_aggregator, build_loss
+from rpg_megatron.training.trainer import Trainer
+from tests.distributed import fake_cuda
+
+LENGTHS = [60, 40]
+"""Tokens of each sequence of a micro-batch."""
+
+
+class Report:
+    """Waits by part, of us and of others, for result.json."""
+
+    def __init__(self, seen: fake_cuda.Seen) -> None:
+        self.seen = seen
+        self.parts: dict[str, Counter[tuple[str, str]]] = {}
+        self.error = ""
+        self.more = 0
+        """So many micro-batches more has the longer one of two updates."""
+        self.planted: dict[str, Any] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        before = self.seen.waits.copy()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.seen.waits - before
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "faults": self.seen.faults,
+            "error": self.error,
+            "more": self.more,
+            "planted": self.planted,
+            "messages": self.seen.messages,
+            "waits": {
+                name: {f"{owner}: {where}": n for (owner, where), n in sorted(found.items())}
+                for name, found in self.parts.items()
+            },
+        }
+
+
+def settings_of(case: dict[str, Any]) -> list[Settings]:
+    if "files" in case:
+        return [load_settings(Path(f), ["device=cuda", "training.minibatches=1"]) for f in case["files"]]
+    base = {"model": {"path": "-"}, "data": {"path": "-"}, "device": "cuda", "training": {"minibatches": 1}}
+    return [Settings.model_validate(base | case["settings"])]
+
+
+def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Report) -> None:
+    """Build a policy and do with it what a run does, in a run's order."""
+    settings = every[0]
+    device = start_device("cuda")
+    start_process_group(device)
+    shape = read_model_shape(settings.model.path) if "files" in case else SHAPES["tiny"]
+    shape = replace(shape, **case.get("shape", {}))
+    mesh = start_mesh(settings.parallel)
+    trainer_module.read_model_shape = lambda path: shape
+    trainer_module.load_hf_weights = lambda *_, **__: None
+    trainer = Trainer(settings, mesh, device)
+    policy = trainer.policy
+
+    def packs(number: int) -> list[MicroBatch]:
+        found = []
+        for i in range(number):
+            batch = batch_of(LENGTHS, shape.vocab_size, seed=i)
+            for t in batch:
+                t.old = t.anchor = t.behaviour
+            found.append(policy.pack(batch))
+        return found
+
+    if case.get("plant"):
+        report.planted = plant_faults(policy, packs(1), report)
+        return
+    few = mesh.pipeline if settings.parallel.virtual > 1 else 1
+    given = packs(few)
+    # What a stage of a pipeline receives: the shape of an activation.
+    rows = given[0].tokens.size(1) // (mesh.tensor if settings.parallel.sequence else 1)
+    fake_cuda.received_shape[:] = [rows, 1, shape.hidden_size]
+    with report.part("score"):
+        policy.logprobs(given)
+    if trainer.anchor is not None:
+        with report.part("anchor"), trainer.anchor.swapped_in():
+            pass
+
+    def update(number: int, s: Settings) -> None:
+        with policy.updating():
+            policy.update(packs(number), build_loss(s), build_aggregator(s), lr=1e-6)
+
+    if mesh.rank == 0 and mesh.pipeline == 1:  # others would be sent their batch
+        step(trainer, report)
+    for number, s in enumerate(every):
+        with report.part(f"update {number}"):
+            update(few, s)
+        if number == 0:
+            with report.part("park"):
+                policy.offloader.offload()
+                policy.offloader.reload()
+        with report.part(f"longer update {number}"):
+            update(2 * few, s)
+    report.more = few
+    policy.served.refresh()
+    if mesh.pipeline == 1:
+        publish(settings, shape, policy, folder, report)
+    if mesh.world == 1:
+        (folder / "save").mkdir()
+        with report.part("save"):
+            policy.plan_save(folder / "save", 1, stage=True)
+
+
+def step(trainer: Trainer, report: Report) -> None:
+    """What rank 0 does between rollouts and publication, with a micro-batch for each data rank."""
+    everything = batch_of(LENGTHS * trainer.mesh.data, trainer.shape.vocab_size)
+    for number, t in enumerate(everything):
+        t.reward = float(number % 2)
+    with report.part("step"):
+        batch = trainer.share_out(everything)
+        trainer.compute_log_probs(batch)
+    trainer.update(1, batch, lambda done, all_: None)
+
+
+def publish(settings: Settings, shape: Any, policy: Policy, folder: Path, report: Report) -> None:
+    """Checksums, the file that engines of the node read, and an export."""
+    layout, placement = layout_for(shape), policy.mesh.placement(settings.model.vocab_multiple)
+    params, dtype = policy.served.tensors, DTYPES[settings.precision.dtype]
+    agreement = agree(placement, params, layout)
+    with report.part("checksums"):
+        agreement.sum_boxes(params, dtype)
+    bridge = folder / "bridge"
+    bridge.mkdir(mode=0o700)
+    publisher = SharedMemoryPublisher(bridge, placement, params, layout, dtype, adopt=False)
+    with report.part("publish"):
+        publisher.publish(1)
+    publisher.close()
+    hf_export.save_file = _check_file
+    (folder / "source").mkdir()
+    (folder / "source" / "config.json").write_text("{}")
+    with report.part("export"):
+        hf_export.export_hf(
+            folder / "out", folder / "source", params, layout, placement, dtype=torch.bfloat16
+        )
+
+
+def _check_file(tensors: dict[str, torch.Tensor], path: Path, metadata: object) -> None:
+    """Takes the place of safetensors, which wants memory: what it would not write."""
+    for name, x in tensors.items():
+        if x.device.type != "cpu" or not x.is_contiguous():
+            fake_cuda.SEEN.fault(f"safetensors cannot write {name}: on {x.device}, strides {x.stride()}")
+    path.write_bytes(b"")
+
+
+def _peer(tensor: int, value: Any, rank: int) -> Any:
+    """What another rank of the same stage would say: what this one does, with its own numbers."""
+
+    def placed(holding: RankShards) -> RankShards:
+        p = holding.placement
+        other = replace(p, rank=rank, tensor_rank=rank % tensor, data_rank=rank // tensor)
+        return replace(holding, placement=other)
+
+    if isinstance(value, RankShards):
+        return placed(value)
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], RankShards):
+        return placed(value[0]), value[1]
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        return rank, _AnySum()
+    return value
+
+
+class _AnySum(dict[Any, int]):
+    """Checksums of a rank that is not there."""
+
+    def __missing__(self, key: Any) -> int:
+        return 0
+
+
+def plant_faults(policy: Policy, packs: list[MicroBatch], report: Report) -> dict[str, Any]:
+    """Make each fault once; what was seen of it."""
+    loss, aggregator = build_loss(policy.settings), build_aggregator(policy.settings)
+
+    def update(given: list[MicroBatch], by: Callable[..., Any] = loss) -> None:
+        with policy.updating():
+            policy.update(given, by, aggregator, lr=1e-6)
+
+    def through_numpy(logp: torch.Tensor, tokens: Any) -> Any:
+        np.mean(logp.detach().numpy())
+        return loss(logp, tokens)
+
+    def token_by_token(logp: torch.Tensor, tokens: Any) -> Any:
+        sum(x.item() for x in logp.detach()[:50])
+        return loss(logp, tokens)
+
+    def by_mask(logp: torch.Tensor, tokens: Any) -> Any:
+        for x in (tokens.old, tokens.behaviour, tokens.advantages):
+            x[x != 0].sum()
+        return loss(logp, tokens)
+
+    def scalars(logp: torch.Tensor, tokens: Any) -> Any:
+        for i in range(3):
+            torch.tensor(float(i), device=logp.device) * logp
+        return loss(logp, tokens)
+
+    pack, gpu = packs[0], torch.ones(4, 4, device="cuda")
+    gloo = dist.new_group(backend="gloo")
+    faults: dict[str, Callable[[], object]] = {
+        "CPU tensor in a micro-batch": lambda: update([replace(pack, old=torch.zeros(pack.size))]),
+        ".numpy() in a loss": lambda: update([pack], through_numpy),
+        ".item() a token": lambda: update([pack], token_by_token),
+        "CPU tensor over NCCL": lambda: dist.all_reduce(torch.ones(1)),
+        "boolean indices": lambda: update([pack], by_mask),
+        "scalars to the GPU": lambda: update([pack], scalars),
+        "CUDA tensor over gloo": lambda: dist.all_reduce(gpu, group=gloo),
+        "columns over NCCL": lambda: dist.broadcast(gpu[:, 0], src=0),
+        "int16 over NCCL": lambda: dist.broadcast(gpu.to(torch.int16), src=0),
+        "objects over NCCL": lambda: dist.all_gather_object([None], 1),
+        "barrier over NCCL": lambda: dist.barrier(),
+    }
+    found = {}
+    for name, make in faults.items():
+        before = len(report.seen.faults)
+        with report.part(name):
+            try:
+                make()
+            except (RuntimeError, TypeError, ValueError) as e:
+                print(f"{name}: {e}")
+        waits = {where: n for (owner, where), n in report.parts[name].items() if owner == fake_cuda.OURS}
+        found[name] = {"faults": report.seen.faults[before:], "waits": waits}
+    return found
+
+
+def main() -> None:
+    folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
+    gc.disable()  # the process ends soon, and Megatron asks for collections
+    gc.freeze()
+    every = settings_of(case)
+    parallel = every[0].parallel
+    fake_cuda.peer_value[0] = partial(_peer, parallel.tensor)
+    with fake_cuda.fake_cuda(case.get("rank", 0), parallel.world) as seen:
+        report = Report(seen)
+        try:
+            drive(every, case, folder, report)
+        except Exception:
+            report.error = traceback.format_exc()
+    (folder / "result.json").write_text(json.dumps(report.as_json(), indent=1))
+    fake_cuda.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The policy's path on GPUs, on a machine without one: fake CUDA tensors in fake NCCL groups.
+
+Why: a tensor on the wrong device, in the wrong group or of the wrong dtype ends a run in its first minute on
+a cluster, and a line that makes the host wait for the device is found there by a slow step at best. Each
+layout is run as one of its ranks (fake_cuda_worker): build, pack, score, anchor, updates, off-load and back;
+without pipeline stages a whole step on rank 0, checksums, publication by shared memory and export; alone, the
+plan of a save. What this cannot show, fake_cuda says: values, kernels, memory, the order of streams and
+messages. Layers are Megatron's own, and the waits of their rotary embedding are counted apart: Transformer
+Engine has none there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spawn import run_ranks
+
+from rpg_megatron.config import load_settings
+from tests.unit.recipes import EXAMPLES, H100, ROWS
+
+WAITS_PER_MICROBATCH = 2
+WAITS = {"score": 0, "step": 5, "anchor": 2, "park": 2, "checksums": 1}
+"""Of ours, however large the model: an anchor is swapped in and out, memory lent and taken back. A step
+scores one micro-batch, with an anchor twice, and brings back log-probs of each and the entropy."""
+WAITS_PER_UPDATE = 2
+MEGATRONS = [
+    "/rope_utils.py",  # the rotary embedding of local layers
+    "/p2p_communication.py",  # stages tell each other how long a micro-batch is
+    "/clip_grads.py",  # the gradient norm, once an update
+    "/cpu_offloading/hybrid_optimizer.py",  # gradients to the off-loaded part, once for each tensor
+]
+"""Files of Megatron's in which the host waits in an update."""
+
+HEADS = {"num_heads": 8, "num_kv_heads": 4}
+DEEP = {"tensor": 2, "sequence": True, "pipeline": 2, "context": 2}
+VIRTUAL = {"pipeline": 4, "virtual": 2, "data": 2}
+SCHEDULE_FREE = {"optimizer": {"type": "schedule_free_adamw", "distributed": False}}
+SEQUENCES = {
+    "objective": {"type": "gspo"},
+    "aggregation": {"type": "sequence_mean"},
+    "correction": {"type": "icepop", "level": "sequence"},
+}
+FIXED = {"anchor": {"type": "fixed"}, "objective": {"beta": 0.01}}
+
+
+def case(
+    dtype: str, parallel: dict[str, Any] | None = None, rank: int = 0, *, tied: bool = True, **more: Any
+) -> dict[str, Any]:
+    layers = (parallel or {}).get("pipeline", 1) * (parallel or {}).get("virtual", 1)
+    settings = {"precision": {"dtype": dtype}, "parallel": parallel or {}, **more}
+    return {
+        "settings": settings,
+        "rank": rank,
+        "shape": {**HEADS, "num_layers": layers, "tied_embeddings": tied},
+    }
+
+
+LAYOUTS = {
+    "half off-loaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
+    "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
+    "PP4 x VPP2 x DP2, float32": case("float32", VIRTUAL, **FIXED),
+}
+MORE_LAYOUTS = {
+    f"{name}, {dtype}": case(dtype, **given)
+    for dtype in ("bfloat16", "float32")
+    for name, given in {
+        "one rank": FIXED,
+        "one rank, untied": {"tied": False},
+        "Schedule-Free": SCHEDULE_FREE,
+        "sequences": SEQUENCES,
+        "DP8": {"parallel": {"data": 8}, "rank": 5},
+        "TP2 x DP4, full recompute": {"parallel": {"tensor": 2, "data": 4}, "memory": {"recompute": "full"}},
+        "TP2+SP x PP2 x CP2, first rank": {"parallel": DEEP},
+        "TP2+SP x PP2 x CP2, last rank": {"parallel": DEEP, "rank": 7},
+        "PP4 x VPP2 x DP2, first rank": {"parallel": VIRTUAL},
+        "PP4 x VPP2 x DP2, last rank": {"parallel": VIRTUAL, "rank": 7},
+    }.items()
+}
+
+
+def examples() -> dict[str, dict[str, Any]]:
+    """The layouts of the example files, and with each one the files that use it, one for each loss."""
+    layouts: dict[str, dict[str, Path]] = {}
+    for file in [EXAMPLES / "quickstart.yaml", *H100, *ROWS]:
+        s = load_settings(file).model_dump(mode="json")
+        optimizer = {k: s["optimizer"][k] for k in ("type", "distributed", "overlap")}
+        layout = [s["parallel"], s["memory"], s["precision"], optimizer, s["anchor"]["type"] != "old"]
+        loss = [s[k] for k in ("objective", "aggregation", "correction", "anchor")]
+        layouts.setdefault(json.dumps(layout[:4]), {}).setdefault(json.dumps(loss), file)
+    found = {}
+    for files in layouts.values():
+        first, *_ = files.values()
+        found[str(first.relative_to(EXAMPLES))] = {
+            "files": [str(file) for file in files.values()],
+            "shape": {"num_layers": 1},
+        }
+    return found
+
+
+def problems(result: dict[str, Any]) -> list[str]:
+    """What is wrong with a run, each with its line."""
+    found = [*result["faults"], *([result["error"][-600:]] if result["error"] else [])]
+    waits = result["waits"]
+    for name, longer in waits.items():
+        if not name.startswith("longer "):
+            continue
+        shorter = waits[name.removeprefix("longer ")]
+        more = {where: n - shorter.get(where, 0) for where, n in longer.items()}
+        found += too_many(name, of_ours(more), WAITS_PER_MICROBATCH * result["more"])
+        fixed = {where: n for where, n in of_ours(shorter).items() if not more.get(where)}
+        found += too_many(f"{name}, whatever its length", fixed, WAITS_PER_UPDATE)
+        unknown = [w for w in more if w not in of_ours(more) and not any(f in w for f in MEGATRONS)]
+        found += [f"{name}: {where}: whose wait is it?" for where in unknown]
+    for name, bound in WAITS.items():
+        if name in waits:
+            found += too_many(name, of_ours(waits[name]), bound)
+    return found
+
+
+def of_ours(waits: dict[str, int]) -> dict[str, int]:
+    return {where: n for where, n in waits.items() if where.startswith("rpg_megatron: ")}
+
+
+def too_many(what: str, waits: dict[str, int], bound: int) -> list[str]:
+    if sum(waits.values()) <= bound:
+        return []
+    return [f"{what}: the host waits {n} times in {where}" for where, n in waits.items() if n]
+
+
+def check(case: dict[str, Any], folder: Path) -> None:
+    result = run_ranks("fake_cuda_worker", 1, folder, json.dumps(case))
+    found = problems(result)
+    assert not found, "\n".join(found)
+    assert any(name.startswith("longer update") for name in result["waits"])  # it came so far
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
+    check(LAYOUTS[name], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE_LAYOUTS)
+def test_every_layout_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
+    check(MORE_LAYOUTS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", examples())
+def test_an_example_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
+    given = examples()[name]
+    check({**given, "files": given["files"][:1]}, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", examples())
+def test_every_loss_of_an_example_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
+    check(examples()[name], tmp_path)
+
+
+def test_planted_faults_are_found(tmp_path: Path) -> None:
+    """Each is found, by the line that it is made in or that first meets it."""
+    result = run_ranks("fake_cuda_worker", 1, tmp_path, json.dumps(case("bfloat16") | {"plant": True}))
+    assert not result["error"]
+    here = "tests/distributed/fake_cuda_worker.py:"
+    lines = dict.fromkeys(result["planted"], here) | {
+        "CPU tensor in a micro-batch": "rpg_megatron/policy/microbatch.py:"
+    }
+    assert len(lines) == 11
+    for name, found in result["planted"].items():
+        waits = {f"rpg_megatron: {where}": n for where, n in found["waits"].items()}
+        told = found["faults"] + too_many(name, waits, WAITS_PER_MICROBATCH + WAITS_PER_UPDATE)
+        assert any(lines[name] in line for line in told), f"{name} is not found: {told}"

@@ -1,0 +1,235 @@
+"""What an engine worker does on a GPU, as far as it can be decided without one.
+
+Why: where this is wrong everything still works, and one card or one hardware queue carries what all were to
+share. Stand-ins take the place of streams and links; which replica's memory each worker opens is worked out
+from manifests with made-up GPUs. Not covered: CUDA itself (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bridge_models import TINY, random_state_dict, stage_values
+
+from rpg_megatron.bridge import publish_plan
+from rpg_megatron.bridge.controller import _verdict, compare_checksums
+from rpg_megatron.bridge.manifest import Copy, Manifest
+from rpg_megatron.bridge.transports import cuda_ipc, mapped_reader
+from rpg_megatron.bridge.transports.buckets import BucketPart
+from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
+from rpg_megatron.bridge.transports.mapped_reader import ShardReader
+from rpg_megatron.bridge.transports.process_group_reader import _Receiver
+from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.registry import layout_for
+
+
+class Stream:
+    made = 0
+
+    def __init__(self, device: Any = None) -> None:
+        Stream.made += 1
+        self.calls: list[str] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.calls.append("wait")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def test_a_worker_has_one_stream_for_all_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Stream] = []
+    default = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: default)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(used.append(stream)))
+    monkeypatch.setattr(Stream, "made", 0)
+    try:
+        for _ in range(5):
+            with mapped_reader.own_stream(torch.device("cuda", 0)):
+                assert used[-1].calls.pop() == "wait"
+            assert used[-1].calls.pop() == "synchronize"
+        assert Stream.made == 1
+        assert len(used) == 5
+    finally:
+        mapped_reader._stream.cache_clear()
+
+
+class SlowLink:
+    """Counts receives that were begun and not finished."""
+
+    def __init__(self) -> None:
+        self.open = self.most = 0
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def receive(self, into: torch.Tensor) -> torch.Tensor:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        return into
+
+    def finish(self, work: torch.Tensor) -> None:
+        self.open -= 1
+
+
+def test_a_link_has_one_receive_under_way() -> None:
+    """A second would wait in a hardware queue, and other links behind it, until the first is through."""
+    parts = [BucketPart("w", Box((row,), (16,)), 64) for row in range(0, 96, 16)]
+    link = SlowLink()
+    receiver = _Receiver(link, "name")  # type: ignore[arg-type]
+    receiver.plan([(part,) for part in parts])
+    for _ in range(2):
+        receiver.begin()
+        places = []
+        for i, part in enumerate(parts):
+            places.append(receiver.take(part).data_ptr())
+            # The next one comes while this one is used, into other memory.
+            assert link.open == (i < len(parts) - 1)
+            assert receiver.busy == (i < len(parts) - 1)
+        assert places == [places[0], places[1]] * 3
+        assert places[0] != places[1]
+    assert link.most == 1
+
+
+LAYOUT = layout_for(TINY)
+WANTED = [(name, Box.whole(shape)) for name, shape in LAYOUT.hf_tensors().items()]
+
+
+class Node:
+    """A node's trainer ranks, each a thread with its weights in memory of a made-up GPU."""
+
+    def __init__(self, folder: Path, tensor: int, data: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.world = folder, tensor * data
+        folder.mkdir(mode=0o700)
+        self.opened: list[Copy] = []
+        self._barrier = threading.Barrier(self.world)
+        self._told: list[bytes] = [b""] * self.world
+        self.sent: list[int] = []
+        self._rank = threading.local()
+        self._memory: dict[str, torch.Tensor] = {}
+        for module in (publish_plan, cuda_ipc, sys.modules[cuda_ipc.run_together.__module__]):
+            monkeypatch.setattr(module, "gather_objects", self._gather)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(cuda_ipc, "_export", self._export)
+        monkeypatch.setattr(mapped_reader, "open_memory", self._open)
+        values = random_state_dict(LAYOUT)
+        places = [
+            RankCoordinates(rank, tensor, rank % tensor, 0, rank // tensor, 0, vocab_multiple=1)
+            for rank in range(self.world)
+        ]
+        self.params = [_in_one_buffer(stage_values(LAYOUT, place, 1, values)) for place in places]
+        self.publishers = self._all(
+            lambda rank: CudaIpcPublisher(folder, places[rank], self.params[rank], LAYOUT, torch.float32)
+        )
+
+    def publish(self, generation: int) -> Manifest:
+        return self._all(lambda rank: self.publishers[rank].publish(generation))[0]
+
+    def worker(self, gpu: str, manifest: Manifest) -> tuple[set[int], dict[str, Any]]:
+        """The ranks whose memory a worker on a GPU opens, and its answer to a check."""
+        self.opened.clear()
+        found = ShardReader(self.folder, gpu)
+        found.open(manifest.place, manifest.generation)
+        ack = {"rank": 0, "sums": found.check(WANTED)}
+        assert found.manifest is not None
+        ack["givers"] = {str(source): rank for source, rank in found.givers.items()}
+        return {copy.rank for copy in self.opened}, ack
+
+    def _all(self, step: Callable[[int], Any]) -> list[Any]:
+        out: list[Any] = [None] * self.world
+
+        def run(rank: int) -> None:
+            self._rank.number = rank
+            out[rank] = step(rank)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return out
+
+    def _gather(self, value: Any) -> list[Any]:
+        self._told[self._rank.number] = pickle.dumps(value)
+        self._barrier.wait(30)
+        told = [pickle.loads(x) for x in self._told]
+        if self._rank.number == 0:
+            self.sent.append(sum(map(len, self._told)))
+        self._barrier.wait(30)
+        return told
+
+    def _export(self, storage: torch.UntypedStorage) -> tuple[str, str]:
+        handle = f"memory at {storage.data_ptr()}"
+        self._memory[handle] = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        return f"GPU-{self._rank.number}", handle
+
+    def _open(self, copy: Copy) -> torch.Tensor:
+        assert copy.gpu == f"GPU-{copy.rank}"
+        self.opened.append(copy)
+        return self._memory[copy.handle]
+
+
+def _in_one_buffer(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first half of the parameters share a piece of memory, as in Megatron's buffers."""
+    names = list(params)[: len(params) // 2]
+    whole = torch.cat([params[name].flatten() for name in names])
+    parts = whole.split([params[name].numel() for name in names])
+    return params | {n: part.view(params[n].shape) for n, part in zip(names, parts, strict=True)}
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, n) for n in range(2, 9)] + [(2, 4), (4, 2)])
+def test_each_worker_reads_the_replica_on_its_own_gpu(
+    tensor: int, data: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path / "bridge", tensor, data, monkeypatch)
+    manifest = node.publish(1)
+    for rank in range(node.world):
+        read, ack = node.worker(f"GPU-{rank}", manifest)
+        first = rank - rank % tensor
+        assert read == set(range(first, first + tensor)), (
+            rank
+        )  # its own, and what it lacks of the same replica
+        assert compare_checksums(manifest, [ack]) == {}
+    # Workers on other GPUs keep to a replica each, and do not all take the first.
+    others = [node.worker(f"GPU-of-an-engine-{i}", manifest)[0] for i in range(8)]
+    assert all(len(read) == tensor and len({r // tensor for r in read}) == 1 for read in others)
+    assert len(set(map(frozenset, others))) > 1
+    # Where things lie is told once.
+    before = node.sent[-1]
+    node.publish(2)
+    assert node.sent[-1] < before
+
+
+def test_a_replica_that_has_drifted_is_found_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path / "bridge", 2, 2, monkeypatch)
+    node.params[3]["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] += 1
+    manifest = node.publish(1)
+    answers = [node.worker(f"GPU-{rank}", manifest)[1] for rank in range(4)]
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert [list(compare_checksums(manifest, [ack])) for ack in answers] == [[], [], [name], [name]]
+    verdict = str(asyncio.run(_verdict(manifest, [answers[3]])))
+    assert f"{name}: checksum differs" in verdict
+    assert "(from trainer ranks 2, 3)" in verdict
+
+
+def test_a_replica_laid_out_otherwise_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tmp_path / "bridge", 1, 3, monkeypatch)
+    node.params[1] |= {name: value.clone() for name, value in node.params[1].items()}
+    manifest = node.publish(1)
+    assert {tuple(c.rank for c in shard.copies) for shard in manifest.shards} == {(0, 2)}
+    read, ack = node.worker("GPU-1", manifest)
+    assert len(read) == 1
+    assert compare_checksums(manifest, [ack]) == {}

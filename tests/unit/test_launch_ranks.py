@@ -1,0 +1,78 @@
+"""What a trainer rank and an engine on GPUs find in their environments.
+
+Why: nothing fails where these are wrong, it is only slow: an optimizer in host memory on one core, or
+messages that wait for the products that they were to overlap with. Not covered: that it is fast (GPUs).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from rpg_megatron.config import load_settings
+from rpg_megatron.engine.command import engine_environment
+from rpg_megatron.launcher.nodes import NodeAssignment
+from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
+from rpg_megatron.policy.device import start_device
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.fixture
+def environments(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)))
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+
+    def make(*overrides: str, share: NodeAssignment | None = None) -> list[dict[str, str]]:
+        settings = load_settings(config_file, ["device=cuda", "precision.dtype=bfloat16", *overrides])
+        share = share or NodeAssignment(range(settings.parallel.world), range(0))
+        start = RankLaunchSpec("run", "train", None, "127.0.0.1", 1)
+        starts = rank_starts(settings, share, start, tmp_path, tmp_path, "token", None, "module")
+        return [environment for _, _, environment in starts]
+
+    return make
+
+
+def test_an_optimizer_in_host_memory_has_the_nodes_cores(environments) -> None:
+    data = ["parallel.data=8", "optimizer.distributed=true"]
+    assert {e["OMP_NUM_THREADS"] for e in environments(*data)} == {"1"}
+    off = [*data, "memory.offload_optimizer=1"]
+    assert {e["OMP_NUM_THREADS"] for e in environments(*off)} == {"12"}
+    # Cores are this node's, and so are the ranks that share them.
+    second = environments(*off, share=NodeAssignment(range(4, 8), range(0)))
+    assert [(e["RANK"], e["LOCAL_WORLD_SIZE"], e["OMP_NUM_THREADS"]) for e in second] == [
+        (str(rank), "4", "24") for rank in range(4, 8)
+    ]
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_a_rank_takes_the_threads_that_it_is_given(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    before = torch.get_num_threads()
+    try:
+        start_device("cuda")
+        assert torch.get_num_threads() == int(threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ranks_that_cut_layers_have_one_queue_and_engines_have_all(
+    environments, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [e.get(CONNECTIONS) for e in environments("parallel.data=2")] == [None, None]
+    assert [e[CONNECTIONS] for e in environments("parallel.tensor=2")] == ["1", "1"]
+    assert [e[CONNECTIONS] for e in environments("parallel.context=2")] == ["1", "1"]
+    cpu = environments("device=cpu", "precision.dtype=float32", "parallel.tensor=2")
+    assert [e.get(CONNECTIONS) for e in cpu] == [None, None]
+    # What the user says holds for the ranks; engines never get it.
+    monkeypatch.setenv(CONNECTIONS, "32")
+    assert [e[CONNECTIONS] for e in environments("parallel.tensor=2")] == ["32", "32"]
+    for overrides in (["parallel.tensor=2"], ["parallel.tensor=2", "engine.colocated=true"]):
+        settings = load_settings(config_file, ["device=cuda", *overrides])
+        assert CONNECTIONS not in engine_environment(settings, 0, tmp_path, "secret")

@@ -1,0 +1,168 @@
+"""What ``plan`` counts of Transformer Engine's layers, against figures written out by hand.
+
+Why: no GPU checks these figures, so each term stands here by itself. Not covered: that the packages' sources
+were read rightly (docs/plan.md names the places); Megatron's own layers, which are measured
+(tests/distributed/test_plan_memory).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from rpg_megatron.commands.plan.activations import Widths
+from rpg_megatron.commands.plan.batch import plan_batch
+from rpg_megatron.commands.plan.fused_activations import fused_head_bytes, saved_tensors, uses_fused_layers
+from rpg_megatron.commands.plan.gpus import card_bytes
+from rpg_megatron.commands.plan.plan import Plan, Target, make_plan, plan_for
+from rpg_megatron.config import Settings, load_settings, read_model_shape
+from rpg_megatron.config.policy import FP8Settings
+from rpg_megatron.policy.precision import uses_transformer_engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QWEN3_8B = EXAMPLES / "models" / "Qwen3-8B-Base"
+TOKENS = 18_432
+
+# A rank of two with sequence parallelism: hidden size 128, of whose tokens it holds half.
+HALF = Widths(hidden=64, whole=128, heads=2, kv_heads=1, head_dim=32, ffn=96, item=2, context=1)
+NORMS = [128, 64, 12]
+"""Queries, keys, and 1/rms of three heads."""
+ATTENTION = [128, 64, 64, 128, 8]
+"""Rotated queries and keys, values, output, log-sum-exp of two heads."""
+
+
+def plan_of(*overrides: str, gpu: str = "h100-80") -> Plan:
+    """Qwen3-8B at TP2 with sequence parallelism, 18,432 tokens a micro-batch, unless overridden."""
+    file = EXAMPLES / "qwen3_8b_dapo_math_8k.yaml"
+    return make_plan(load_settings(file, ["parallel={tensor: 2, sequence: true}", *overrides]), gpu)
+
+
+def part(plan: Plan, name: str) -> int:
+    return next(p.nbytes for p in plan.largest.parts if p.name == name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "norm", "product", "projection"),
+    [(None, 128, 192, []), ("blockwise", 66, 99, []), ("tensorwise", 64, 96, []), ("delayed", 64, 96, [64])],
+)
+def test_each_saved_tensor_of_a_layer(recipe, norm: int, product: int, projection: list[int]) -> None:
+    """Bytes per token. Blockwise: 1 byte and, for each 128 values, a scale of 4."""
+    fp8 = FP8Settings(recipe=recipe) if recipe else None
+
+    def count(kind, *, qk_norm: bool = True) -> list[float]:
+        return [t.nbytes for t in saved_tensors(HALF, qk_norm=qk_norm, recompute=kind, fp8=fp8)]
+
+    first = [128, 2, norm]
+    rest = [*ATTENTION, *projection, 128]
+    mlp = [2, norm, 384, product]
+    assert count("none") == first + NORMS + rest + mlp
+    assert count("selective") == first + NORMS + rest
+    assert count("full") == [128]
+    assert count("none", qk_norm=False) == first + rest + mlp
+
+
+def test_what_the_head_saves() -> None:
+    assert fused_head_bytes(HALF) == 128 + 2 + 256 + 20
+
+
+def test_qwen3_8b_in_numbers() -> None:
+    """TP2 + SP, numbers a token: 2,048 of the stream, 2,048 of queries, 512 of keys, 6,144 of the MLP."""
+    attention = (4096 + 2 + 4096) + (4096 + 1024 + 80) + (4096 + 1024 + 1024 + 4096 + 64) + 4096
+    layer = attention + 2 + 4096 + 24_576 + 12_288
+    head = 4096 + 2 + 8192 + 20
+    plan = plan_of()
+    assert plan.implementation == "transformer_engine"
+    assert plan.batch.tokens_per_microbatch == TOKENS
+    assert plan.activations == {
+        "none": TOKENS * (36 * layer + head),
+        "selective": TOKENS * (36 * attention + head),
+        "full": TOKENS * (36 * 4096 + head),
+    }
+    assert [round(b / 2**30, 1) for b in plan.activations.values()] == [42.7, 17.4, 2.7]
+    own = plan_of("model.implementation=local")
+    assert own.implementation == "local"
+    assert own.activations["none"] / plan.activations["none"] == pytest.approx(1.89, abs=0.01)
+
+
+def test_how_cuts_change_them() -> None:
+    plan, head = plan_of(), TOKENS * (4096 + 2 + 8192 + 20)
+    for kind, nbytes in plan.activations.items():
+        # Each context rank holds half of the tokens, and one rank's worth of keys and values.
+        assert plan_of("parallel.context=2").activations[kind] == nbytes // 2
+        # Two micro-batches of half the layers; the head is on the other rank.
+        assert plan_of("parallel.pipeline=2").activations[kind] == nbytes - head
+    # Without sequence parallelism the stream and what norms give are whole: 4 tensors a layer, and 1/rms.
+    whole = plan_of("parallel.sequence=false").activations["none"] - plan.activations["none"]
+    assert whole == TOKENS * (36 * (4 * 4096 + 2 * 2) + 4096 + 2)
+
+
+def test_fp8_counts_its_layers_and_the_weights_second_form() -> None:
+    saved = {"none": 4096 + 4096 + 12_288, "fp8": 2112 + 2112 + 6336}
+    plain, all_of_them = plan_of(), plan_of("precision.fp8={recipe: blockwise}")
+    less = plain.activations["none"] - all_of_them.activations["none"]
+    assert less == TOKENS * 36 * (saved["none"] - saved["fp8"])
+    assert plain.activations["full"] == all_of_them.activations["full"]
+    ends = plan_of("precision.fp8={recipe: blockwise, first_last_bf16: 2}")
+    assert plain.activations["none"] - ends.activations["none"] == less * 32 // 36
+    linear = (4096 * 6144 + 4096 * 4096 + 4096 * 24_576 + 12_288 * 4096) // 2  # of one layer on one rank
+    assert part(all_of_them, "weights in FP8") == 2 * 36 * linear
+    assert part(ends, "weights in FP8") == 2 * 32 * linear
+    cut = plan_of("precision.fp8={recipe: blockwise, first_last_bf16: 2}", "parallel.pipeline=2")
+    assert part(cut, "weights in FP8") == 2 * 16 * linear
+    served = plan_of("precision.fp8={recipe: blockwise, parameters: true}")
+    assert part(served, "weights in bfloat16, for engines") == 2 * 36 * linear
+    assert served.rank_total == all_of_them.rank_total
+
+
+def test_on_a_shared_card_only_what_stays_counts_while_engines_sample() -> None:
+    """Weights in FP8 are dropped with the gradients; FP8 parameters stay, like their copies."""
+    shared = ["engine={colocated: true, replicas: 2, kv_cache_gib: 10}", "parallel.data=2"]
+    ipc = ["bridge={transport: cuda_ipc}"]
+    card = [
+        plan_of(*shared, *ipc, *more, gpu="b200-180").card.total("rollout")
+        for more in ([], ["precision.fp8={}"], ["precision.fp8={parameters: true}"])
+    ]
+    linear = (4096 * 6144 + 4096 * 4096 + 4096 * 24_576 + 12_288 * 4096) // 2
+    assert [c - card[0] for c in card] == [0, 0, 2 * 36 * linear]
+
+
+def test_fp8_fills_up_micro_batches_and_needs_its_cards() -> None:
+    loaded = load_settings(
+        EXAMPLES / "qwen3_8b_dapo_math_8k.yaml",
+        ["parallel={tensor: 2, sequence: true}", "training.tokens_per_microbatch=18433", "precision.fp8={}"],
+    )
+    assert plan_batch(loaded, 40_960).tokens_per_microbatch == 18_432 + 256
+    for gpu, fits in (("a100-80", False), ("L40S-48", False), ("h100-80", True)):
+        problems = plan_of("precision.fp8={}", "parallel.data=4", gpu=gpu).problems
+        assert any("needs compute capability 9.0" in p for p in problems) != fits
+
+
+def test_layers_are_chosen_as_the_policy_chooses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    seen = set()
+    for device, dtype, wanted in product(
+        ("cpu", "cuda"), ("float32", "bfloat16"), ("auto", "local", "transformer_engine")
+    ):
+        if wanted == "transformer_engine" and (device, dtype) != ("cuda", "bfloat16"):
+            continue  # refused
+        settings = Settings.model_validate(
+            {
+                "device": device,
+                "model": {"path": str(QWEN3_8B), "implementation": wanted},
+                "data": {"path": "none"},
+                "precision": {"dtype": dtype},
+            }
+        )
+        expected = uses_transformer_engine(settings, torch.device(device))
+        assert uses_fused_layers(settings, device) == expected
+        seen.add(expected)
+    assert seen == {True, False}
+    # The card that is named decides, not the device of the settings.
+    settings = load_settings(EXAMPLES / "quickstart.yaml", [f"model.path={QWEN3_8B}", "precision={}"])
+    target = Target("cuda", "h100-80", card_bytes("h100-80"))
+    planned = plan_for(settings, read_model_shape(QWEN3_8B), target)
+    assert (settings.device, planned.implementation) == ("cpu", "transformer_engine")

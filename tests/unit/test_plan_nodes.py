@@ -1,0 +1,187 @@
+"""``plan``: GPUs in all and by node, host memory of a step, and how much of a card a layout has to leave.
+
+Why: whoever asks a cluster for cards needs their number, and a layout that fits by half a GiB of figures that
+were never measured does not fit. Not covered: what libraries take of a node's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rpg_megatron import cli
+from rpg_megatron.commands.plan.gpu_count import batch_bytes, count_gpus, share_out_bytes
+from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, make_plan, plan_for
+from rpg_megatron.commands.plan.sweep import lighter, sweep
+from rpg_megatron.config import load_settings, read_model_shape
+from rpg_megatron.data.trajectory import Trajectory
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QWEN3_8B = EXAMPLES / "qwen3_8b_dapo_math_8k.yaml"
+GIB = 1024**3
+
+
+def plan_of(*overrides: str, gpu: str = "h100-80") -> Plan:
+    return make_plan(load_settings(QWEN3_8B, list(overrides)), gpu)
+
+
+def command(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *arguments])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "total", "nodes"),
+    [
+        ([], 16, ((4, 4), (4, 4))),
+        (["parallel.data=16", "engine.replicas=32"], 64, ((4, 4),) * 8),
+        (["cluster={trainer_nodes: 1, engine_nodes: 1}"], 16, ((8, 0), (0, 8))),
+        (["engine.colocated=true"], 8, ((8, 8),)),
+        (["engine={colocated: true, replicas: 8}", "parallel.data=8"], 16, ((8, 4), (8, 4))),
+        (["parallel.data=1", "engine={replicas: 3, tensor: 2}"], 8, ((2, 6),)),
+        (["parallel.data=3", "engine.replicas=3"], 9, ((2, 1), (2, 1), (2, 1))),
+    ],
+)
+def test_gpus_in_all_and_by_node(overrides: list[str], total: int, nodes) -> None:
+    gpus = count_gpus(load_settings(QWEN3_8B, overrides))
+    assert (gpus.total, gpus.nodes, gpus.why) == (total, nodes, "")
+    assert gpus.colocated == any("colocated" in item for item in overrides)
+
+
+def test_gpus_that_no_nodes_can_share_are_told(capsys) -> None:
+    gpus = count_gpus(load_settings(QWEN3_8B, ["bridge={transport: shared_memory}"]))
+    assert (gpus.total, gpus.nodes) == (16, ())
+    assert "shared_memory does not reach from node to node" in gpus.why
+    out = " ".join(command(capsys, str(QWEN3_8B)).split())
+    assert "GPUs 16: 8 for trainer ranks, 8 for engine workers; 2 nodes: 2 of 4 ranks + 4 workers" in out
+    out = " ".join(command(capsys, str(QWEN3_8B), "engine.colocated=true").split())
+    assert "GPUs 8, by turns for 8 trainer ranks and 8 engine workers; 1 node: 1 of 8 ranks + 8 work" in out
+    told = json.loads(command(capsys, str(QWEN3_8B), "--json"))
+    assert told["gpus"]["total"] == 16
+    assert told["implementation"] == "transformer_engine"
+
+
+def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:
+    """A card on which one layout, the first by its cuts, would have 0.54 GiB left."""
+    first = plan_of("parallel={data: 8}")
+    size = first.rank_total + int(0.54 * GIB)
+    target = Target("cuda", str(size), size)
+    found = sweep(load_settings(QWEN3_8B), first.shape, target, 8)
+    assert found[0].plan.left >= ROOM
+    tight = [c.plan for c in found if c.plan.fits and c.plan.left < ROOM]
+    assert first.settings.parallel in [p.settings.parallel for p in tight]
+    assert all(p.tight and any("of a card stay free" in w for w in p.warnings) for p in tight)
+    order = [(c.plan.fits, c.plan.left >= ROOM) for c in found]
+    assert order == sorted(order, reverse=True)
+    out = command(capsys, str(QWEN3_8B), "--sweep", "--gpu", str(size))
+    assert "tight: less than 4.00 GiB of a card left" in out
+    assert "best: parallel.tensor=2 parallel.pipeline=1 parallel.context=1" in out
+    told = json.loads(command(capsys, str(QWEN3_8B), "--sweep", "--json", "--gpu", str(size)))
+    assert [c["tight"] for c in told["sweep"] if c["fits"] and c["left_bytes"] < ROOM] == [True] * len(tight)
+
+
+def test_where_every_layout_is_tight_none_is_called_best(capsys) -> None:
+    arguments = [str(QWEN3_8B), "parallel={tensor: 8, sequence: true}", "--sweep"]
+    least = min(c["rank_bytes"] for c in json.loads(command(capsys, *arguments, "--json"))["sweep"])
+    out = command(capsys, *arguments, "--gpu", str(least + GIB))
+    assert "tight" in out
+    assert "best:" not in out
+
+
+def test_room_is_asked_of_cards_alone() -> None:
+    settings = load_settings(EXAMPLES / "quickstart.yaml")
+    shape = read_model_shape(settings.model.path)
+    need = make_plan(settings).need
+    plan = plan_for(settings, shape, Target("cpu", "x", need + GIB))
+    assert (plan.fits, plan.left, plan.tight) == (True, GIB, False)
+    step = sum(part.nbytes for part in plan.host)
+    assert step > 0
+    without = Plan(**{**vars(plan), "host": ()})
+    assert plan.machine_total - without.machine_total == step
+
+
+def test_less_recomputation_that_fits_is_told(capsys) -> None:
+    plan = plan_of()
+    assert plan.settings.memory.recompute is None  # so all of a layer, at 18,432 tokens
+    less = lighter(plan.settings, plan.shape, plan.target)
+    assert less is not None
+    assert less.settings.memory.recompute == "selective"
+    none = plan_of("memory.recompute=none")
+    assert none.left < ROOM  # which is why it is not that
+    out = " ".join(command(capsys, str(QWEN3_8B)).split())
+    assert "note memory.recompute=selective fits as well and leaves" in out
+    assert out.endswith("fits")
+    assert lighter(less.settings, plan.shape, plan.target) is None
+    small = less.need + GIB  # it would fit, and leave too little
+    assert lighter(plan.settings, plan.shape, Target("cuda", str(small), small)) is None
+    wide = make_plan(plan.settings, "h200-141")
+    most = lighter(plan.settings, plan.shape, wide.target)
+    assert most is not None
+    assert most.settings.memory.recompute == "none"
+
+
+def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
+    """8,192 sequences of 1,024 + 8,192 tokens; 8 bytes a token on the way, 4 and 24 where they stay."""
+    plan = plan_of()
+    held, moved = [p.nbytes for p in plan.host]
+    assert held == 8192 * 1400 + 8192 * 1024 * 4 + 8192 * 8192 * 24
+    assert moved == 2048 * 28 + 2048 * 9216 * 8
+    assert share_out_bytes(8192, 8192 * 8192, 8) == 1024 * 28 + 2**23 * 8
+    assert share_out_bytes(5, 100, 3) == 2 * 28 + 34 * 8
+
+
+def test_what_ranks_of_the_first_node_keep_in_its_memory() -> None:
+    """Four ranks with a held anchor each; two of them send weights, through shared memory."""
+    weights = plan_of().ranks[0].parts[0].nbytes
+    plan = plan_of("anchor.type=fixed", "parallel.data=2", "engine.replicas=4")
+    names = {p.name: p.nbytes for p in plan.host}
+    assert names["held anchor, 4 ranks"] == 4 * weights
+    assert not any(name.startswith("bridge") for name in names)
+    shared = plan_of("bridge={transport: shared_memory}", "parallel.data=2", "engine.replicas=4")
+    names = {p.name: p.nbytes for p in shared.host}
+    assert names["bridge: copy in shared memory, 4 ranks"] == 2 * weights
+
+
+def test_trajectories_take_what_is_planned() -> None:
+    """Python's objects included, as its allocator counts them."""
+    number, prompt, response = 300, 100, 800
+
+    def make(i: int) -> Trajectory:
+        def ints(n: int) -> np.ndarray:
+            return np.zeros(n, np.int32)
+
+        def floats(n: int) -> np.ndarray:
+            return np.zeros(n, np.float32)
+
+        return Trajectory(
+            prompt_id=10**6 + i,
+            sample=i,
+            prompt=ints(prompt),
+            response=ints(response),
+            behaviour=floats(response),
+            versions=ints(response),
+            finish="stop",
+            text="x" * 4 * response,
+            reward=float(i),
+            parts={"correctness": float(i), "overlong": 0.0, "format": 0.0},
+            answer=str(i),
+            extracted=str(i),
+            old=floats(response),
+            anchor=floats(response),
+            group=10**6 + i,
+            advantage=float(i),
+            seed=10**6 + i,
+        )
+
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    kept = [make(i) for i in range(number)]
+    measured = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(kept) == number
+    assert batch_bytes(number, number * prompt, number * response) == pytest.approx(measured, rel=0.02)
