@@ -300,7 +300,7 @@ async def measure(
     client = EngineClient(0, engine.socket, token, timeout=600)
     try:
         await asyncio.to_thread(engine.wait_healthy)
-        _, text = await client.post("/collective_rpc", {"method": "rpg_generation"})
+        _, text = await client.post("/collective_rpc", {"method": "rpg_version"})
         workers = [int(r["pid"]) for r in json.loads(text)["results"]]
         pids = {"trainers": trainers.pids, "workers": workers}
         rows = await all_ways(options, trainers, client, pids, work, bridge)
@@ -321,12 +321,12 @@ async def all_ways(
 ) -> dict[str, dict[str, Any]]:
     """Figures of each way: seconds by phase, bytes and memory."""
     rows: dict[str, dict[str, Any]] = {}
-    generation = 0
+    version = 0
     for way in ("shared_memory", "process_group", "gather", "disk"):
         times: list[dict[str, float]] = []
         most = dict.fromkeys(pids, 0)
         for attempt in range(options.repeat + 1):
-            generation += 1
+            version += 1
             print(f"{way}: {attempt} of {options.repeat}", end="\r", flush=True)
             with Memory(pids) as memory:
                 if way in ("gather", "disk"):
@@ -334,7 +334,7 @@ async def all_ways(
                     found, moved, checked = await reload_way(trainers, client, way, file), 0, 0
                 else:
                     found, moved, checked = await sync_way(
-                        trainers, client, way, generation, options.engine_tensor
+                        trainers, client, way, version, options.engine_tensor
                     )
             times.append(found)
             for who in pids:
@@ -351,16 +351,14 @@ async def all_ways(
 
 
 async def sync_way(
-    trainers: Trainers, client: EngineClient, transport: str, generation: int, workers: int
+    trainers: Trainers, client: EngineClient, transport: str, version: int, workers: int
 ) -> tuple[dict[str, float], int, int]:
     """One sync through the bridge."""
     start = time.perf_counter()
-    answers = await asyncio.to_thread(trainers.tell, transport, generation)
+    answers = await asyncio.to_thread(trainers.tell, transport, version)
     publish = time.perf_counter() - start
     manifest: Manifest = answers[0]
-    report = await sync_engine(
-        client.post, manifest, generation=generation, engine_tensor=workers, timeout=600
-    )
+    report = await sync_engine(client.post, manifest, version=version, engine_tensor=workers, timeout=600)
     await asyncio.to_thread(trainers.tell, "done", None)
     return {"publish": publish, **report.seconds}, sum(report.bytes_per_worker), sum(report.bytes_checked)
 

@@ -1,4 +1,4 @@
-"""Controller side of the live bridge: take one engine from the weights it serves to a published generation.
+"""Controller side of the live bridge: take one engine from the weights it serves to a published version.
 
     pause -> start -> check -> apply -> finish -> reset the prefix cache -> resume
 
@@ -48,7 +48,7 @@ class ApplyFailed(EngineLost):
 class SyncReport:
     """What a sync did and what it cost."""
 
-    generation: int
+    version: int
     mode: str = ""
     """``slices``, or ``whole`` if some worker had to load whole tensors."""
     bytes_per_worker: tuple[int, ...] = ()
@@ -71,12 +71,12 @@ async def sync_engine(
     post: Post,
     manifest: Manifest,
     *,
-    generation: int,
+    version: int,
     engine_tensor: int,
     timeout: float,
     asleep: bool = False,
 ) -> SyncReport:
-    """Move one engine to a published generation and let it serve again.
+    """Move one engine to a published version and let it serve again.
 
     engine_tensor: number of the engine's workers. timeout: seconds for each call. Published files must stay
     unchanged until this returns. asleep: the engine may have been put to sleep and have no weights: memory
@@ -86,12 +86,12 @@ async def sync_engine(
     engine stays paused, and the next sync finds its way from there.
     """
     session = uuid.uuid4().hex
-    report = SyncReport(generation)
+    report = SyncReport(version)
     call = _Caller(post, timeout)
     info = {
         "transport": manifest.transport,
         "place": manifest.place,
-        "generation": generation,
+        "version": version,
         "session": session,
     }
 
@@ -126,8 +126,8 @@ async def sync_engine(
         except _CallFailed as e:
             raise EngineLost(f"check failed ({problem}), and the engine did not resume: {e}") from None
         if asleep:
-            raise CheckFailed(f"generation {generation} refused, the engine waits: {problem}")
-        raise CheckFailed(f"generation {generation} refused, the old weights are served on: {problem}")
+            raise CheckFailed(f"version {version} refused, the engine waits: {problem}")
+        raise CheckFailed(f"version {version} refused, the old weights are served on: {problem}")
 
     try:
         with _clock(report, "apply"):
@@ -150,7 +150,7 @@ async def sync_engine(
                 raise _CallFailed(f"the prefix cache of the old weights could not be dropped: {answer[:200]}")
             await call("/resume")
     except _CallFailed as e:
-        raise ApplyFailed(f"generation {generation}: {e}; restart the engine") from None
+        raise ApplyFailed(f"version {version}: {e}; restart the engine") from None
     report.mode = "whole" if any(a["mode"] == "whole" for a in done) else "slices"
     report.bytes_per_worker = tuple(int(a["bytes"]) for a in done)
     report.bytes_checked = tuple(int(a["bytes"]) for a in checked)
@@ -266,7 +266,7 @@ def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str
         return ""
     reader = ShardReader(path.parent)
     try:
-        reader.open(manifest.place, manifest.generation)
+        reader.open(manifest.place, manifest.version)
         files = sorted(map(str, reader.damaged(name)))
     except ShardError as e:
         return f" ({e})"

@@ -16,10 +16,10 @@ from rpg_megatron.models.boxes import Box
 
 MANIFEST = "manifest.json"
 HEADER_BYTES = 64
-"""Start of each weight file; its first 8 bytes are the generation, as a native signed integer."""
+"""Start of each weight file; its first 8 bytes are the version, as a native signed integer."""
 
 WRITING = -1
-"""Generation word of a file whose weights are not, or no longer, to be read."""
+"""Version word of a file whose weights are not, or no longer, to be read."""
 
 CHECKSUM_MODULUS = 1 << 64
 
@@ -86,13 +86,13 @@ class PublishedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One generation of published weights."""
+    """One version of published weights."""
 
     transport: str
     """``shared_memory``, ``cuda_ipc`` or ``process_group``."""
     place: dict[str, Any]
     """What a reader needs to find it; see the transport."""
-    generation: int
+    version: int
     shards: tuple[Shard, ...]
     tensors: dict[str, PublishedTensor]
 
@@ -120,7 +120,7 @@ class Manifest:
         ]
         whole = {
             "transport": self.transport,
-            "generation": self.generation,
+            "version": self.version,
             "shards": shards,
             "tensors": tensors,
         }
@@ -144,7 +144,7 @@ def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
             name: PublishedTensor(str(t["dtype"]), tuple(t["shape"]), tuple(map(_box, t["boxes"])))
             for name, t in raw["tensors"].items()
         }
-        return Manifest(str(raw["transport"]), place, int(raw["generation"]), shards, tensors)
+        return Manifest(str(raw["transport"]), place, int(raw["version"]), shards, tensors)
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"not a manifest of published weights ({type(e).__name__}: {e})") from None
 

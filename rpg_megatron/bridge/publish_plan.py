@@ -108,7 +108,7 @@ def describe(
     """The manifest of a publication.
 
     where: of each (rank, parameter), the index of its shard and the byte in it where it begins. sums: each
-    rank's ``sum_boxes``. found_by: the manifest's transport, place and generation.
+    rank's ``sum_boxes``. found_by: the manifest's transport, place and version.
     """
     tensors = {
         name: PublishedTensor(

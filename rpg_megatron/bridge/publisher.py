@@ -20,7 +20,7 @@ from rpg_megatron.models.placement import RankCoordinates
 class Publisher(Protocol):
     """This rank's share in publishing weights; every rank calls every method in the same order."""
 
-    def publish(self, generation: int) -> Manifest | None:
+    def publish(self, version: int) -> Manifest | None:
         """Let engines read the present weights; returns the manifest on rank 0, else None."""
         ...
 
@@ -34,9 +34,9 @@ class Publisher(Protocol):
 
 
 @contextmanager
-def published(publisher: Publisher, generation: int) -> Iterator[Manifest | None]:
+def published(publisher: Publisher, version: int) -> Iterator[Manifest | None]:
     """Within the block engines may read the weights, which must not change; the manifest on rank 0."""
-    manifest = publisher.publish(generation)
+    manifest = publisher.publish(version)
     try:
         yield manifest
     finally:

@@ -37,7 +37,7 @@ class Replica:
         self.incarnation = 0
         """The life that everything below is about."""
         self.version: int | None = None
-        """Generation of the weights that it serves; None: unknown, or random ones."""
+        """Version of the weights that it serves; None: unknown, or random ones."""
         self.serving = asyncio.Event()
         """Set while it serves the weights of the step."""
         self.away: asyncio.Task[None] | None = None
@@ -67,7 +67,7 @@ class EnginePool:
         """work: the folder that is shared with the launcher."""
         self.replicas = [Replica(client) for client in clients]
         self.version: int | None = None
-        """Generation that the engines are to serve; None before the first sync."""
+        """Version that the engines are to serve; None before the first sync."""
         self.returned = asyncio.Event()
         """Set when an engine came back and waits for weights."""
         self.resent = 0
@@ -76,17 +76,17 @@ class EnginePool:
         self._work = work
         self._counted = 0
 
-    async def sync(self, manifest: Manifest, generation: int, *, again: bool) -> SyncResult:
+    async def sync(self, manifest: Manifest, version: int, *, again: bool) -> SyncResult:
         """Bring the published weights into the engines, all at the same time.
 
-        again: the generation is still the same, and only those engines are synced that do not serve it.
+        again: the version is still the same, and only those engines are synced that do not serve it.
         Engines that start with the run are waited for; those that are being restarted are left out, and make
         themselves heard later. One that is lost on the way is reported to the launcher.
         Raises EngineError if an engine does not come up.
         """
         set_gpu_owner(self._work, trainers=False)
         if not again:
-            self.version = generation
+            self.version = version
             for replica in self.replicas:
                 replica.serving.clear()
         self.returned.clear()
@@ -106,7 +106,7 @@ class EnginePool:
             if not self.check(replica, incarnation):
                 return
             try:
-                report = await self._sync_one(replica, manifest, generation)
+                report = await self._sync_one(replica, manifest, version)
             except CheckFailed as e:
                 result.refused.append(f"engine {replica.index}: {e}")
             except SyncError as e:
@@ -115,17 +115,17 @@ class EnginePool:
                 # If it died right after, what has come back knows nothing.
                 if self.check(replica, incarnation):
                     result.reports.append(report)
-                    replica.version = generation
+                    replica.version = version
                     replica.serving.set()
 
         await run_all([one(replica) for replica in self.replicas if not replica.serving.is_set()])
         return result
 
-    async def _sync_one(self, replica: Replica, manifest: Manifest, generation: int) -> SyncReport:
+    async def _sync_one(self, replica: Replica, manifest: Manifest, version: int) -> SyncReport:
         return await sync_engine(
             replica.client.post,
             manifest,
-            generation=generation,
+            version=version,
             engine_tensor=self._settings.tensor,
             timeout=self._settings.request_timeout,
             asleep=self._settings.colocated,

@@ -114,9 +114,9 @@ class Sampler:
         self._under_way = None
         return task.result()
 
-    async def sync(self, manifest: Manifest, generation: int, again: bool) -> SyncResult:
+    async def sync(self, manifest: Manifest, version: int, again: bool) -> SyncResult:
         """Bring the published weights into the engines; see ``EnginePool.sync``."""
-        return await self._fleet.sync(manifest, generation, again=again)
+        return await self._fleet.sync(manifest, version, again=again)
 
     async def sleep(self, level: int) -> None:
         """Have the engines leave their GPUs; see ``EnginePool.sleep``."""

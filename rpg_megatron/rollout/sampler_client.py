@@ -99,9 +99,9 @@ class SamplerClient:
         """Sample and score the next prompts; ``version`` is that of the weights the engines serve."""
         return self._ask("rollout", step=step, version=version)
 
-    def sync(self, manifest: Manifest, generation: int, *, again: bool = False) -> SyncResult:
+    def sync(self, manifest: Manifest, version: int, *, again: bool = False) -> SyncResult:
         """Bring the published weights into the engines; ``again``: into those that do not serve them yet."""
-        return self._ask("sync", manifest=manifest, generation=generation, again=again)
+        return self._ask("sync", manifest=manifest, version=version, again=again)
 
     def sleep(self, level: int) -> None:
         """Have the engines leave their GPUs: 1, until ``wake``; 2, weights too, until the next ``sync``."""

@@ -32,16 +32,16 @@ def publish(folder: Path) -> None:
     params = policy.served.tensors
     publisher = CudaIpcPublisher(bridge, place, params, layout_for(shape), torch.bfloat16)
     command = [sys.executable, "-m", "tests.gpu.ipc_worker", str(folder), "read"]
-    for generation in (1, 2):
+    for version in (1, 2):
         with torch.no_grad():
             for p in params.values():
                 p.normal_()
-        manifest = publisher.publish(generation)
+        manifest = publisher.publish(version)
         assert manifest is not None
-        told = json.dumps([manifest.place, generation, {n: t.checksum for n, t in manifest.tensors.items()}])
+        told = json.dumps([manifest.place, version, {n: t.checksum for n, t in manifest.tensors.items()}])
         subprocess.run([*command, told], check=True, env=os.environ)
         wanted = {name: p.detach().cpu() for name, p in params.items()}
-        save_file(wanted, folder / f"wanted_{generation}.safetensors")
+        save_file(wanted, folder / f"wanted_{version}.safetensors")
         publisher.retract()
     publisher.close()
     (folder / "result.json").write_text("true")
@@ -50,16 +50,14 @@ def publish(folder: Path) -> None:
 def read(folder: Path, told: str) -> None:
     from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 
-    place, generation, sums = json.loads(told)
+    place, version, sums = json.loads(told)
     reader = ShardReader(folder / "bridge")
-    manifest = reader.open(place, generation)
+    manifest = reader.open(place, version)
     wanted = [(name, Box.whole(tensor.shape)) for name, tensor in manifest.tensors.items()]
     found = reader.check(wanted)
     assert {name: total for name, (total, _) in found.items()} == sums
     reader.begin()
-    save_file(
-        {name: reader.whole(name).cpu() for name, _ in wanted}, folder / f"read_{generation}.safetensors"
-    )
+    save_file({name: reader.whole(name).cpu() for name, _ in wanted}, folder / f"read_{version}.safetensors")
     reader.end()
     reader.close()
 

@@ -1,7 +1,7 @@
 """Weights in the trainer's GPU memory, read by another process through CUDA IPC: the same bits and sums.
 
 Why: nothing is copied to publish, so a wrong offset into a shared piece of memory would serve other weights.
-Proved for two generations in one process's life, with the checksums of both sides. Not covered: vLLM.
+Proved for two versions in one process's life, with the checksums of both sides. Not covered: vLLM.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.gpu.processes import run_alone
 def test_another_process_reads_what_was_published(tmp_path: Path) -> None:
     assert run_alone("ipc_worker", tmp_path) is True
     layout = layout_for(SHAPES["tiny"])
-    for generation in (1, 2):
-        params = load_file(tmp_path / f"wanted_{generation}.safetensors")
-        read = load_file(tmp_path / f"read_{generation}.safetensors")
+    for version in (1, 2):
+        params = load_file(tmp_path / f"wanted_{version}.safetensors")
+        read = load_file(tmp_path / f"read_{version}.safetensors")
         assert set(read) == set(layout.hf_tensors())
         for name, param in params.items():
             for piece in layout.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1):
                 got, wanted = read[piece.hf_name][piece.hf.slices()], param[piece.local.slices()]
-                assert torch.equal(got, wanted), (generation, piece.hf_name)
+                assert torch.equal(got, wanted), (version, piece.hf_name)

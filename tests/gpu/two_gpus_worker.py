@@ -93,17 +93,17 @@ def parameters(place: RankCoordinates, device: torch.device) -> dict[str, torch.
 
 
 def publish(publisher: Any, folder: Path, readers: list[tuple[str, str]]) -> list[Any]:
-    """Two generations, as ``training/weight_sync`` publishes them: rank 0 lets engines read, the others wait.
+    """Two versions, as ``training/weight_sync`` publishes them: rank 0 lets engines read, the others wait.
 
-    readers: what reads, each by its device and node. Returns what each of them found, in both generations.
+    readers: what reads, each by its device and node. Returns what each of them found, in both versions.
     """
     found: list[Any] = []
-    for generation in (1, 2):
-        manifest = publisher.publish(generation)
+    for version in (1, 2):
+        manifest = publisher.publish(version)
         if manifest is not None:
             sums = {name: t.checksum for name, t in manifest.tensors.items()}
             for device, node in readers:
-                told = json.dumps([manifest.transport, manifest.place, generation, node])
+                told = json.dumps([manifest.transport, manifest.place, version, node])
                 command = [sys.executable, __file__, str(folder), "read", device, told]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=READER_SECONDS)
                 assert done.returncode == 0, done.stderr[-3000:]
@@ -118,7 +118,7 @@ def publish(publisher: Any, folder: Path, readers: list[tuple[str, str]]) -> lis
 
 def read(folder: Path, device: torch.device, told: str) -> None:
     """Read a whole publication; prints each tensor's sum, and which rank gave each source rank's part."""
-    transport, place, generation, node = json.loads(told)
+    transport, place, version, node = json.loads(told)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     reader: Any = (
@@ -126,7 +126,7 @@ def read(folder: Path, device: torch.device, told: str) -> None:
         if transport == "cuda_ipc"
         else GroupReader(device, node=node)
     )
-    wanted = [(n, Box.whole(t.shape)) for n, t in reader.open(place, generation).tensors.items()]
+    wanted = [(n, Box.whole(t.shape)) for n, t in reader.open(place, version).tensors.items()]
     summed = reader.check(wanted)
     reader.begin()
     for name, _ in wanted:

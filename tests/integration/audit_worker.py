@@ -141,7 +141,7 @@ def main() -> None:
     given = auditing.choose_tokens(settings, request)[:3]
     true = run_dir / "weights"
     run.write_checkpoint(true)
-    others = {"generation 0": StoredWeights(faults / "earlier")}
+    others = {"version 0": StoredWeights(faults / "earlier")}
     results = {}
     cases = json.loads((run_dir / "cases.json").read_text())
     for version, case in enumerate(cases):

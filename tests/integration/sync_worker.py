@@ -45,10 +45,10 @@ class Engines:
     def start(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    async def sync(self, manifest: Any, generation: int) -> list[SyncReport]:
+    async def sync(self, manifest: Any, version: int) -> list[SyncReport]:
         return await asyncio.gather(
             *[
-                sync_engine(c.post, manifest, generation=generation, engine_tensor=t, timeout=900)
+                sync_engine(c.post, manifest, version=version, engine_tensor=t, timeout=900)
                 for c, t in zip(self.clients, self.tensor, strict=True)
             ]
         )
@@ -135,13 +135,13 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
         for kind in ("shared_memory", "process_group")
     }
     out: dict[str, Any] = {"mismatch": [], "switched": [], "bytes": [], "checked": []}
-    generation = case["generation"]
+    version = case["version"]
 
     def bring(kind: str, asked: Any = None) -> None:
-        nonlocal generation
-        generation += 1
-        with published(publishers[kind], generation) as manifest:
-            reports = engines.start(engines.sync(manifest, generation)).result() if manifest else []
+        nonlocal version
+        version += 1
+        with published(publishers[kind], version) as manifest:
+            reports = engines.start(engines.sync(manifest, version)).result() if manifest else []
             dist.barrier()
         out["bytes"].append([sum(r.bytes_per_worker) for r in reports])
         out["checked"].append([sum(r.bytes_checked) for r in reports])
@@ -190,7 +190,7 @@ def main() -> None:
     results = {}
     for name, parallel in case["layouts"].items():
         results[name] = measure(case, parallel, device, engines)
-        case["generation"] += 1000
+        case["version"] += 1000
         dist.barrier()
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(results))

@@ -283,7 +283,7 @@ def test_a_wrong_temperature(reports: dict[str, dict]) -> None:
 def check_stale(report: dict) -> None:
     found = only_finding(report)
     assert (found["kind"], found["side"], found["layers"]) == ("layer", "engine", [2])
-    assert "layer 2 of the engine is stale: it holds the weights of generation 0" in found["text"]
+    assert "layer 2 of the engine is stale: it holds the weights of version 0" in found["text"]
     assert "model.layers.2.mlp.down_proj.weight" in found["parameters"]
 
 

@@ -148,7 +148,7 @@ def check_matrix(
                 "perturbations": perturbations,
                 # The noise adds up, and rounding grows with the weights.
                 "noise": 0.05 if perturbations == 1 else 0.02,
-                "generation": 100_000 * world,
+                "version": 100_000 * world,
                 "long_response": 500,
                 "head_start": 0.7,
             }

@@ -267,18 +267,18 @@ class Engine:
         found = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
         return torch.tensor([x[str(t)]["logprob"] for t, x in zip(PROMPT[1:], found, strict=True)])
 
-    def generations(self):
-        return [r["generation"] for r in self.rpc("rpg_generation")]
+    def versions(self):
+        return [r["version"] for r in self.rpc("rpg_version")]
 
     def rpc(self, method):
         status, text = self.call("POST", "/collective_rpc", {"method": method})
         assert status == 200, text
         return json.loads(text)["results"]
 
-    def sync(self, generation, manifest=None):
+    def sync(self, version, manifest=None):
         manifest = manifest or read_manifest(self.bridge / "manifest.json")
         return asyncio.run(
-            sync_engine(self.post, manifest, generation=generation, engine_tensor=self.tensor, timeout=60)
+            sync_engine(self.post, manifest, version=version, engine_tensor=self.tensor, timeout=60)
         )
 
 
@@ -296,12 +296,12 @@ def _trainer_rank(rank, model, bridge, commands, answers):
         ),
     }
     while (command := commands[rank].get()) is not None:
-        seed, generation, transport = command
+        seed, version, transport = command
         for publisher in publishers.values():
             publisher.retract()
         for name, value in stage_values(layout, place, 1, state_dict(model, seed)).items():
             params[name].copy_(value)
-        answers.put((rank, publishers[transport].publish(generation)))
+        answers.put((rank, publishers[transport].publish(version)))
     for publisher in publishers.values():
         publisher.close()
     dist.destroy_process_group()
@@ -318,9 +318,9 @@ class Trainers:
         for p in self.processes:
             p.start()
 
-    def publish(self, seed, generation, transport="shared_memory"):
+    def publish(self, seed, version, transport="shared_memory"):
         for q in self.commands:
-            q.put((seed, generation, transport))
+            q.put((seed, version, transport))
         answers = dict(self.answers.get(timeout=120) for _ in range(2))
         return answers[0]
 
@@ -376,19 +376,19 @@ def test_dummy_weights_become_the_trainers_and_change_again(rig):
 
 def check_two_syncs(rig, mode):
     assert rig.error(1) > 0.1
-    assert rig.engine.generations() == [None] * rig.engine.tensor
-    rig.trainers.publish(seed=1, generation=1)
+    assert rig.engine.versions() == [None] * rig.engine.tensor
+    rig.trainers.publish(seed=1, version=1)
     report = rig.engine.sync(1)
     assert rig.error(1) < TOLERANCE
     assert report.mode == mode
     print(f"\nfirst sync {report.seconds} {report.workers}")
-    for generation in (2, 3):
-        rig.trainers.publish(seed=generation, generation=generation)
-        report = rig.engine.sync(generation)
+    for version in (2, 3):
+        rig.trainers.publish(seed=version, version=version)
+        report = rig.engine.sync(version)
         print(f"sync {report.seconds} bytes {report.bytes_per_worker}")
-        assert rig.error(generation) < TOLERANCE
+        assert rig.error(version) < TOLERANCE
         assert rig.error(1) > 0.01
-    assert rig.engine.generations() == [3] * rig.engine.tensor
+    assert rig.engine.versions() == [3] * rig.engine.tensor
     total = sum(w.nbytes for w in state_dict(rig.model, 0).values())
     norms = sum(w.nbytes for n, w in state_dict(rig.model, 0).items() if "norm" in n)
     workers = rig.engine.tensor
@@ -397,9 +397,9 @@ def check_two_syncs(rig, mode):
 
 
 def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
-    rig.trainers.publish(seed=4, generation=10)
+    rig.trainers.publish(seed=4, version=10)
     rig.engine.sync(10)
-    rig.trainers.publish(seed=5, generation=11)
+    rig.trainers.publish(seed=5, version=11)
     name = "model.layers.1.mlp.down_proj.weight"
     manifest = read_manifest(rig.engine.bridge / "manifest.json")
     box = manifest.tensors[name].boxes[1]
@@ -411,16 +411,16 @@ def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
     with pytest.raises(CheckFailed, match=rf"{name}: .*shard-00001\.bin of trainer rank 1"):
         rig.engine.sync(11)
     assert rig.error(4) < TOLERANCE
-    assert rig.engine.generations() == [10] * rig.engine.tensor
-    rig.trainers.publish(seed=5, generation=12)
+    assert rig.engine.versions() == [10] * rig.engine.tensor
+    rig.trainers.publish(seed=5, version=12)
     rig.engine.sync(12)
     assert rig.error(5) < TOLERANCE
 
 
-def test_stale_generations_and_foreign_folders_are_refused(rig, tmp_path):
-    rig.trainers.publish(seed=6, generation=20)
+def test_stale_versions_and_foreign_folders_are_refused(rig, tmp_path):
+    rig.trainers.publish(seed=6, version=20)
     rig.engine.sync(20)
-    with pytest.raises(CheckFailed, match="holds generation 20, asked for 21"):
+    with pytest.raises(CheckFailed, match="holds version 20, asked for 21"):
         rig.engine.sync(21)
     shutil.copytree(rig.engine.bridge, tmp_path / "copy")
     manifest = read_manifest(tmp_path / "copy" / "manifest.json")
@@ -430,9 +430,9 @@ def test_stale_generations_and_foreign_folders_are_refused(rig, tmp_path):
 
 
 def test_another_model_is_refused_by_the_check(rig):
-    rig.trainers.publish(seed=6, generation=25)
+    rig.trainers.publish(seed=6, version=25)
     rig.engine.sync(25)
-    rig.trainers.publish(seed=7, generation=26)
+    rig.trainers.publish(seed=7, version=26)
     file = rig.engine.bridge / "manifest.json"
     for change, says in (
         (lambda t: t.pop("model.norm.weight"), r"nothing published feeds model\.norm"),
@@ -453,11 +453,11 @@ def test_another_model_is_refused_by_the_check(rig):
 
 
 def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovered_from(rig):
-    rig.trainers.publish(seed=7, generation=30)
+    rig.trainers.publish(seed=7, version=30)
     rig.engine.sync(30)
-    rig.trainers.publish(seed=8, generation=31)
+    rig.trainers.publish(seed=8, version=31)
     place = read_manifest(rig.engine.bridge / "manifest.json").place
-    info = {"transport": "shared_memory", "place": place, "generation": 31, "session": "by-hand"}
+    info = {"transport": "shared_memory", "place": place, "version": 31, "session": "by-hand"}
     for path in ("/pause?mode=keep", "/start_weight_update"):
         assert rig.engine.call("POST", path)[0] == 200
     for change, says in (
@@ -472,7 +472,7 @@ def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovere
     # The controller ends here, with the session open and the engine paused; the next one finds it so.
     report = rig.engine.sync(31)
     assert rig.error(8) < TOLERANCE
-    assert report.generation == 31
+    assert report.version == 31
 
 
 def test_two_hundred_syncs_leave_nothing_behind(rig):
@@ -527,17 +527,17 @@ def test_every_route_asks_for_the_token(rig):
 
 def test_a_failing_apply_is_not_resumed(rig):
     """Last: it leaves the engine to be restarted. The shards vanish from under the check's verdict."""
-    rig.trainers.publish(seed=9, generation=40)
+    rig.trainers.publish(seed=9, version=40)
 
     async def post(path, body, timeout):
         if body and body.get("update_info", {}).get("phase") == "apply":
             with (rig.engine.bridge / "shard-00001.bin").open("r+b") as f:
-                f.write(b"\xff" * 8)  # the trainer began to write the next generation too early
+                f.write(b"\xff" * 8)  # the trainer began to write the next version too early
         return await rig.engine.post(path, body, timeout)
 
     manifest = read_manifest(rig.engine.bridge / "manifest.json")
     with pytest.raises(ApplyFailed, match=r"shard-00001\.bin \(trainer rank 1\) is not to be read now"):
-        asyncio.run(sync_engine(post, manifest, generation=40, engine_tensor=rig.engine.tensor, timeout=60))
+        asyncio.run(sync_engine(post, manifest, version=40, engine_tensor=rig.engine.tensor, timeout=60))
     assert json.loads(rig.engine.call("GET", "/is_paused")[1])["is_paused"] is True
 
 
@@ -598,13 +598,13 @@ def test_a_module_that_shares_the_embedding_is_repacked_too():
         place = RankCoordinates(0, 1, 0, 0, 0, 0, 1)
         publisher = SharedMemoryPublisher(engine.bridge, place, params, AsStored(params), torch.float32)
         engine.wait()
-        for generation in (1, 2):
-            for name, value in state_dict(work / "model", generation).items():
+        for version in (1, 2):
+            for name, value in state_dict(work / "model", version).items():
                 params[name].copy_(value)
-            publisher.publish(generation)
-            engine.sync(generation)
+            publisher.publish(version)
+            engine.sync(version)
             error = (engine.logprobs() - hf_logprobs(work / "model", params)).abs().max().item()
-            assert error < TOLERANCE, generation
+            assert error < TOLERANCE, version
         publisher.close()
     finally:
         if engine:

@@ -85,7 +85,7 @@ class Run(Command):
     def published(self) -> int:
         """Version that was published last, by the manifest."""
         try:
-            return int(json.loads((self.bridge / MANIFEST).read_text())["generation"])
+            return int(json.loads((self.bridge / MANIFEST).read_text())["version"])
         except OSError:
             return -1
 
@@ -319,7 +319,7 @@ def test_a_damaged_copy_is_published_again_and_a_dead_rank_ends_the_run(start: C
     os.kill(one.sampler(), signal.SIGCONT)
     one.wait_for_sync(2)
     said = (one.run / "logs" / "rank_0.log").read_text()
-    assert "publishing again: engine 0: generation 1 refused" in said
+    assert "publishing again: engine 0: version 1 refused" in said
     assert "damaged: shard-00001.bin of trainer rank 1" in said
     check_dead_rank_in_a_sync(one)
 
@@ -359,7 +359,7 @@ def test_damaged_parameters_end_the_run(start: Callable[..., Run]) -> None:
     assert code == 2
     assert err.startswith("error: weights of version 1 changed after they were published first: ")
     assert "shard-00000.bin of trainer rank 0" in err
-    assert "engine 0: generation 1 refused" in err
+    assert "engine 0: version 1 refused" in err
     one.assert_nothing_left()
 
 

@@ -252,7 +252,7 @@ def test_sampler_process(
             process.send_signal(signal.SIGINT)
             assert sampler.state() != before
             with published(folder / "bridge", other) as manifest:
-                reports = sampler.sync(manifest, generation=7).reports
+                reports = sampler.sync(manifest, version=7).reports
             moved = sampler.rollout(step=2, version=7)
         with pytest.raises(RuntimeError, match="refuses our token"):
             SamplerClient(folder / SOCKET, "wrong")
@@ -277,7 +277,7 @@ def test_sampler_process(
 
     check(batch.trajectories, checkpoint)
     check(moved.trajectories, other)
-    assert [r.generation for r in reports] == [7]
+    assert [r.version for r in reports] == [7]
     assert set(moved.trajectories[0].versions.tolist()) == {7}
     for t, u in zip(batch.trajectories, again.trajectories, strict=True):
         assert t.response.tolist() == u.response.tolist()

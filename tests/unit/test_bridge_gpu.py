@@ -133,14 +133,14 @@ class Node:
             lambda rank: CudaIpcPublisher(folder, places[rank], self.params[rank], LAYOUT, torch.float32)
         )
 
-    def publish(self, generation: int) -> Manifest:
-        return self._all(lambda rank: self.publishers[rank].publish(generation))[0]
+    def publish(self, version: int) -> Manifest:
+        return self._all(lambda rank: self.publishers[rank].publish(version))[0]
 
     def worker(self, gpu: str, manifest: Manifest) -> tuple[set[int], dict[str, Any]]:
         """The ranks whose memory a worker on a GPU opens, and its answer to a check."""
         self.opened.clear()
         found = ShardReader(self.folder, gpu)
-        found.open(manifest.place, manifest.generation)
+        found.open(manifest.place, manifest.version)
         ack = {"rank": 0, "sums": found.check(WANTED)}
         assert found.manifest is not None
         ack["givers"] = {str(source): rank for source, rank in found.givers.items()}

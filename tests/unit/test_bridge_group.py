@@ -41,10 +41,10 @@ def _rank(rank, folder, commands, answers, bucket_bytes, dtype):
             publisher.retract()
             answers.put(rank)
             continue
-        seed, generation = command
+        seed, version = command
         for name, value in stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT, seed=seed)).items():
             params[name].copy_(value)
-        manifest = publisher.publish(generation)
+        manifest = publisher.publish(version)
         answers.put(manifest or rank)
     publisher.close()
     os._exit(0)
@@ -66,8 +66,8 @@ class Trainers:
             q.put(command)
         return [self.answers.get(timeout=120) for _ in range(2)]
 
-    def publish(self, seed, generation) -> Manifest:
-        return next(a for a in self.tell((seed, generation)) if isinstance(a, Manifest))
+    def publish(self, seed, version) -> Manifest:
+        return next(a for a in self.tell((seed, version)) if isinstance(a, Manifest))
 
     def stop(self):
         for q in self.commands:
@@ -105,7 +105,7 @@ def halves(rank):
 
 def read(reader, manifest, wanted):
     """One sync of one worker: the boxes it asked for, and what it summed."""
-    reader.open(manifest.place, manifest.generation)
+    reader.open(manifest.place, manifest.version)
     assert reader.check(wanted) == {}
     reader.begin()
     got = {}
@@ -120,9 +120,9 @@ def read(reader, manifest, wanted):
 def test_workers_get_their_slices_again_and_again(trainers, bucket_bytes, dtype):
     t = trainers(bucket_bytes=bucket_bytes, dtype=dtype)
     readers = [GroupReader(torch.device("cpu")) for _ in range(2)]
-    for generation in range(3):
-        manifest = t.publish(generation + 5, generation)
-        sd = random_state_dict(LAYOUT, seed=generation + 5)
+    for version in range(3):
+        manifest = t.publish(version + 5, version)
+        sd = random_state_dict(LAYOUT, seed=version + 5)
         total = dict.fromkeys(sd, 0)
         moved = 0
         for rank, reader in enumerate(readers):
@@ -174,7 +174,7 @@ def test_what_is_stale_or_elsewhere_is_refused(trainers):
     t = trainers()
     reader = GroupReader(torch.device("cpu"))
     manifest = t.publish(1, 4)
-    with pytest.raises(ShardError, match="serve generation 4, asked for 5"):
+    with pytest.raises(ShardError, match="serve version 4, asked for 5"):
         reader.open(manifest.place, 5)
     with pytest.raises(ShardError, match="published nothing"):
         reader.open(manifest.place | {"secret": "guessed"}, 4)

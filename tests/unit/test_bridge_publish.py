@@ -69,8 +69,8 @@ def test_publishing_again_reuses_the_file_and_the_readers_map(folder):
     with torch.no_grad():
         params["decoder.final_layernorm.weight"].add_(1)
     manifest = pub.publish(2)
-    with pytest.raises(ShardError, match="holds generation 2, asked for 1"):
-        reader.check_generation()
+    with pytest.raises(ShardError, match="holds version 2, asked for 1"):
+        reader.check_version()
     reader.open(manifest.place, 2)
     assert reader._files[0] is before
     assert torch.equal(reader.whole("model.norm.weight"), (sd["model.norm.weight"] + 1).bfloat16())
@@ -86,7 +86,7 @@ def test_reader_refuses_what_is_stale_foreign_or_misplaced(folder, tmp_path):
     manifest = pub.publish(1)
     shard = folder / manifest.shards[0].file
     reader = ShardReader(folder)
-    with pytest.raises(ShardError, match="holds generation 1, asked for 2"):
+    with pytest.raises(ShardError, match="holds version 1, asked for 2"):
         reader.open(manifest.place, 2)
     pub._word.fill_(-1)
     with pytest.raises(ShardError, match=r"shard-00000\.bin \(trainer rank 0\) is not to be read now"):
@@ -105,7 +105,7 @@ def test_reader_refuses_what_is_stale_foreign_or_misplaced(folder, tmp_path):
     (folder / "other.json").write_text(json.dumps({**raw, "shards": [{**raw["shards"][0], "file": "../x"}]}))
     with pytest.raises(ShardError, match="impossible file"):
         reader.open({"manifest": str(folder / "other.json")}, 1)
-    (folder / "other.json").write_text('{"generation": 1}')
+    (folder / "other.json").write_text('{"version": 1}')
     with pytest.raises(ShardError, match="not a manifest"):
         reader.open({"manifest": str(folder / "other.json")}, 1)
     os.truncate(shard, manifest.shards[0].size - 64)

@@ -42,7 +42,7 @@ class StandInEngine:
             for rank in range(2):
                 self.work(rank, body["update_info"])
         if self.calls[-1] == "rpg_abort":
-            results = [{"rank": r, "generation": 3, "unsettled": self.unsettled} for r in range(2)]
+            results = [{"rank": r, "version": 3, "unsettled": self.unsettled} for r in range(2)]
             return 200, json.dumps({"results": results})
         if self.calls[-1] == "rpg_ack":
             return 200, json.dumps({"results": list(self.acks.values())})
@@ -56,7 +56,7 @@ class StandInEngine:
         elif info["phase"] == "check":
             reader = ShardReader(self.folder)
             try:
-                manifest = reader.open(info["place"], info["generation"])
+                manifest = reader.open(info["place"], info["version"])
                 ack["sums"] = {n: self.read(reader, n, t, rank) for n, t in manifest.tensors.items()}
             except ShardError as e:
                 ack.update(ok=False, error=str(e))
@@ -88,9 +88,9 @@ def published(tmp_path):
     return pub, pub.publish(4)
 
 
-def sync(engine, manifest, generation=4, **options):
+def sync(engine, manifest, version=4, **options):
     return asyncio.run(
-        sync_engine(engine.post, manifest, generation=generation, engine_tensor=2, timeout=5, **options)
+        sync_engine(engine.post, manifest, version=version, engine_tensor=2, timeout=5, **options)
     )
 
 
@@ -110,7 +110,7 @@ def test_a_sync_makes_these_calls_in_this_order(published):
         "/reset_prefix_cache?reset_running_requests=true",
         "/resume",
     ]
-    assert report.generation == 4
+    assert report.version == 4
     assert report.mode == "slices"
     assert list(report.seconds) == ["pause", "start", "check", "apply", "finish", "resume"]
 
@@ -173,8 +173,8 @@ def test_a_flipped_bit_names_tensor_worker_and_file(published):
 def test_a_stale_or_half_written_publication_is_refused(published):
     pub, manifest = published
     engine = StandInEngine(Path(manifest.place["manifest"]).parent)
-    with pytest.raises(CheckFailed, match="holds generation 4, asked for 5"):
-        sync(engine, manifest, generation=5)
+    with pytest.raises(CheckFailed, match="holds version 4, asked for 5"):
+        sync(engine, manifest, version=5)
     pub._word.fill_(-1)
     with pytest.raises(CheckFailed, match="is not to be read now"):
         sync(engine, manifest)
@@ -208,7 +208,7 @@ def test_an_engine_that_does_not_answer_is_lost(published):
         raise ConnectionRefusedError("no such socket")
 
     with pytest.raises(EngineLost, match="ConnectionRefusedError no such socket"):
-        asyncio.run(sync_engine(post, manifest, generation=4, engine_tensor=1, timeout=1))
+        asyncio.run(sync_engine(post, manifest, version=4, engine_tensor=1, timeout=1))
 
 
 def test_tensors_read_k_times_must_sum_to_k_times_the_checksum(published):

@@ -113,7 +113,7 @@ class Streams:
 
 
 def test_each_link_sends_on_a_stream_of_its_own(alone, monkeypatch):
-    """Two workers, two generations: no message on the default stream, none before the weights are there."""
+    """Two workers, two versions: no message on the default stream, none before the weights are there."""
     (place,) = grid(SHAPE, 1, 1, vocab_multiple=16)
     params = stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT))
     publisher = GroupPublisher(
@@ -123,10 +123,10 @@ def test_each_link_sends_on_a_stream_of_its_own(alone, monkeypatch):
     publisher._device = torch.device("cuda", 0)  # where it would be; the parameters stay here
     readers = [GroupReader(torch.device("cpu")) for _ in range(2)]
     wanted = [(name, Box.whole(shape)) for name, shape in LAYOUT.hf_tensors().items()]
-    for generation in range(2):
-        manifest = publisher.publish(generation)
+    for version in range(2):
+        manifest = publisher.publish(version)
         for reader in readers:
-            reader.open(manifest.place, generation)
+            reader.open(manifest.place, version)
             assert reader.check(wanted) == {}
             reader.begin()
             for name, box in wanted:

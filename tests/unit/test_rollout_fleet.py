@@ -77,7 +77,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def sync_engine(post: Any, manifest: Manifest, *, generation: int, **_: Any) -> SyncReport:
+    async def sync_engine(post: Any, manifest: Manifest, *, version: int, **_: Any) -> SyncReport:
         engine = post.__self__
         await asyncio.sleep(0.01)
         if not engine.up:
@@ -85,8 +85,8 @@ def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
         if engine.sync_error is not None:
             error, engine.sync_error = engine.sync_error, None
             raise error
-        engine.weights = generation
-        return SyncReport(generation)
+        engine.weights = version
+        return SyncReport(version)
 
     monkeypatch.setattr(fleet_module, "sync_engine", sync_engine)
     monkeypatch.setattr(fleet_module, "_POLL_SECONDS", 0.01)
@@ -238,11 +238,11 @@ def test_engines_that_do_not_take_weights(tmp_path: Path) -> None:
     async def scene() -> None:
         fleet, engines = build(tmp_path, 3)
         await fleet.sync(NOTHING, 5, again=False)
-        engines[0].sync_error = CheckFailed("generation 6 refused: norm.weight")
-        engines[1].sync_error = ApplyFailed("generation 6: out of memory; restart the engine")
+        engines[0].sync_error = CheckFailed("version 6 refused: norm.weight")
+        engines[1].sync_error = ApplyFailed("version 6: out of memory; restart the engine")
         result = await fleet.sync(NOTHING, 6, again=False)
-        assert result.refused == ["engine 0: generation 6 refused: norm.weight"]
-        assert [r.generation for r in result.reports] == [6]
+        assert result.refused == ["engine 0: version 6 refused: norm.weight"]
+        assert [r.version for r in result.reports] == [6]
         assert [r.version for r in fleet.replicas] == [5, None, 6]
         assert "out of memory" in (take_request(tmp_path, 1, 0) or "")
         assert await sample(fleet) == expected(6)  # by the one that is left

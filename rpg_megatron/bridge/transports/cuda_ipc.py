@@ -66,7 +66,7 @@ class CudaIpcPublisher:
         run_together(self._check_types)
 
     @torch.no_grad()
-    def publish(self, generation: int) -> Manifest | None:
+    def publish(self, version: int) -> Manifest | None:
         """Let engines read the present weights; returns the manifest on rank 0, else None.
 
         Every replica can be read; checksums are those of the node's first one, so what an engine reads of
@@ -101,7 +101,7 @@ class CudaIpcPublisher:
             transport="cuda_ipc",
             # On several nodes each engine looks into its own folder.
             place={"manifest": str(path) if self._agreement.alone else MANIFEST},
-            generation=generation,
+            version=version,
         )
         write_private(path, manifest.to_json())
         return manifest if self.placement.rank == 0 else None

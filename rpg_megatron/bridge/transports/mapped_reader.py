@@ -30,7 +30,7 @@ Sums = dict[str, tuple[int, int]]
 
 
 class ShardError(Exception):
-    """A publication cannot be read: wrong generation, owner or place, or files that do not fit it."""
+    """A publication cannot be read: wrong version, owner or place, or files that do not fit it."""
 
 
 class Reader(Protocol):
@@ -46,8 +46,8 @@ class Reader(Protocol):
         """
         ...
 
-    def open(self, place: dict[str, Any], generation: int) -> Manifest:
-        """Find a publication. Raises ShardError if it is not there or holds another generation."""
+    def open(self, place: dict[str, Any], version: int) -> Manifest:
+        """Find a publication. Raises ShardError if it is not there or holds another version."""
         ...
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
@@ -73,7 +73,7 @@ class Reader(Protocol):
         ...
 
     def end(self) -> Sums:
-        """Confirm that what was read since ``begin`` is the generation; returns what was summed only now.
+        """Confirm that what was read since ``begin`` is the version; returns what was summed only now.
 
         Raises ShardError.
         """
@@ -140,8 +140,8 @@ class ShardReader:
         self._opened_gpu: dict[Copy, torch.Tensor] = {}
         self.givers: dict[int, int] = {}
 
-    def open(self, place: dict[str, Any], generation: int) -> Manifest:
-        """Map the files of a manifest, after checking place, owner and generation.
+    def open(self, place: dict[str, Any], version: int) -> Manifest:
+        """Map the files of a manifest, after checking place, owner and version.
 
         Raises ShardError with the reason; views of an earlier publication stay valid.
         """
@@ -154,8 +154,8 @@ class ShardReader:
             manifest = parse_manifest(real.read_text(encoding="utf-8"), place)
         except (OSError, ValueError) as e:
             raise ShardError(f"{path}: cannot be read as a manifest: {e}") from None
-        if manifest.generation != generation:
-            raise ShardError(f"{path}: holds generation {manifest.generation}, asked for {generation}")
+        if manifest.version != version:
+            raise ShardError(f"{path}: holds version {manifest.version}, asked for {version}")
         if manifest.transport == "cuda_ipc":
             try:
                 copies = choose_copies(manifest.shards, self._gpu)
@@ -171,11 +171,11 @@ class ShardReader:
         for name, tensor in manifest.tensors.items():
             check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
         self.manifest = manifest
-        self.check_generation()
+        self.check_version()
         return manifest
 
-    def check_generation(self) -> None:
-        """Raise ShardError unless all still is the manifest's generation: before and after reading."""
+    def check_version(self) -> None:
+        """Raise ShardError unless all still is the manifest's version: before and after reading."""
         manifest = self._opened()
         if manifest.transport == "cuda_ipc":
             # On a GPU there is no word that the trainer's CPU could set: it removes the manifest.
@@ -184,14 +184,14 @@ class ShardReader:
             except OSError:
                 unchanged = False
             if not unchanged:
-                raise ShardError(f"generation {manifest.generation} is not to be read now")
+                raise ShardError(f"version {manifest.version} is not to be read now")
             return
         for info, memory in zip(manifest.shards, self._files, strict=True):
             word = int(memory[:8].view(torch.int64))
-            if word != manifest.generation:
-                state = "is not to be read now" if word < 0 else f"holds generation {word}"
+            if word != manifest.version:
+                state = "is not to be read now" if word < 0 else f"holds version {word}"
                 raise ShardError(
-                    f"{info.file} (trainer rank {info.rank}) {state}, asked for {manifest.generation}"
+                    f"{info.file} (trainer rank {info.rank}) {state}, asked for {manifest.version}"
                 )
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
@@ -202,16 +202,16 @@ class ShardReader:
         for (name, part, _), number in zip(parts, found, strict=True):
             total, nbytes = sums[name]
             sums[name] = (total + number) % MODULUS, nbytes + part.nbytes
-        self.check_generation()
+        self.check_version()
         return sums
 
     def begin(self) -> None:
         """Make sure that it still is what was checked."""
-        self.check_generation()
+        self.check_version()
 
     def end(self) -> Sums:
         """Make sure that it was so to the end; all was summed before."""
-        self.check_generation()
+        self.check_version()
         return {}
 
     def release(self) -> None:

@@ -29,9 +29,9 @@ logger = logging.getLogger("rpg_megatron.bridge")
 _POLL_SECONDS = 0.005
 
 
-def inbox(generation: int, rank: int) -> str:
+def inbox(version: int, rank: int) -> str:
     """Queue in which workers leave their requests to a trainer rank."""
-    return f"requests/{generation}/{rank}"
+    return f"requests/{version}/{rank}"
 
 
 class GroupPublisher:
@@ -104,16 +104,16 @@ class GroupPublisher:
         return next((s.size for s in self._shards if s.rank == self._source), 0)
 
     @torch.no_grad()
-    def publish(self, generation: int) -> Manifest | None:
+    def publish(self, version: int) -> Manifest | None:
         """Serve the present weights; returns the manifest on rank 0, else None.
 
         The weights must not change before ``retract``. A failure on one rank is raised on all.
         """
-        if generation < 0:
-            raise ValueError(f"generation {generation}: must not be negative")
+        if version < 0:
+            raise ValueError(f"version {version}: must not be negative")
         self.retract()
-        while self._meeting.take(inbox(generation, self.placement.rank)):
-            pass  # of a worker whose controller gave up when this generation was published before
+        while self._meeting.take(inbox(version, self.placement.rank)):
+            pass  # of a worker whose controller gave up when this version was published before
         sums = run_together(lambda: self._agreement.sum_boxes(self._params, self.dtype))
         gathered = gather_objects((self.placement.rank, sums))
         manifest = None
@@ -127,14 +127,14 @@ class GroupPublisher:
                 dict(gathered),
                 transport="process_group",
                 place=self._meeting.place,
-                generation=generation,
+                version=version,
             )
         run_together(lambda: self._meeting.store.set("manifest", manifest.to_json()) if manifest else None)
         if self._device.type == "cuda":
             self._published = torch.cuda.current_stream(self._device).record_event()
         if self.nbytes:
             self._stopping.clear()
-            self._start(self._listen, generation)
+            self._start(self._listen, version)
         return manifest
 
     def retract(self) -> None:
@@ -160,21 +160,21 @@ class GroupPublisher:
         thread.start()  # before it is in the list: ``retract`` may join it at once
         self._threads.append(thread)
 
-    def _listen(self, generation: int) -> None:
+    def _listen(self, version: int) -> None:
         """Take requests as they come, and answer each in a thread of its own."""
         try:
             meeting = self._meeting.again()
             while not self._stopping.is_set():
-                request = meeting.take(inbox(generation, self.placement.rank))
+                request = meeting.take(inbox(version, self.placement.rank))
                 if request is None:
                     self._stopping.wait(_POLL_SECONDS)
                 else:
-                    self._start(self._answer, request, generation)
+                    self._start(self._answer, request, version)
         except (OSError, RuntimeError) as e:
             logger.warning("rank %d serves no more: %s", self.placement.rank, e)
 
     @torch.no_grad()
-    def _answer(self, request: dict[str, Any], generation: int) -> None:
+    def _answer(self, request: dict[str, Any], version: int) -> None:
         """One request: ``hello`` makes a link and says what will come over it, ``stream`` sends it."""
         name = str(request["link"])
         try:
@@ -188,7 +188,7 @@ class GroupPublisher:
                 with sender.on_own_stream(self._published):
                     if request["buckets"] is not None:
                         sender.plan(self._find(request["buckets"]))
-                    sender.handshake(generation)
+                    sender.handshake(version)
             else:
                 sender = self._links[name]
                 with sender.on_own_stream(self._published):
@@ -245,11 +245,11 @@ class _Sender:
         size = largest([tuple(p for p, _, _ in b) for b in buckets])
         self._buffers = [self.link.buffer(size) for _ in range(min(2, len(buckets)))]
 
-    def handshake(self, generation: int) -> None:
-        """Tell the worker that this rank serves a generation, and how many bytes of it are for the worker."""
+    def handshake(self, version: int) -> None:
+        """Tell the worker that this rank serves a version, and how many bytes of it are for the worker."""
         total = sum(p.nbytes for bucket in self._buckets for p, _, _ in bucket)
         message = self.link.buffer(16)
-        message.view(torch.int64).copy_(torch.tensor([generation, total]))
+        message.view(torch.int64).copy_(torch.tensor([version, total]))
         self.link.finish(self.link.send(message))
 
     def stream(self, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Engine side of the live bridge where it shares no memory with the trainers: slices arrive as messages.
 
 *Check* connects to every trainer rank that holds something for this worker, tells it what, and hears which
-generation it serves; nothing is moved. *Apply* streams: a message is unpacked into the model while the next
+version it serves; nothing is moved. *Apply* streams: a message is unpacked into the model while the next
 is on its way, each slice is summed as it passes, and no byte comes twice. So weights that were damaged on the
 way are known only when they are in the model: the controller compares the sums before it lets the engine
 serve again.
@@ -48,7 +48,7 @@ class GroupReader:
         self._sums: Sums = {}
         self._most = 0
 
-    def open(self, place: dict[str, Any], generation: int) -> Manifest:
+    def open(self, place: dict[str, Any], version: int) -> Manifest:
         """Fetch the manifest from the trainers' store. Raises ShardError with the reason."""
         self.manifest = None
         if self._meeting is None or self._meeting.place != place:
@@ -66,8 +66,8 @@ class GroupReader:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
         except ValueError as e:
             raise ShardError(str(e)) from None
-        if manifest.generation != generation:
-            raise ShardError(f"the trainers serve generation {manifest.generation}, asked for {generation}")
+        if manifest.version != version:
+            raise ShardError(f"the trainers serve version {manifest.version}, asked for {version}")
         for name, tensor in manifest.tensors.items():
             check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
         self.manifest = manifest
@@ -91,7 +91,7 @@ class GroupReader:
             for shard, buckets in streams.items():
                 self._hail(shard, buckets)
             for shard in streams:
-                self._links[shard].expect_greeting(manifest.generation)
+                self._links[shard].expect_greeting(manifest.version)
         except BaseException as e:
             # Links that answered may be in the middle of something; the next check makes new ones.
             self._hang_up()
@@ -182,7 +182,7 @@ class GroupReader:
     def _ask(self, shard: int, request: dict[str, Any]) -> None:
         assert self._meeting is not None
         manifest = self._opened()
-        key = inbox(manifest.generation, self._nearest(manifest.shards[shard].rank, manifest.place))
+        key = inbox(manifest.version, self._nearest(manifest.shards[shard].rank, manifest.place))
         try:
             self._meeting.ask(key, request)
         except RuntimeError as e:
@@ -226,16 +226,14 @@ class _Receiver:
         size = largest(buckets)
         self._buffers = [self._link.buffer(size) for _ in range(min(2, len(buckets)))]
 
-    def expect_greeting(self, generation: int) -> None:
+    def expect_greeting(self, version: int) -> None:
         """Hear what the rank serves. Raises LinkError if that is not what the manifest says."""
         message = self._link.buffer(16)
         self._link.finish(self._link.receive(message))
         served, total = message.view(torch.int64).tolist()
         expected = sum(p.nbytes for b in self.buckets for p in b)
-        if (served, total) != (generation, expected):
-            raise LinkError(
-                f"it serves {total} bytes of generation {served}, expected {expected} of {generation}"
-            )
+        if (served, total) != (version, expected):
+            raise LinkError(f"it serves {total} bytes of version {served}, expected {expected} of {version}")
 
     def begin(self) -> None:
         """Be ready for the first message."""

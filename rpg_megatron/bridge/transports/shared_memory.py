@@ -49,7 +49,7 @@ def require_private_folder(folder: Path) -> Path:
 
 
 class SharedMemoryPublisher:
-    """Lets engines on this node read this rank's parameters, generation after generation.
+    """Lets engines on this node read this rank's parameters, version after version.
 
     Every rank constructs one and calls every method (collectives over the default process group). What
     several ranks of a node hold alike is published once, and those that give nothing hold no file. On several
@@ -93,19 +93,19 @@ class SharedMemoryPublisher:
         return next((f.size for f in self._files if f.rank == self.placement.rank), 0)
 
     @torch.no_grad()
-    def publish(self, generation: int) -> Manifest | None:
+    def publish(self, version: int) -> Manifest | None:
         """Let engines read the present weights; returns the manifest on rank 0, else None.
 
         On several nodes it is that of the first one. The weights must not change before ``retract``. Blocks
         until every rank is done. A failure on one rank is raised on all.
         """
-        if generation < 0:
-            raise ValueError(f"generation {generation}: must not be negative")
-        sums = run_together(lambda: self._fill(generation))
+        if version < 0:
+            raise ValueError(f"version {version}: must not be negative")
+        sums = run_together(lambda: self._fill(version))
         gathered = gather_objects((self.placement.rank, sums))
-        return run_together(lambda: self._write_manifest(generation, dict(gathered)))
+        return run_together(lambda: self._write_manifest(version, dict(gathered)))
 
-    def _write_manifest(self, generation: int, sums: dict[int, Sums]) -> Manifest | None:
+    def _write_manifest(self, version: int, sums: dict[int, Sums]) -> Manifest | None:
         if self.placement.rank != self._agreement.lead:
             return None
         path = self.folder / MANIFEST
@@ -120,7 +120,7 @@ class SharedMemoryPublisher:
             transport="shared_memory",
             # On several nodes each engine looks into its own folder.
             place={"manifest": str(path) if self._agreement.alone else MANIFEST},
-            generation=generation,
+            version=version,
         )
         write_private(path, manifest.to_json())
         return manifest if self.placement.rank == 0 else None
@@ -183,7 +183,7 @@ class SharedMemoryPublisher:
                     param.data = shard
                     self._adopted.add(name)
 
-    def _fill(self, generation: int) -> Sums:
+    def _fill(self, version: int) -> Sums:
         """Bring this rank's file up to date and mark it so; returns its boxes' checksums."""
         if not self._shards:
             return {}
@@ -200,7 +200,7 @@ class SharedMemoryPublisher:
             (hf_name, i): checksum(self._shards[param][piece.local.slices()], piece.hf.start)
             for hf_name, i, param, piece in self._agreement.mine()
         }
-        self._word.fill_(generation)
+        self._word.fill_(version)
         return sums
 
     def _lay_out(self) -> tuple[dict[tuple[int, str], int], dict[int, int]]:

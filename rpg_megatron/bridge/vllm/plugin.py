@@ -61,7 +61,7 @@ class PullUpdate(WeightTransferUpdateInfo):
     transport: str
     place: dict[str, Any]
     """Where the publication is found; see ``Manifest``."""
-    generation: int
+    version: int
     phase: str
     """``check`` or ``apply``."""
     session: str
@@ -81,7 +81,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             raise RuntimeError(f"{DIR_VARIABLE} is not set: it names the folder that weights are pulled from")
         self.folder = Path(folder).resolve()
         self._readers: dict[str, Reader] = {}
-        self.generation: int | None = None
+        self.version: int | None = None
         self.unsettled = False
         """Whether an *apply* began whose update was never finished: the weights may be a mixture."""
         self.ack: dict[str, Any] = {}
@@ -100,7 +100,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         began = time.perf_counter()
         self.ack = ack = {"rank": self.parallel_config.rank, "pid": os.getpid(), "ok": False, "sums": {}}
         try:
-            ack.update({k: update_info.get(k) for k in ("session", "generation", "phase")})
+            ack.update({k: update_info.get(k) for k in ("session", "version", "phase")})
             with own_stream(self.device):
                 self.receive_weights(self.parse_update_info(update_info), ack)
             ack["ok"] = True
@@ -114,11 +114,11 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
     def receive_weights(self, update_info: PullUpdate, ack: dict[str, Any] | None = None) -> None:
         """One phase; may raise, unlike ``update_weights``. ``ack`` is filled with what was done."""
         ack = {} if ack is None else ack
-        session = (update_info.session, update_info.generation)
+        session = (update_info.session, update_info.version)
         if update_info.phase == "check":
             self._checked = None
             reader = self._reader(update_info.transport)
-            plan = self._current_plan(reader.open(update_info.place, update_info.generation))
+            plan = self._current_plan(reader.open(update_info.place, update_info.version))
             ack["sums"] = reader.check(plan.boxes())
             ack["bytes"] = sum(n for _, n in ack["sums"].values())
             ack["givers"] = {str(source): rank for source, rank in reader.givers.items()}
@@ -130,13 +130,13 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             reader, plan = self._reader(update_info.transport), self._plan
             assert plan is not None
             reader.begin()
-            # From here on a failure leaves a mixture, whose generation is nobody's.
-            self.generation, self.unsettled = None, True
+            # From here on a failure leaves a mixture, whose version is nobody's.
+            self.version, self.unsettled = None, True
             load_published(self.model, self.model_config, self.device, plan, reader)
             ack["sums"] = reader.end()
             ack["bytes"] = plan.nbytes
             ack["givers"] = {str(source): rank for source, rank in reader.givers.items()}
-            self.generation = update_info.generation
+            self.version = update_info.version
         else:
             raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")
         ack["mode"] = "whole" if plan.layers is None else "slices"
@@ -162,7 +162,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             restore_layers(self.model)
         except BaseException:
             logger.exception("Could not restore the model; the engine must be restarted")
-            self.generation = None
+            self.version = None
 
     def shutdown(self) -> None:
         """Let go of the trainers' weights."""
@@ -211,7 +211,7 @@ class WorkerExtension:
         self._weight_update_active = False
         return {
             "rank": engine.parallel_config.rank,
-            "generation": engine.generation,
+            "version": engine.version,
             "unsettled": engine.unsettled,
         }
 
@@ -219,13 +219,13 @@ class WorkerExtension:
         """What the last phase did, and whether it went well."""
         return self.weight_transfer_engine.ack
 
-    def rpg_generation(self) -> dict[str, Any]:
-        """Generation of the weights being served; None before the first sync and after a failed *apply*."""
+    def rpg_version(self) -> dict[str, Any]:
+        """Version of the weights being served; None before the first sync and after a failed *apply*."""
         engine = self.weight_transfer_engine
         return {
             "rank": engine.parallel_config.rank,
             "pid": os.getpid(),
-            "generation": engine.generation,
+            "version": engine.version,
         }
 
     def rpg_trace(self, action: str) -> dict[str, Any]:
