@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.bridge.manifest import CHECKSUM_MODULUS, Manifest
-from rpg_megatron.bridge.transports.buckets import ITEM_BYTES
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 """``await post(path, json body or None, timeout in seconds)`` -> (HTTP status, text)."""

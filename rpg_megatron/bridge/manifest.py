@@ -7,7 +7,6 @@ store where it is not. It names files without a folder, so that a reader decides
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,12 +163,3 @@ def _box(raw: list[Any]) -> PublishedBox:
         Box(tuple(hf), tuple(extent)),
         int(total),
     )
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a text file of mode 0600 through a temporary name and a rename."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as f:
-        f.write(text)
-    os.replace(part, path)

@@ -16,6 +16,7 @@ from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_sources
 from rpg_megatron.system.collectives import gather_objects, run_together
+from rpg_megatron.system.dtypes import dtype_name
 
 Sums = dict[tuple[str, int], int]
 """Checksum of one rank's boxes, by (HF name, index among the tensor's sources)."""
@@ -112,7 +113,7 @@ def describe(
     """
     tensors = {
         name: PublishedTensor(
-            str(dtype).removeprefix("torch."),
+            dtype_name(dtype),
             shape,
             tuple(
                 PublishedBox(

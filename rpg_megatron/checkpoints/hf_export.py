@@ -25,8 +25,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_sources
 from rpg_megatron.system.collectives import gather_objects, run_together
-
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+from rpg_megatron.system.dtypes import WEIGHT_DTYPES, dtype_name
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ def export_hf(
     Raises UserError on every rank if ``out_dir`` exists or cannot be written, LayoutError if tensors are
     incomplete.
     """
-    if dtype not in DTYPE_NAMES:
-        raise UserError(f"export dtype {dtype} is not one of {', '.join(DTYPE_NAMES.values())}")
+    if dtype_name(dtype) not in WEIGHT_DTYPES:
+        raise UserError(f"export dtype {dtype_name(dtype)} is not one of {', '.join(WEIGHT_DTYPES)}")
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     part = out_dir.parent / f".{out_dir.name}.incomplete"
     holding = RankShards(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
@@ -168,7 +167,7 @@ def _finish(
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
     # transformers renamed the key; readers of either age must find the truth.
     for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
-        config[key] = DTYPE_NAMES[dtype]
+        config[key] = dtype_name(dtype)
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     mode = (part / "config.json").stat().st_mode  # as the user's umask has it; safetensors shuts everyone out
     for file in part.iterdir():

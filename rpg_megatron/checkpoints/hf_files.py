@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 if TYPE_CHECKING:
     from rpg_megatron.models.mapping import ModelMapping
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Element types that can be loaded, by their name in a header, and their size in bytes."""
-
-HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Their names in config.json and in torch."""
-
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 """What belongs to a checkpoint besides its weights: configuration, tokenizer, chat template."""
 
@@ -61,8 +56,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         tensors = {n: StoredTensor(file, str(t["dtype"]), tuple(t["shape"])) for n, t in raw.items()}
         for name, t in raw.items():
             begin, end = t["data_offsets"]
-            item = ITEM_BYTES.get(tensors[name].dtype)
-            if item is not None and end - begin != item * math.prod(tensors[name].shape):
+            dtype = SAFETENSORS.get(tensors[name].dtype)
+            if dtype and end - begin != ITEM_BYTES[dtype] * math.prod(tensors[name].shape):
                 raise _corrupt(file, f"{name} has {end - begin} bytes, which is not its shape's size")
         expected = 8 + length + max((t["data_offsets"][1] for t in raw.values()), default=0)
     except OSError as e:
@@ -130,10 +125,10 @@ def verify_hf_checkpoint(
     ]:
         problems.append(f"wrong shape: {_some(shapes)}")
     if types := [
-        f"{n} is {stored[n].dtype}" for n in wanted if n in stored and stored[n].dtype not in ITEM_BYTES
+        f"{n} is {stored[n].dtype}" for n in wanted if n in stored and stored[n].dtype not in SAFETENSORS
     ]:
         problems.append(
-            f"not {', '.join(ITEM_BYTES)}, so quantised; convert the checkpoint first: {_some(types)}"
+            f"not {', '.join(SAFETENSORS)}, so quantised; convert the checkpoint first: {_some(types)}"
         )
     counts = Counter(t.dtype for t in stored.values())
     if one_dtype and not types and len(counts) > 1:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rpg_megatron.checkpoints.hf_files import ITEM_BYTES, StoredTensor, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import StoredTensor, verify_hf_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.boxes import LayoutError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 __all__ = ["load_hf_weights", "verify_hf_checkpoint"]
 
@@ -69,7 +70,7 @@ def load_hf_weights(
                 if source.file not in handles:
                     handles[source.file] = stack.enter_context(_open(source.file))
                 param[piece.local.slices()].copy_(_read(handles[source.file], piece, source))
-                bytes_read += piece.hf.numel * ITEM_BYTES[source.dtype]
+                bytes_read += piece.hf.numel * ITEM_BYTES[SAFETENSORS[source.dtype]]
     return bytes_read
 
 

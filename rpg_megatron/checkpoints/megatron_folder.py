@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.dtypes import dtype_name
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -218,7 +219,7 @@ def read_contents(folder: Path) -> Contents:
     try:
         metadata = FileSystemReader(folder).read_metadata()
         tensors = {
-            name: StoredWeight(str(t.properties.dtype).removeprefix("torch."), tuple(t.size), len(t.chunks))
+            name: StoredWeight(dtype_name(t.properties.dtype), tuple(t.size), len(t.chunks))
             for name, t in metadata.state_dict_metadata.items()
             if isinstance(t, TensorStorageMetadata)
         }

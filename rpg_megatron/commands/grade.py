@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.rewards.extraction import Style
 from rpg_megatron.rewards.grader import Grader, Verdict
 from rpg_megatron.rewards.pool import FAILURES
+from rpg_megatron.system.files import atomic_write
 
 _AHEAD = 256
 """Lines under way at once: memory stays flat however long the file is."""
@@ -84,24 +85,12 @@ def grade_file(
     started = time.monotonic()
     seen: Counter[str] = Counter()
     with Grader(workers=workers, deadline=deadline) as grader:
-        sink, part = _open(out)
-        try:
+        with _open(out) as sink:
             for line, verdict in _progress(_verdicts(file, grader, style), total):
                 seen["correct"] += verdict.correct
                 seen["unanswered"] += verdict.extracted is None
                 sink.write(json.dumps({"row": line.row} | verdict._asdict(), ensure_ascii=True) + "\n")
             sink.flush()
-            if part is not None and out is not None:
-                sink.close()
-                os.replace(part, out)
-        except OSError as e:
-            if isinstance(e, BrokenPipeError):
-                raise
-            raise UserError(f"{out or 'standard output'}: cannot be written ({e.strerror or e})") from None
-        finally:
-            if part is not None:
-                sink.close()
-                part.unlink(missing_ok=True)
         counts = grader.pop_counts()
     return Summary(
         total,
@@ -113,15 +102,20 @@ def grade_file(
     )
 
 
-def _open(out: Path | None) -> tuple[IO[str], Path | None]:
-    """Where to write, and the unfinished file's name."""
-    if out is None:
-        return sys.stdout, None
-    part = out.with_name(out.name + ".part")
+@contextmanager
+def _open(out: Path | None) -> Iterator[IO[str]]:
+    """Where verdicts go: a file, or standard output. Raises UserError if it cannot be written."""
     try:
-        return part.open("w", encoding="utf-8"), part
+        if out is None:
+            yield sys.stdout
+        else:
+            with atomic_write(out) as part, part.open("w", encoding="utf-8") as sink:
+                yield sink
+    except BrokenPipeError:
+        raise
     except OSError as e:
-        raise UserError(f"--out: {out} cannot be written ({e.strerror or e}); name another file") from None
+        where = "standard output" if out is None else f"--out: {out}"
+        raise UserError(f"{where} cannot be written ({e.strerror or e}); name another file") from None
 
 
 def _verdicts(file: Path, grader: Grader, style: Style) -> Iterator[tuple[Line, Verdict]]:

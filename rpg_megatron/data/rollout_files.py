@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import zstandard
 
 from rpg_megatron.config import UserError
 from rpg_megatron.data.trajectory import Trajectory, from_row, to_row
+from rpg_megatron.system.files import atomic_write
 
 
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -21,16 +20,10 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
     the folder above the file's own must be there.
     """
     file.parent.mkdir(exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    try:
-        with part.open("wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as out:
-            for t in trajectories:
-                out.write(json.dumps(to_row(t), ensure_ascii=False).encode() + b"\n")
-        os.replace(part, file)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    compressor = zstandard.ZstdCompressor()
+    with atomic_write(file) as part, part.open("wb") as raw, compressor.stream_writer(raw) as out:
+        for t in trajectories:
+            out.write(json.dumps(to_row(t), ensure_ascii=False).encode() + b"\n")
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:

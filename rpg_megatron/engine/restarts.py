@@ -12,8 +12,9 @@ takes all of its memory while it starts, so that waits for the engines' turn.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+
+from rpg_megatron.system.files import atomic_write_text
 
 
 def incarnation_of(work: Path, index: int) -> int:
@@ -26,12 +27,12 @@ def incarnation_of(work: Path, index: int) -> int:
 
 def begin_incarnation(work: Path, index: int, incarnation: int) -> None:
     """The launcher's: call it when the life before has ended and this one is not started yet."""
-    _write(work / f"engine-{index}.life", str(incarnation))
+    atomic_write_text(work / f"engine-{index}.life", str(incarnation))
 
 
 def note_answer(work: Path, index: int, incarnation: int) -> None:
     """The sampler's: this life has come up."""
-    _write(work / f"engine-{index}.answered", str(incarnation))
+    atomic_write_text(work / f"engine-{index}.answered", str(incarnation))
 
 
 def has_answered(work: Path, index: int, incarnation: int) -> bool:
@@ -44,7 +45,7 @@ def has_answered(work: Path, index: int, incarnation: int) -> bool:
 
 def ask_restart(work: Path, index: int, incarnation: int, reason: str) -> None:
     """The sampler's: this life of the engine is of no use any more; ``reason`` says what it did."""
-    _write(work / f"engine-{index}.restart", json.dumps([incarnation, reason]))
+    atomic_write_text(work / f"engine-{index}.restart", json.dumps([incarnation, reason]))
 
 
 def take_request(work: Path, index: int, incarnation: int) -> str | None:
@@ -62,7 +63,7 @@ def take_request(work: Path, index: int, incarnation: int) -> str | None:
 def set_gpu_owner(work: Path, *, trainers: bool) -> None:
     """Whose turn it is on GPUs that engines and trainer ranks share; while nothing was said, the engines'."""
     if trainers:
-        _write(work / "trainers-turn", "")
+        atomic_write_text(work / "trainers-turn", "")
     else:
         (work / "trainers-turn").unlink(missing_ok=True)
 
@@ -70,9 +71,3 @@ def set_gpu_owner(work: Path, *, trainers: bool) -> None:
 def is_trainers_turn(work: Path) -> bool:
     """Whether an engine that was started now would find its GPU full."""
     return (work / "trainers-turn").exists()
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards import normalize
+from rpg_megatron.system.files import atomic_write
 
 Floats = npt.NDArray[np.float64]
 _CHUNK = 1 << 20
@@ -159,11 +160,9 @@ def majority_correct(result: EvalResult) -> bool:
 def write_results(path: Path, results: Sequence[EvalResult]) -> None:
     """Write one JSON object a line for each problem, as a whole or not at all."""
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
+    with atomic_write(path) as part, part.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for result in results:
             file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
-    partial.replace(path)
 
 
 def _draw_sizes(k: int) -> list[int]:

@@ -15,7 +15,6 @@ import secrets
 import socket
 import stat
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.nodes import Nodes, own_address
+from rpg_megatron.system.files import atomic_write_text
 
 _BEAT_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10
@@ -254,10 +254,7 @@ def _nobody_listens(place: Endpoint | None) -> bool:
 def _write(file: Path, place: Endpoint) -> None:
     """Whole or not at all, and never readable by others. What an earlier start left there is replaced."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(prefix=file.name, dir=file.parent)  # mode 0600
-    with os.fdopen(descriptor, "w", encoding="utf-8") as f:
-        json.dump(place.__dict__, f)
-    os.replace(draft, file)
+    atomic_write_text(file, json.dumps(place.__dict__), private=True)
 
 
 def _read(file: Path) -> Endpoint | None:

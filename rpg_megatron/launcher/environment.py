@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import rpg_megatron
+from rpg_megatron.system.files import atomic_write_text
 
 ENVIRONMENT = "environment.json"
 _PACKAGES = (
@@ -40,10 +41,8 @@ def record_environment(folder: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(file.read_text(encoding="utf-8"))
         starts = found if isinstance(found, list) else []
-    draft = folder / f".{ENVIRONMENT}.part"
     with contextlib.suppress(OSError):
-        draft.write_text(json.dumps([*starts, describe_environment()], indent=2) + "\n", encoding="utf-8")
-        os.replace(draft, file)
+        atomic_write_text(file, json.dumps([*starts, describe_environment()], indent=2) + "\n")
 
 
 def describe_environment() -> dict[str, Any]:

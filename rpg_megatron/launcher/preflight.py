@@ -23,9 +23,9 @@ from rpg_megatron.data.problems import read_counted
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
 from rpg_megatron.models.registry import check_layout, layout_for
 from rpg_megatron.system import process_groups
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _SILENT_SECONDS = 3.0
 """Reading data that takes longer is told."""
 FP8_EMULATED = (
@@ -176,7 +176,7 @@ def check_shared_memory(
             f"{folder} is missing or not writable; weights pass from trainer to engine through it"
         )
     numbers = sum(_product(dims) for dims in layout_for(shape).hf_tensors().values())
-    needed = numbers * _ITEM_BYTES[settings.precision.dtype] + _SPARE
+    needed = numbers * ITEM_BYTES[settings.precision.dtype] + _SPARE
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.explanation import explained_yaml
+from rpg_megatron.system.files import atomic_write_text
 
 CONFIG = "config.yaml"
 """The settings of the newest steps."""
@@ -73,14 +73,8 @@ def replace_settings(run: Path, settings: Settings, done: int) -> None:
         if (m := _EARLIER.fullmatch(file.name)) and int(m[1]) >= done:
             file.unlink()
     if text != new and done:
-        _write(run / f"config_until_{done:06d}.yaml", text)
-    _write(run / CONFIG, new)
-
-
-def _write(file: Path, text: str) -> None:
-    draft = file.with_name(f".{file.name}.part")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, file)
+        atomic_write_text(run / f"config_until_{done:06d}.yaml", text)
+    atomic_write_text(run / CONFIG, new)
 
 
 def _absolute(value: Any) -> Any:

@@ -30,9 +30,9 @@ from rpg_megatron.config.policy import ModelSettings, ParallelSettings, Precisio
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.policy.layers import PackedAttention, RMSNorm
 from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
+from rpg_megatron.system.dtypes import torch_dtype
 
 CPU = torch.device("cpu")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     # What is largest. Attention keeps no matrix of scores, so there is little to gain from it; norms Megatron
@@ -156,7 +156,7 @@ def transformer_config(
     device: where the weights are made. fused: with Transformer Engine's layers, of which ``precision.fp8``
     asks, too, that they are there; on a CPU Megatron learns nothing of it, and ``emulate_fp8`` does the rest.
     """
-    dtype = DTYPES[precision.dtype]
+    dtype = torch_dtype(precision.dtype)
     implementation = _FUSED if fused else _LOCAL
     return TransformerConfig(
         num_layers=shape.num_layers,

@@ -22,8 +22,8 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from rpg_megatron.config.policy import MemorySettings, OptimizerSettings, PrecisionSettings
-from rpg_megatron.policy.model import DTYPES
 from rpg_megatron.system.collectives import default_group_on_host
+from rpg_megatron.system.dtypes import torch_dtype
 
 
 class CpuAdam(torch.optim.Optimizer):
@@ -167,7 +167,7 @@ def optimizer_config(
     settings: OptimizerSettings, precision: PrecisionSettings, memory: MemorySettings
 ) -> OptimizerConfig:
     """Megatron's configuration of AdamW with float32 main weights and moments."""
-    dtype = DTYPES[precision.dtype]
+    dtype = torch_dtype(precision.dtype)
     offload: dict[str, Any] = {}
     if memory.offload_optimizer:
         offload = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rpg_megatron.config.profile import ProfileSettings
+from rpg_megatron.system.files import atomic_write
 
 _EVENTS = 200_000
 """Allocations of a step that are kept, the last ones."""
@@ -51,9 +51,11 @@ class Profiler:
             name = self._folder / f"step_{number:06d}_rank_{self._rank}"
             try:
                 self._folder.mkdir(exist_ok=True)
-                _write(name.with_suffix(".json.gz"), found.export_chrome_trace)
+                with atomic_write(name.with_suffix(".json.gz"), suffix=".json.gz") as part:
+                    found.export_chrome_trace(str(part))
                 if settings.memory:
-                    _write(name.with_suffix(".pickle"), torch.cuda.memory._dump_snapshot)
+                    with atomic_write(name.with_suffix(".pickle"), suffix=".pickle") as part:
+                        torch.cuda.memory._dump_snapshot(str(part))
             except OSError as e:
                 warn(f"step {number} was traced, but {e}")
 
@@ -67,12 +69,3 @@ class Profiler:
                 torch.cuda.nvtx.range_push(name)
                 stack.callback(torch.cuda.nvtx.range_pop)
             yield
-
-
-def _write(file: Path, write: Callable[[str], None]) -> None:
-    part = file.with_name("part." + file.name)  # the profiler goes by the last suffix
-    try:
-        write(str(part))
-        os.replace(part, file)
-    finally:
-        part.unlink(missing_ok=True)

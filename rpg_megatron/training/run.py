@@ -25,9 +25,11 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data.rollout_files import rollouts_file, write_rollouts
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.device import peak_memory_bytes
-from rpg_megatron.policy.model import DTYPES, Mesh
+from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rollout.sampler_client import EVENTS, SOCKET, SamplerClient
+from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.training.checkpoint_saver import Saver
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
 from rpg_megatron.training.preemption import StopRequest
@@ -75,7 +77,7 @@ class RankRun:
             self._placement,
             self.policy.served.tensors,
             self._trainer.layout,
-            DTYPES[settings.precision.dtype],
+            torch_dtype(settings.precision.dtype),
             adopt=not settings.optimizer.distributed,  # the distributed one keeps views of the parameters
             colocated=settings.engine.colocated,
         )
@@ -357,9 +359,8 @@ class RankRun:
                 "metrics": str(self._run_dir / "metrics.jsonl"),
                 "seconds": time.monotonic() - self._started,
             }
-            (self._run_dir / "summary.json").write_text(
-                json.dumps(self._summary, indent=2) + "\n", encoding="utf-8"
-            )
+            text = json.dumps(self._summary, indent=2) + "\n"
+            atomic_write_text(self._run_dir / "summary.json", text)
 
     def write_checkpoint(
         self, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
@@ -371,7 +372,7 @@ class RankRun:
             self.policy.served.tensors,
             self._trainer.layout,
             self._placement,
-            dtype=DTYPES[dtype or self.settings.precision.dtype],
+            dtype=torch_dtype(dtype or self.settings.precision.dtype),
             max_shard_bytes=max_shard_bytes,
             replace=True,  # a run that was killed right after its export goes on, and does it again
         )

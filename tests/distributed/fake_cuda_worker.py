@@ -33,8 +33,9 @@ from rpg_megatron.models.placement import RankShards
 from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.microbatch import MicroBatch
-from rpg_megatron.policy.model import DTYPES, start_mesh
+from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
+from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from rpg_megatron.training.trainer import Trainer
 from tests.distributed import fake_cuda
@@ -158,7 +159,7 @@ def step(trainer: Trainer, report: Report) -> None:
 def publish(settings: Settings, shape: Any, policy: Policy, folder: Path, report: Report) -> None:
     """Checksums, the file that engines of the node read, and an export."""
     layout, placement = layout_for(shape), policy.mesh.placement(settings.model.vocab_multiple)
-    params, dtype = policy.served.tensors, DTYPES[settings.precision.dtype]
+    params, dtype = policy.served.tensors, torch_dtype(settings.precision.dtype)
     agreement = agree(placement, params, layout)
     with report.part("checksums"):
         agreement.sum_boxes(params, dtype)

@@ -16,8 +16,9 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
-from rpg_megatron.policy.model import DTYPES, start_mesh
+from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
+from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
 
 
@@ -94,7 +95,7 @@ def main() -> None:
         placement,
         dict(policy.named_parameters()),
         layout,
-        DTYPES[settings.precision.dtype],
+        torch_dtype(settings.precision.dtype),
         adopt=not settings.optimizer.distributed,
     )
     phase("publisher")

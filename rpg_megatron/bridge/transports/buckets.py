@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.models.boxes import Box
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT = 64
 """Parts begin at multiples of so many bytes within a bucket, so that any element type can be viewed in place.
 """

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import torch
 
-from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard, write_private
+from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
 from rpg_megatron.bridge.publish_plan import Sums, agree, describe, node_name
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
+from rpg_megatron.system.files import atomic_write_text
 
 _BYTES = (1, 4, 6)
 """Which parts of ``UntypedStorage._share_cuda_()`` are bytes; the others are numbers and a truth value."""
@@ -103,7 +104,7 @@ class CudaIpcPublisher:
             place={"manifest": str(path) if self._agreement.alone else MANIFEST},
             version=version,
         )
-        write_private(path, manifest.to_json())
+        atomic_write_text(path, manifest.to_json(), private=True)
         return manifest if self.placement.rank == 0 else None
 
     def retract(self) -> None:

@@ -24,6 +24,7 @@ from rpg_megatron.bridge.checksum import MODULUS, checksum, checksums
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Copy, Manifest, PublishedBox, Shard, parse_manifest
 from rpg_megatron.bridge.transports.cuda_ipc import HandleError, choose_copies, open_memory
 from rpg_megatron.models.boxes import Box, check_cover
+from rpg_megatron.system.dtypes import torch_dtype
 
 Sums = dict[str, tuple[int, int]]
 """What a worker read of each HF tensor: checksum and bytes."""
@@ -86,14 +87,6 @@ class Reader(Protocol):
     def close(self) -> None:
         """Let go of everything."""
         ...
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Element type of a published tensor by its name in the manifest. Raises ShardError if it is unknown."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ShardError(f"unknown element type {name}")
-    return found
 
 
 @contextmanager

@@ -28,10 +28,11 @@ from rpg_megatron.bridge.transports.buckets import (
     room_of,
     split_box,
 )
-from rpg_megatron.bridge.transports.mapped_reader import ShardError, Sums, torch_dtype
+from rpg_megatron.bridge.transports.mapped_reader import ShardError, Sums
 from rpg_megatron.bridge.transports.process_group_link import RECEIVER, Link, LinkError, Rendezvous
 from rpg_megatron.bridge.transports.process_group_publisher import inbox
 from rpg_megatron.models.boxes import Box, check_cover
+from rpg_megatron.system.dtypes import torch_dtype
 
 
 class GroupReader:

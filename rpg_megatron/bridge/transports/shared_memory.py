@@ -22,12 +22,13 @@ from pathlib import Path
 import torch
 
 from rpg_megatron.bridge.checksum import checksum
-from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard, write_private
+from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
 from rpg_megatron.bridge.publish_plan import Sums, agree, describe, node_name
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
+from rpg_megatron.system.files import atomic_write_text
 
 ALIGNMENT = 64
 """Shards begin at multiples of a cache line, so that any element type can be viewed in place."""
@@ -122,7 +123,7 @@ class SharedMemoryPublisher:
             place={"manifest": str(path) if self._agreement.alone else MANIFEST},
             version=version,
         )
-        write_private(path, manifest.to_json())
+        atomic_write_text(path, manifest.to_json(), private=True)
         return manifest if self.placement.rank == 0 else None
 
     def retract(self) -> None:

@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError
 from rpg_megatron.bridge.vllm.load_recorder import Fill, LoadRecorder, NotRecordable, SliceCopy
 from rpg_megatron.models.boxes import Box
+from rpg_megatron.system.dtypes import ITEM_BYTES, torch_dtype
 
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Names, element types and shapes of the published tensors, in order."""
@@ -77,7 +78,7 @@ class ModelPlan:
     @property
     def nbytes(self) -> int:
         """Bytes that a sync brings into the model."""
-        item = {name: getattr(torch, dtype).itemsize for name, dtype, _ in self.signature}
+        item = {name: ITEM_BYTES[dtype] for name, dtype, _ in self.signature}
         return sum(item[name] * box.numel for name, box in self.boxes())
 
 
@@ -87,8 +88,7 @@ def record_plan(model: torch.nn.Module, device: torch.device, signature: Signatu
     Raises ShardError if a published tensor does not fit the model, or a module is left without weights.
     """
     sources = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for name, dtype, shape in signature
+        name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, dtype, shape in signature
     }
     live = {module: get_layer_params_buffers(module)[0] for module in model.modules()}
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,8 @@ from rpg_megatron.models.activation_sites import FINAL_INPUT, LOGITS, Trace
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.rollout.sampler import seed_of
 from rpg_megatron.system.collectives import broadcast_object
+from rpg_megatron.system.dtypes import dtype_name
+from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.training.run import RankRun
 
 REQUEST, REPORT = "audit_request.json", "audit.json"
@@ -88,9 +89,7 @@ def audit(run: RankRun, folder: Path, work: Path, bridge: Path, token: str) -> N
             "synced": request.sync,
             "engines": engines,
         }
-        part = folder / f".{REPORT}.part"
-        part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        os.replace(part, folder / REPORT)
+        atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
 
 
 def audit_engine(
@@ -261,7 +260,7 @@ def _side(name: str, trajectories: Sequence[Trajectory], trace: Trace, logp: tor
         predicts=torch.from_numpy(predicts),
         sampled=torch.from_numpy(np.concatenate([t.response for t in trajectories]).astype(np.int64)),
         logp=logp,
-        dtype=str(trace[FINAL_INPUT].dtype).removeprefix("torch."),
+        dtype=dtype_name(trace[FINAL_INPUT].dtype),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.hf_files import COPIED, HF_DTYPES, INDEX, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import COPIED, INDEX, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
     LATEST,
@@ -39,6 +39,7 @@ from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import check_layout, layout_for
+from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 TOLERANCE = 1e-5
 """Largest difference of logits, as a share of the largest logit (of 1, if that is smaller).
@@ -130,7 +131,7 @@ def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
     layout = layout_for(shape)
     stored = verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(iter(stored.values())).dtype
-    return Source(shape, layout, HF_DTYPES[dtype], hf, hf, tensor, pipeline)
+    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, tensor, pipeline)
 
 
 def open_megatron(
@@ -257,7 +258,7 @@ def _range(box: Box) -> str:
 
 
 def _bytes(source: Source) -> int:
-    return source.parameters * (4 if source.dtype in ("float32", "") else 2)
+    return source.parameters * ITEM_BYTES[source.dtype or "float32"]
 
 
 def _job(source: Source, direction: str, out: Path, work: Path, *, verify: bool, bound: int = 0) -> Job:

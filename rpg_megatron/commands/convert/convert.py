@@ -28,8 +28,7 @@ from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from rpg_megatron.system.dtypes import WEIGHT_DTYPES, torch_dtype
 
 
 class Conversion:
@@ -58,7 +57,7 @@ class Conversion:
 
     def _import(self, out: Path) -> None:
         job = self._job
-        dtype = _DTYPES[job.dtype]
+        dtype = torch_dtype(job.dtype)
         model = self._build(dtype)
         parameters = list(named_parameters([model]))
         self._phase("reading", self._whole_bytes(parameters), "told")
@@ -158,9 +157,9 @@ def _check_files(checkpoint: Path) -> torch.dtype:
     if short := find_short_files(checkpoint, contents):
         raise UserError(f"{checkpoint}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(short))
     stored = stored_dtype(contents)
-    if stored not in _DTYPES:
-        raise UserError(f"{checkpoint}: weights are {stored}; known: {', '.join(_DTYPES)}")
-    return _DTYPES[stored]
+    if stored not in WEIGHT_DTYPES:
+        raise UserError(f"{checkpoint}: weights are {stored}; known: {', '.join(WEIGHT_DTYPES)}")
+    return torch_dtype(stored)
 
 
 def memory() -> tuple[int, int]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.hf_files import HF_DTYPES, list_checkpoint, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
     find_checkpoint,
@@ -22,8 +22,7 @@ from rpg_megatron.checkpoints.megatron_folder import (
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.registry import layout_for
-
-_ITEM_BYTES = {"float64": 8, "float32": 4, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2}
+from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Inspection:
     @property
     def size(self) -> int:
         """Their bytes."""
-        return sum(_ITEM_BYTES.get(t.dtype, 1) * math.prod(t.shape) for t in self.tensors)
+        return sum(ITEM_BYTES.get(t.dtype, 1) * math.prod(t.shape) for t in self.tensors)
 
     def json(self) -> str:
         """One object with all of it."""
@@ -100,7 +99,7 @@ def _inspect_hf(folder: Path) -> Inspection:
     found.model = _model(shape)
     stored = _attempt(found, lambda: list_checkpoint(folder)) or {}
     found.tensors = [
-        Row(n, HF_DTYPES.get(t.dtype, t.dtype), list(t.shape), t.file.name) for n, t in stored.items()
+        Row(n, SAFETENSORS.get(t.dtype, t.dtype), list(t.shape), t.file.name) for n, t in stored.items()
     ]
     if stored:
         _attempt(found, lambda: verify_hf_checkpoint(folder, layout_for(shape)))

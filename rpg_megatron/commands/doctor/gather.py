@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from rpg_megatron.commands.doctor.machine import SKEW_SECONDS
 from rpg_megatron.commands.doctor.probe import Check, failed
+from rpg_megatron.system.files import atomic_write_text
 
 WAIT_SECONDS = 60.0
 """How long the first node waits for the others when it is done itself."""
@@ -70,10 +70,7 @@ def send_report(team: Team, folder: Path, checks: list[Check]) -> bool:
     try:
         meeting = _meeting(team, folder)
         meeting.mkdir(mode=0o700, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=meeting)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(report, file)
-        os.replace(draft, meeting / f"task-{team.task}.json")
+        atomic_write_text(meeting / f"task-{team.task}.json", json.dumps(report), private=True)
     except OSError:
         return False
     return True

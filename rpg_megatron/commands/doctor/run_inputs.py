@@ -17,13 +17,13 @@ from pathlib import Path
 
 from rpg_megatron.commands.doctor.machine import nearest_folder
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
-from rpg_megatron.commands.plan.activations import ITEM_BYTES
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count, gib
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.preflight import check_batch, check_data, check_model, check_parallel
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 from rpg_megatron.models.registry import layout_for
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
 SPEED_BYTES = 32 * 1024**2
 SPEED_SECONDS = 3.0

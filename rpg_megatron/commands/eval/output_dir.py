@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.resume import LOCK, hold_folder, list_changes
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.summary import shown
+from rpg_megatron.system.files import atomic_write_text
 
 DEFAULT = Path("evals")
 """Where the folders of evaluations go that were not given one."""
@@ -115,8 +115,8 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
             f"--out: {shown(path)} holds {others[0]} and no evaluation; name a new or an empty folder"
         )
     (path / LOGS).mkdir(exist_ok=True)
-    _write(path / _MODEL, json.dumps(weights, indent=2))
-    _write(path / CONFIG, resolved_yaml(settings))
+    atomic_write_text(path / _MODEL, json.dumps(weights, indent=2))
+    atomic_write_text(path / CONFIG, resolved_yaml(settings))
 
 
 def _comparable(raw: dict[str, Any]) -> dict[str, Any]:
@@ -131,9 +131,3 @@ def _weights(model: Path) -> dict[str, list[int]]:
     """Size and time of change of the model's files."""
     stats = {file.name: file.stat() for file in sorted(model.iterdir()) if file.suffix in _WEIGHTS}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-
-
-def _write(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, file)

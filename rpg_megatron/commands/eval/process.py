@@ -31,6 +31,7 @@ from rpg_megatron.rollout.engine_pool import EnginePool, run_all
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.sampler_client import EVENTS
 from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.files import atomic_write_text
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -123,9 +124,7 @@ def _conclude(
         "seed": settings.seed,
         "sets": sets,
     }
-    part = folder / f"{SUMMARY}.partial"
-    part.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    part.replace(folder / SUMMARY)
+    atomic_write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
 
 def main() -> int:

@@ -13,8 +13,8 @@ from typing import Literal
 
 from rpg_megatron.config import ModelShape
 from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 Recompute = Literal["none", "selective", "full"]
 _WIDE = 4
 """Bytes of a float32 number, in which norms and softmax are computed."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rpg_megatron.commands.plan.activations import ITEM_BYTES
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.models.registry import layout_for
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this."""

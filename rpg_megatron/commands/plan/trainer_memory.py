@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rpg_megatron.commands.plan.activations import (
-    ITEM_BYTES,
     Recompute,
     head_bytes,
     in_flight,
@@ -26,6 +25,7 @@ from rpg_megatron.commands.plan.fused_activations import (
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import layout_for
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Phase = Literal["always", "update", "reduce", "optimizer", "log-probs"]
 Basis = Literal["exact", "estimated"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.training.trainer import Trainer
 
 REQUEST, REPORT = "replay_request.json", "replay.json"
@@ -60,9 +60,7 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
             )
     if first:
         report = {"request": asdict(request), **steps[-1], "steps": steps}
-        part = folder / f".{REPORT}.part"
-        part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        os.replace(part, folder / REPORT)
+        atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
 
 
 def compare(

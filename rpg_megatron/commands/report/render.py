@@ -11,7 +11,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -24,6 +23,7 @@ from rpg_megatron.commands.report.run_files import RunFiles, name_runs, read_run
 from rpg_megatron.commands.report.samples import Item, choose_samples
 from rpg_megatron.config import UserError
 from rpg_megatron.launcher.run_dir import REPORT
+from rpg_megatron.system.files import atomic_write
 
 _ROWS = 8000
 """Rows of metrics in a page, over all runs: about 3 MB."""
@@ -46,12 +46,10 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         raise UserError("give the folder of at least one run")
     page = render_page([read_run(folder) for folder in unique])
     file = out or unique[0] / REPORT
-    draft = file.with_name(f".{file.name}.part")
     try:
-        draft.write_bytes(page)
-        os.replace(draft, file)
+        with atomic_write(file) as part:
+            part.write_bytes(page)
     except OSError as e:
-        draft.unlink(missing_ok=True)
         raise UserError(f"{file}: cannot be written ({e.strerror}); choose another file with --out") from None
     return file
 
