@@ -14,7 +14,7 @@ from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, TOKEN_VARIABLE
 from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
 
 RANK = "rpg_megatron.training.rank"
-"""What a trainer rank runs."""
+"""What a rank of a training run runs; audit and replay have modules of their own."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class RankLaunchSpec:
 
     folder: str
     """The run's."""
-    job: str
     checkpoint: str | None
     address: str
     """Where they meet: of trainer rank 0."""
@@ -68,7 +67,7 @@ def rank_starts(
 
     work, bridge: this node's private folders. address: as for ``cluster_environment``. module: what they run.
     """
-    command = [sys.executable, "-m", module, start.folder, str(work), str(bridge), start.job]
+    command = [sys.executable, "-m", module, start.folder, str(work), str(bridge)]
     if start.checkpoint is not None:
         command.append(start.checkpoint)
     for rank in share.ranks:

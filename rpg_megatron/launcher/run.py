@@ -61,10 +61,11 @@ _PROBE_SECONDS = 0.5
 class RunLauncher:
     """Everything that a run holds while it is under way; leaving the context gives it all back.
 
-    job: what the ranks do, see ``training/rank.py``. engine_settings: the engines' settings, where they are
-    not the run's. synced: whether engines get the ranks' weights; else they keep what they load. fresh,
-    source: see ``training.train``. console: where progress is shown, if not on stdout. team: the other
-    nodes, if there are some.
+    rank_module: what the ranks run with ``python -m``, if they do not train. engines: whether the job needs
+    engines and a sampler. engine_settings: the engines' settings, where they are not the run's. synced:
+    whether engines get the ranks' weights; else they keep what they load. fresh, source: see
+    ``training.train``. console: where progress is shown, if not on stdout. team: the other nodes, if there
+    are some.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class RunLauncher:
         settings: Settings,
         signals: StopSignals,
         *,
-        job: str = "train",
+        rank_module: str | None = None,
+        engines: bool = True,
         engine_settings: Settings | None = None,
         synced: bool = True,
         fresh: bool = False,
@@ -84,7 +86,11 @@ class RunLauncher:
         self._team = team
         self._share = team.share if team else share_of(settings, 0, 1)
         self._engine_settings, self._synced = engine_settings or settings, synced
-        self._job = job
+        self._rank_module, self._trains, self._uses_engines = (
+            rank_module or RANK,
+            rank_module is None,
+            engines,
+        )
         self._signals = signals
         self._opened = open_run(settings, fresh=fresh, source=source)
         self.folder = self._opened.folder
@@ -92,7 +98,7 @@ class RunLauncher:
         self._engines: list[EngineProcess | RemoteEngine] = []
         self._healthy: set[int] = set()
         # Only training goes on with an engine that comes back; elsewhere its weights would be random.
-        self._most_restarts = settings.engine.restarts if job == "train" else 0
+        self._most_restarts = settings.engine.restarts if self._trains else 0
         self._restarts: dict[int, int] = {}
         self._waiting: set[int] = set()
         """Engines to be started when the ranks leave the GPUs that they share."""
@@ -108,7 +114,7 @@ class RunLauncher:
             self._guardian.guard_path(self._workspace.bridge)
             self._progress = Progress(
                 self._workspace.work,
-                steps=settings.training.steps if job == "train" else 0,
+                steps=settings.training.steps if self._trains else 0,
                 metrics=self.folder / METRICS,
                 console=console,
             )
@@ -153,7 +159,7 @@ class RunLauncher:
         write_addresses(work, elsewhere)
         for note in self._opened.notes or [f"run {shown(self.folder)}"]:
             self._progress.status(note)
-        if self._job != "replay":
+        if self._uses_engines:
             self._progress.status(
                 f"starting (takes about a minute): engines {settings.engine.replicas}, "
                 f"trainer ranks {settings.parallel.world}"
@@ -166,13 +172,12 @@ class RunLauncher:
         address = team.address if team else "127.0.0.1"
         start = RankLaunchSpec(
             folder=str(self.folder),
-            job=self._job,
             checkpoint=str(self._opened.checkpoint) if self._opened.checkpoint else None,
             address=address,
             port=settings.rendezvous_port or free_port(address),
         )
         for name, command, environment in rank_starts(
-            settings, share, start, work, bridge, token, address if team else None, RANK
+            settings, share, start, work, bridge, token, address if team else None, self._rank_module
         ):
             self._check_signals()
             self._ranks.append(self._supervisor.start(name, command, environment))
@@ -264,7 +269,7 @@ class RunLauncher:
             stop.note = f"what came after {shown(newest)} is lost; the same command goes on from there"
         else:
             stop.note = f"the run's folder stays: {shown(self.folder)}"
-        if self._settings.checkpoint.every is None and self._job == "train":
+        if self._settings.checkpoint.every is None and self._trains:
             stop.note += "; checkpoint.every is null, so nothing was saved"
 
     def _running(self) -> bool:

@@ -1,9 +1,10 @@
-"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [JOB [CHECKPOINT]]``.
+"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [CHECKPOINT]``.
 
-The launcher starts it. JOB is ``train`` (if it is missing), ``audit`` or ``replay``. Environment: RANK,
-WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants them; RPG_ENGINE_TOKEN on rank 0. Exits with 0
-when the job is done, 2 with ``error: ...`` as its last line on a problem the user can mend, 75 when it was
-asked to stop by SIGTERM or SIGUSR1 and has saved.
+The launcher starts it. Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants
+them; RPG_ENGINE_TOKEN on rank 0. Exit codes: 0 when training is done, 2 with ``error: ...`` as the last line
+for a user error, 75 after SIGTERM or SIGUSR1, when the state is saved.
+
+The ranks of ``audit`` and ``replay`` are modules of their own, which start with ``run_rank`` too.
 """
 
 from __future__ import annotations
@@ -15,83 +16,112 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
-from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.policy.device import start_device, start_process_group
-from rpg_megatron.rollout.sampler_client import EVENTS
 from rpg_megatron.system.collectives import barrier
-from rpg_megatron.system.events import EventSender
 from rpg_megatron.training.preemption import REQUEUE
 
 if TYPE_CHECKING:
+    from rpg_megatron.policy.model import Mesh
     from rpg_megatron.training.run import RankRun
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What a disk says that takes no more."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a disk that takes no more data."""
 
 
-def main() -> None:
-    """Join the process group, build this rank's part of the run, train."""
+@dataclass
+class RankProcess:
+    """What a rank's job is given: its settings, folders and device, in an initialised process group."""
+
+    settings: Settings
+    run_dir: Path
+    work: Path
+    bridge: Path
+    token: str
+    mesh: Mesh
+    device: torch.device
+    run: RankRun | None = field(default=None, init=False)
+
+    def start_run(self, checkpoint: Path | None = None) -> RankRun:
+        """Build this rank's part of a run: model, optimizer, connection to the engines. Collective."""
+        from rpg_megatron.training.run import RankRun
+
+        self.run = RankRun(
+            self.settings,
+            self.run_dir,
+            self.work,
+            self.bridge,
+            self.token,
+            self.mesh,
+            self.device,
+            checkpoint,
+        )
+        # Megatron collects garbage in every save. Nothing made up to here is garbage.
+        gc.collect()
+        gc.freeze()
+        return self.run
+
+
+def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
+    """Join the process group, do the job, leave with the exit code of the module's docstring.
+
+    job: imports Megatron only when it is called, because the device must be prepared before. Returns False
+    if it was stopped by a signal and has saved.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the launcher, which decides
-    # What Megatron says of optional packages and of its own deprecations helps nobody who reads a rank's log.
+    # Megatron's warnings about optional packages and its own deprecations do not help a reader of the log.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     run_dir, work, bridge = (Path(a) for a in sys.argv[1:4])
-    job = sys.argv[4] if len(sys.argv) > 4 else "train"
-    checkpoint = Path(sys.argv[5]) if len(sys.argv) > 5 else None
-    token = os.environ.get("RPG_ENGINE_TOKEN", "")
-    run: RankRun | None = None
+    rank: RankProcess | None = None
     try:
         settings = load_settings(run_dir / "config.yaml")
         device = start_device(settings.device)
         start_process_group(device)
-        # Megatron may be imported only when the device is prepared.
-        from rpg_megatron.commands.audit.rank import audit
-        from rpg_megatron.commands.replay.rank import replay
         from rpg_megatron.policy.model import start_mesh
-        from rpg_megatron.training.loop import train
-        from rpg_megatron.training.run import RankRun
-        from rpg_megatron.training.trainer import Trainer
 
-        mesh = start_mesh(settings.parallel)
-        done = True
-        if job == "replay":
-            replay(Trainer(settings, mesh, device), run_dir, EventSender(work / EVENTS))
-            barrier()
-        else:
-            run = RankRun(settings, run_dir, work, bridge, token, mesh, device, checkpoint)
-            # Megatron collects garbage in every save, and what has been made up to here is none.
-            gc.collect()
-            gc.freeze()
-            if job == "audit":
-                audit(run, run_dir, work, bridge, token)
-            else:
-                done = train(run)
-            barrier()
-            run.close()
+        token = os.environ.get("RPG_ENGINE_TOKEN", "")
+        rank = RankProcess(settings, run_dir, work, bridge, token, start_mesh(settings.parallel), device)
+        done = job(rank)
+        barrier()
+        if rank.run is not None:
+            rank.run.close()
         dist.destroy_process_group()
-        if not done:
+        if done is False:
             sys.exit(REQUEUE)
     except (UserError, OSError) as e:
-        if isinstance(e, OSError) and e.errno not in _DISK:
+        if isinstance(e, OSError) and e.errno not in _DISK_FULL:
             raise
-        told = str(e)
+        message = str(e)
+        run = rank.run if rank else None
         if run is not None:
             run.finish_saving(timeout=300)
         if isinstance(e, OSError):
-            told = f"{run_dir} cannot be written ({e}); make room, then the same command goes on"
+            message = (
+                f"{run_dir} cannot be written ({e}); free disk space, then rerun the same command to resume"
+            )
             if run is not None:
-                run.warn(told)  # to the terminal: the log lies on the same disk, as a rule
+                run.warn(message)  # to the terminal: the log is on the same disk, as a rule
         with suppress(OSError):
-            print(f"error: {told}", file=sys.stderr, flush=True)
-        # The other ranks wait in a collective that will never come; the launcher ends them.
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        # The other ranks wait in a collective that this one will not join; the launcher ends them.
         os._exit(2)
 
 
+def _train(rank: RankProcess) -> bool:
+    from rpg_megatron.training.loop import train
+
+    return train(rank.start_run(Path(sys.argv[4]) if len(sys.argv) > 4 else None))
+
+
 if __name__ == "__main__":
-    main()
+    run_rank(_train)

@@ -143,7 +143,7 @@ class Ranks:
         self.sampler.ranks = self.start("train", *map(str, newest))
         return [rank.wait(300) for rank in self.sampler.ranks]
 
-    def start(self, *arguments: str) -> list[subprocess.Popen[bytes]]:
+    def start(self, module: str = "rpg_megatron.training.rank") -> list[subprocess.Popen[bytes]]:
         shared = {
             "WORLD_SIZE": str(WORLD),
             "LOCAL_RANK": "0",
@@ -156,7 +156,7 @@ class Ranks:
         ranks = []
         for rank in range(WORLD):
             with (self.run / f"rank_{rank}.log").open("ab") as log:
-                command = [sys.executable, "-m", "rpg_megatron.training.rank", *places, *arguments]
+                command = [sys.executable, "-m", module, *places]
                 environment = os.environ | shared | {"RANK": str(rank)}
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         return ranks
@@ -227,7 +227,9 @@ def check_replay(ranks: Ranks) -> None:
     _, request = plan_replay(ranks.run, STEPS, None)
     assert (request["tolerance"], request["checkpoint"]) == (0.0, None)
     (ranks.run / "replay_request.json").write_text(json.dumps(request))
-    assert [rank.wait(120) for rank in ranks.start("replay")] == [0] * WORLD, ranks.log()
+    assert [rank.wait(120) for rank in ranks.start("rpg_megatron.commands.replay.rank")] == [0] * WORLD, (
+        ranks.log()
+    )
     report = json.loads((ranks.run / "replay.json").read_text())
     assert [(step["step"], step["exact"]) for step in report["steps"]] == [
         (s, True) for s in range(1, STEPS + 1)

@@ -75,6 +75,8 @@ class Engine:
 
 from rpg_megatron.system import process_groups as launcher_processes
 launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
+from rpg_megatron.commands.audit import command as audit_command
+audit_command.RANK = "stand_in_rank"
 launcher.GRACE = 1.0
 cli.main()
 """

@@ -30,7 +30,7 @@ def environments(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def make(*overrides: str, share: NodeAssignment | None = None) -> list[dict[str, str]]:
         settings = load_settings(config_file, ["device=cuda", "precision.dtype=bfloat16", *overrides])
         share = share or NodeAssignment(range(settings.parallel.world), range(0))
-        start = RankLaunchSpec("run", "train", None, "127.0.0.1", 1)
+        start = RankLaunchSpec("run", None, "127.0.0.1", 1)
         starts = rank_starts(settings, share, start, tmp_path, tmp_path, "token", None, "module")
         return [environment for _, _, environment in starts]
 

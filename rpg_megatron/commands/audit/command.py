@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rpg_megatron.commands.audit import RANK, REPORT, REQUEST
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.run import RunLauncher
@@ -17,8 +18,6 @@ from rpg_megatron.launcher.run_dir import CONFIG
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
-REQUEST, REPORT = "audit_request.json", "audit.json"
-"""As ``commands/audit/rank.py``, which cannot be imported here without torch, names them."""
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
 """A compiled model does not call its modules, and a cached prefix passes none of them."""
 _SHOWN = 6  # findings of an engine
@@ -68,7 +67,7 @@ def audit(
     signals.raising = False  # from here on there is something to clean up
     synced = engine_model is None
     with RunLauncher(
-        settings, signals, job="audit", engine_settings=engine_settings, synced=synced, fresh=True
+        settings, signals, rank_module=RANK, engine_settings=engine_settings, synced=synced, fresh=True
     ) as run:
         (run.folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
         try:

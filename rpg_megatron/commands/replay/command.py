@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps, read_state
+from rpg_megatron.commands.replay import RANK, REPORT, REQUEST
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.rollout_files import rollouts_file
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
@@ -19,8 +20,6 @@ from rpg_megatron.launcher.run_dir import CONFIG, METRICS, resolved_yaml, settin
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import StopSignals
 
-REQUEST, REPORT = "replay_request.json", "replay.json"
-"""As ``commands/replay/rank.py``, which cannot be imported here without torch, names them."""
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
 """What another order of summation explains."""
 _ORDER = (
@@ -38,7 +37,9 @@ def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSi
     """
     settings, request = plan_replay(folder, step, overrides)
     signals.raising = False  # from here on there is something to clean up
-    with RunLauncher(settings, signals, job="replay", fresh=True, console=Console(stderr=True)) as run:
+    with RunLauncher(
+        settings, signals, rank_module=RANK, engines=False, fresh=True, console=Console(stderr=True)
+    ) as run:
         (run.folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
         run.start()
         run.watch()

@@ -1,0 +1,269 @@
+"""The rank's side of ``rpg-megatron audit``: the same tokens through engine and trainer, module by module.
+
+An engine samples a few responses, one request at a time, so that what its hooks see is one sequence in order,
+by the very path that rollouts take (prefill, then token by token). The trainer computes the log-probs of the
+same tokens twice: packed as in training, and each sequence alone. Rank 0 compares (``verdict.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rpg_megatron.bridge.vllm.trace import join_workers, read_workers
+from rpg_megatron.commands.audit import REPORT, REQUEST
+from rpg_megatron.commands.audit.module_check import ActivationTrace, StoredWeights, Weights
+from rpg_megatron.commands.audit.trace_megatron import trace_policy
+from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.data.prompts import PromptStream, load_prompts
+from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.data.trajectory import Tokens, Trajectory
+from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.engine.command import context_length
+from rpg_megatron.engine.process import engine_socket
+from rpg_megatron.models.activation_sites import FINAL_INPUT, LOGITS, Trace
+from rpg_megatron.policy.microbatch import MicroBatch
+from rpg_megatron.rollout.sampler import seed_of
+from rpg_megatron.system.collectives import broadcast_object
+from rpg_megatron.system.dtypes import dtype_name
+from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.training.run import RankRun
+
+_SEQUENCES = 6
+_SAMPLED = 32
+"""Tokens sampled for each sequence, at most."""
+_LONG = 512
+"""Given tokens of a sequence beyond which shorter ones are taken, if there are any."""
+
+
+@dataclass(frozen=True)
+class AuditRequest:
+    """What to audit, besides the settings."""
+
+    sync: bool = True
+    """Bring the trainer's weights into the engines first; else they keep what they loaded."""
+    rollouts: str | None = None
+    """Journal of a step: its responses with the largest mismatch are looked at."""
+    others: dict[str, str] = field(default_factory=dict)
+    """Checkpoints that may explain a stale weight: name in messages -> folder."""
+
+
+@dataclass
+class Traced:
+    """One sequence that an engine continued, and what its modules gave: rank 0 only."""
+
+    trajectory: Trajectory
+    trace: Trace
+
+
+def audit(run: RankRun, folder: Path, work: Path, bridge: Path, token: str) -> None:
+    """Audit every engine and write the report to ``folder``. Collective."""
+    request = AuditRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
+    if request.sync:
+        run.sync_engines(version=0)
+    given = choose_tokens(run.settings, request) if run.mesh.rank == 0 else []
+    weights = folder / "weights"
+    run.write_checkpoint(weights)
+    others = {name: StoredWeights(Path(path)) for name, path in request.others.items()}
+    engines = []
+    for index in range(run.settings.engine.replicas):
+        socket = engine_socket(work, index)
+        verdict, count = audit_engine(run, index, socket, bridge, token, given, weights, others)
+        if verdict is not None:
+            engines.append({"engine": index, "sequences": len(given), "tokens": count} | verdict.to_json())
+    if run.mesh.rank == 0:
+        shutil.rmtree(weights)
+        report = {
+            "clean": all(e["clean"] for e in engines),
+            "dtype": run.settings.precision.dtype,
+            "model": str(run.settings.model.path),
+            "synced": request.sync,
+            "engines": engines,
+        }
+        atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
+
+
+def audit_engine(
+    run: RankRun,
+    index: int,
+    socket: Path,
+    bridge: Path,
+    token: str,
+    given: Sequence[Tokens],
+    weights: Path,
+    others: Mapping[str, Weights],
+) -> tuple[AuditVerdict | None, int]:
+    """Compare one engine with the trainer, as they are. Collective; the verdict, and how many tokens it saw,
+    on rank 0.
+
+    given: rank 0: tokens that the engine continues, a sequence each. weights: folder of the trainer's
+    weights as a Hugging Face checkpoint.
+    """
+    settings = run.settings
+    shape = read_model_shape(settings.model.path)
+    traced: list[Traced] = []
+    if run.mesh.rank == 0:
+        run.events.phase("tracing the engine", 0, 1)
+        client = EngineClient(index, socket, token, timeout=settings.engine.request_timeout)
+        traced = asyncio.run(trace_engine(client, settings, shape, bridge, given))
+        run.events.phase("tracing the trainer", 0, 1)
+    trajectories: list[Trajectory] = broadcast_object([t.trajectory for t in traced])
+    packs = [run.policy.pack(trajectories)]
+    apart = [run.policy.pack([t]) for t in trajectories]
+    packed, alone = (trace_policy(run.policy, shape, p) for p in (packs, apart))
+    if run.mesh.rank:
+        return None, 0
+    run.events.phase("comparing", 0, 1)
+    reference = StoredWeights(weights)
+    verdict = diagnose(
+        _engine_side(traced),
+        trainer_side(trajectories, packs, packed),
+        trainer_side(trajectories, apart, alone),
+        shape=shape,
+        weights=reference,
+        temperature=settings.rollout.temperature,
+        dtype=settings.precision.dtype,
+        bounds=settings.guards.thresholds(settings.precision.dtype),
+        others=others,
+        device=run.policy.device,
+    )
+    reference.close()
+    return verdict, sum(t.length - 1 for t in trajectories)
+
+
+def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
+    """What the engine is to continue: prompts of the data, or half-way through journalled responses."""
+    if request.rollouts is not None:
+        worst = sorted(read_rollouts(Path(request.rollouts)), key=_mismatch, reverse=True)
+        starts = [np.concatenate([t.prompt, t.response[: len(t.response) // 2]]) for t in worst]
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
+        prompts = load_prompts(settings.data, tokenizer)
+        starts = [
+            p.tokens
+            for p in PromptStream(prompts, settings.seed, settings.data.weights).take(min(len(prompts), 64))
+        ]
+    short = [s for s in starts if len(s) <= _LONG] or [min(starts, key=len)]
+    room = context_length(settings) - 1
+    return [s[:room] for s in short[:_SEQUENCES]]
+
+
+async def trace_engine(
+    client: EngineClient, settings: Settings, shape: ModelShape, bridge: Path, given: Sequence[Tokens]
+) -> list[Traced]:
+    """Let the engine continue each of the given sequences, one after another, and keep what its modules gave.
+
+    Raises UserError if the engine cannot be traced.
+    """
+    found = []
+    try:
+        await client.wait_ready(settings.engine.start_timeout)
+        await _call(client, "start")
+        for place, tokens in enumerate(given):
+            room = context_length(settings) - len(tokens)
+            (sample,) = await client.generate(
+                tokens,
+                max_tokens=min(_SAMPLED, settings.rollout.max_response_tokens, room),
+                temperature=settings.rollout.temperature,
+                seed=seed_of(settings.seed, "audit", 0, place, 0),
+            )
+            await _call(client, "take")
+            shards = await asyncio.to_thread(read_workers, bridge, settings.engine.tensor)
+            trajectory = _trajectory(place, tokens, sample)
+            found.append(Traced(trajectory, _cut(join_workers(shards, shape), trajectory)))
+        await _call(client, "stop")
+    finally:
+        await client.close()
+    return found
+
+
+async def _call(client: EngineClient, action: str) -> None:
+    status, text = await client.post("/collective_rpc", {"method": "rpg_trace", "args": [action]})
+    errors = [text[:500]] if status != 200 else [a["error"] for a in json.loads(text)["results"]]
+    if any(errors):
+        listed = "; ".join(e for e in errors if e)
+        raise UserError(f"engine {client.index} cannot be traced ({action}): {listed}; see its log")
+
+
+def _trajectory(place: int, tokens: Tokens, sample: Sample) -> Trajectory:
+    return Trajectory(
+        prompt_id=place,
+        sample=0,
+        prompt=np.asarray(tokens, np.int32),
+        response=sample.tokens,
+        behaviour=sample.logprobs,
+        versions=np.zeros(len(sample.tokens), np.int32),
+        finish=sample.finish,
+        text="",
+    )
+
+
+def _cut(trace: Trace, trajectory: Trajectory) -> Trace:
+    """The rows of the sequence's places; an engine that schedules ahead may have computed one more."""
+    places, sampled = trajectory.length - 1, len(trajectory.response)
+    out = {}
+    for site, values in trace.items():
+        wanted = sampled if site == LOGITS else places
+        if values.size(0) < wanted:
+            raise UserError(
+                f"the engine's trace has {values.size(0)} of {wanted} rows of {site}: it does not run all "
+                "tokens through its modules; remove prefix caching, compilation and speculation from "
+                "engine.arguments"
+            )
+        out[site] = values[:wanted]
+    return out
+
+
+def _engine_side(traced: Sequence[Traced]) -> ActivationTrace:
+    trace = {site: torch.cat([t.trace[site] for t in traced]) for site in traced[0].trace}
+    trajectories = [t.trajectory for t in traced]
+    logp = np.concatenate([t.behaviour for t in trajectories])
+    return _side("engine", trajectories, trace, torch.from_numpy(logp))
+
+
+def trainer_side(
+    trajectories: Sequence[Trajectory],
+    packs: Sequence[MicroBatch],
+    found: Sequence[tuple[Trace, torch.Tensor]],
+) -> ActivationTrace:
+    """What the trainer made of one or several packs, which together hold the trajectories in order, by the
+    result of ``trace_policy``. What fills a pack up is cut off.
+    """
+    used = [p.used() for p in packs]
+    sites = found[0][0]
+    trace = {s: torch.cat([f[0][s][u] for f, u in zip(found, used, strict=True)]) for s in sites}
+    logp = torch.cat([part for f, p in zip(found, packs, strict=True) for _, part in p.split(f[1][0])])
+    return _side("trainer", trajectories, trace, logp)
+
+
+def _side(name: str, trajectories: Sequence[Trajectory], trace: Trace, logp: torch.Tensor) -> ActivationTrace:
+    whole = [np.concatenate([t.prompt, t.response]) for t in trajectories]
+    predicts = np.concatenate(
+        [np.arange(1, len(w)) >= len(t.prompt) for w, t in zip(whole, trajectories, strict=True)]
+    )
+    return ActivationTrace(
+        name=name,
+        trace=trace,
+        tokens=torch.from_numpy(np.concatenate([w[:-1] for w in whole]).astype(np.int64)),
+        lengths=[t.length - 1 for t in trajectories],
+        predicts=torch.from_numpy(predicts),
+        sampled=torch.from_numpy(np.concatenate([t.response for t in trajectories]).astype(np.int64)),
+        logp=logp,
+        dtype=dtype_name(trace[FINAL_INPUT].dtype),
+    )
+
+
+def _mismatch(t: Trajectory) -> float:
+    """Largest |engine - trainer| of a journalled response; one with no number is the worst."""
+    gap = np.abs(t.old - t.behaviour) if len(t.old) else np.zeros(1)
+    return float(np.nan_to_num(gap, nan=np.inf).max())

@@ -1,0 +1,128 @@
+"""The rank's side of ``rpg-megatron replay``: a step's training once more, from the journal, without engines.
+
+Log-probs, advantages, loss, gradient norm and all else that a step reports are compared with what the run
+wrote down. The steps between the checkpoint and the one that is asked for are trained as well, and compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rpg_megatron.commands.replay import REPORT, REQUEST
+from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.training.trainer import Trainer
+
+_COMPARED = ("policy/", "kl/", "ratio/", "correction/", "lr")
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """What to replay."""
+
+    run: str
+    """Folder of the run."""
+    step: int
+    checkpoint: str | None
+    """Where to start; None: from the model that the run started from."""
+    tolerance: float
+    """Largest difference that still counts as a match: absolute, and relative to numbers beyond 1."""
+
+
+def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
+    """Replay what the request in ``folder`` asks for, and write the report there. Collective."""
+    request = ReplayRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
+    run, first = Path(request.run), trainer.mesh.rank == 0
+    rows = _read_rows(run) if first else {}
+    done = int(trainer.load(Path(request.checkpoint))["step"]) if request.checkpoint else 0
+    steps = []
+    for step in range(done + 1, request.step + 1):
+        if first:
+            events.phase(f"replaying step {step} of {request.step}", 0, 1)
+        journalled = read_rollouts(rollouts_file(run, step)) if first else []
+        batch = trainer.share_out([_unscored(t) for t in journalled])
+        trainer.compute_log_probs(batch)
+        trainer.update(step, batch, lambda done, total: None)
+        if first:
+            steps.append(
+                {"step": step}
+                | compare(journalled, batch.all, rows.get(step, {}), batch.metrics, request.tolerance)
+            )
+    if first:
+        report = {"request": asdict(request), **steps[-1], "steps": steps}
+        atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
+
+
+def compare(
+    journalled: Sequence[Trajectory],
+    replayed: Sequence[Trajectory],
+    row: dict[str, Any],
+    metrics: dict[str, float],
+    tolerance: float,
+) -> dict[str, Any]:
+    """One step, as the run wrote it down and as it was replayed: numbers, and whether they match.
+
+    match: all differences are within the tolerance; exact: there are none, to the last bit.
+    """
+    gaps: dict[str, float] = {}
+    for name in ("old", "anchor", "advantage"):
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(journalled, replayed, strict=True)]
+        gaps[name] = max((_gap(a, b) for a, b in pairs), default=0.0)
+    wanted = {key: value for key, value in row.items() if key.startswith(_COMPARED)}
+    got = {key: value for key, value in metrics.items() if key.startswith(_COMPARED)}
+    different = {
+        key: {"run": wanted.get(key), "replay": got.get(key)}
+        for key in sorted(wanted.keys() | got.keys())
+        if wanted.get(key) != got.get(key)
+    }
+    beyond = [
+        key
+        for key, pair in different.items()
+        if None in pair.values()
+        or not abs(pair["run"] - pair["replay"]) <= tolerance * max(1.0, abs(pair["run"]))
+    ]
+    return {
+        "match": bool(wanted) and not beyond and all(gap <= tolerance for gap in gaps.values()),
+        "exact": bool(wanted) and not different and not any(gaps.values()),
+        "tokens": int(sum(len(t.response) for t in journalled)),
+        "max_difference": {
+            "old log-probs": _plain(gaps["old"]),
+            "anchor log-probs": _plain(gaps["anchor"]),
+            "advantages": _plain(gaps["advantage"]),
+        },
+        "metrics": {key: {"run": wanted.get(key), "replay": got.get(key)} for key in sorted(wanted | got)},
+        "differing": sorted(different),
+    }
+
+
+def _gap(a: Any, b: Any) -> float:
+    """Largest difference; infinite where one of the two is no number, or the lengths differ."""
+    a, b = np.atleast_1d(np.asarray(a, np.float64)), np.atleast_1d(np.asarray(b, np.float64))
+    if a.shape != b.shape:
+        return math.inf
+    return float(np.nan_to_num(np.abs(a - b), nan=math.inf).max(initial=0.0))
+
+
+def _plain(gap: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return gap if math.isfinite(gap) else None
+
+
+def _unscored(t: Trajectory) -> Trajectory:
+    """As the sampler handed it over."""
+    nothing = np.zeros(0, np.float32)
+    return replace(t, old=nothing, anchor=nothing, advantage=0.0)
+
+
+def _read_rows(run: Path) -> dict[int, dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return {int(row["step"]): row for row in map(json.loads, lines)}
