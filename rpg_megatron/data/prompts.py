@@ -12,7 +12,7 @@ import numpy as np
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.data import DataSettings
-from rpg_megatron.data.problems import Problem, read_problems
+from rpg_megatron.data.problems import Message, Problem, read_problems
 from rpg_megatron.data.trajectory import Tokens
 
 logger = logging.getLogger(__name__)
@@ -96,13 +96,16 @@ def _render(problem: Problem, settings: DataSettings, tokenizer: Any) -> str:
             )
         return settings.template.replace("{prompt}", chat[0][1])
     if isinstance(problem.prompt, str):
-        chat = [("user", settings.template.replace("{prompt}", problem.prompt))]
+        chat = [Message("user", settings.template.replace("{prompt}", problem.prompt))]
     if settings.system is not None and chat[0][0] != "system":
-        chat.insert(0, ("system", settings.system))
+        chat.insert(0, Message("system", settings.system))
     options = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
     messages = [{"role": role, "content": content} for role, content in chat]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **options
+        )
+        return text
     except Exception as e:  # templates are programs of their own, and raise what they like
         roles = ", ".join(role for role, _ in chat)
         raise UserError(
@@ -155,7 +158,7 @@ class PromptStream:
         source = self._sources[number]
         epoch, position = divmod(self._taken[number], len(source))
         self._taken[number] += 1
-        return source[self._order(number, epoch)[position]]
+        return source[int(self._order(number, epoch)[position])]
 
     def state(self) -> dict[str, Any]:
         """Where the walk stands, as plain values that JSON can hold."""

@@ -84,5 +84,7 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
 
 def from_row(row: dict[str, Any]) -> Trajectory:
     """The trajectory that ``to_row`` was given, to the last bit."""
-    arrays = {name: np.array(row[name], np.int32 if name in _INTEGERS else np.float32) for name in _ARRAYS}
+    arrays: dict[str, Any] = {
+        name: np.array(row[name], np.int32 if name in _INTEGERS else np.float32) for name in _ARRAYS
+    }
     return Trajectory(**{name: value for name, value in row.items() if name not in arrays}, **arrays)

@@ -38,7 +38,7 @@ def load_function(name: str) -> Callable[..., Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")  # the working directory, for a function in a file beside the config
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as e:
         raise ValueError(
             f"{name}: there is no module {e.name!r}; put its folder into PYTHONPATH, or start in that folder"
@@ -66,6 +66,7 @@ def serve(connection: Connection, function: Callable[..., Any]) -> None:
             arguments = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
             return
+        answer: dict[str, bool | float | str | None]
         try:
             answer = {"value": _plain(function(*arguments))}
         except MemoryError:

@@ -37,13 +37,14 @@ def equal(extracted: str, answer: str) -> bool:
 @functools.lru_cache(256)  # a group's responses share the reference
 def _parse(text: str) -> list[object]:
     inner = _DELIMITERS.sub(" ", text.replace("\u2212", "-")).strip(" \t\r\n*_.,;:")
-    return parse(
+    found: list[object] = parse(
         f"${inner}$",
         _LATEX,
         fallback_mode="no_fallback",
         extraction_mode="first_match",
         parsing_timeout=None,
     )
+    return found
 
 
 for _a, _b in (

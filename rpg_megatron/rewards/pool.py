@@ -98,7 +98,7 @@ class WorkerPool:
     def pop_counts(self) -> dict[str, int]:
         """How many inputs failed, by failure, since this was asked last."""
         with self._lock:
-            counts = {failure: self._counts[failure] for failure in FAILURES}
+            counts: dict[str, int] = {failure: self._counts[failure] for failure in FAILURES}
             self._counts.clear()
         return counts
 

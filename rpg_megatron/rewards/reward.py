@@ -44,11 +44,11 @@ class Scorer:
         self._told = False
         self._grader: Grader | None = None
         self._function: WorkerPool | None = None
-        limits = {"workers": settings.workers, "deadline": settings.deadline, "memory": memory}
+        workers, deadline = settings.workers, settings.deadline
         if settings.type in BUILT_IN_REWARDS:
-            self._grader = Grader(**limits)
+            self._grader = Grader(workers=workers, deadline=deadline, memory=memory)
         else:
-            self._function = WorkerPool(settings.type, **limits)
+            self._function = WorkerPool(settings.type, workers=workers, deadline=deadline, memory=memory)
 
     def submit(self, response: str, answer: str, length: int) -> Future[Score]:
         """Score one response of ``length`` tokens. Holds a Score whatever the text and the function do."""

@@ -89,7 +89,8 @@ class Sampler:
         engine did it. A prompt that the stream gives twice in a step makes two groups.
         """
         self._fleet.expect(version)
-        return await self._begin(self._rollout(step, version))
+        batch: RolloutBatch | WeightsWanted = await self._begin(self._rollout(step, version))
+        return batch
 
     async def evaluate(self) -> list[EvalResult] | WeightsWanted:
         """Sample and grade the held-out sets; results in their order.
@@ -97,7 +98,8 @@ class Sampler:
         The seeds are the same at each evaluation, so that two of them differ by the weights alone.
         """
         self._fleet.expect(None)
-        return await self._begin(self._evaluate())
+        results: list[EvalResult] | WeightsWanted = await self._begin(self._evaluate())
+        return results
 
     async def resume_request(self) -> Any:
         """Wait for what was asked last and is under way: its result, or that an engine wants weights."""

@@ -97,11 +97,13 @@ class SamplerClient:
 
     def rollout(self, step: int, version: int) -> RolloutBatch | WeightsWanted:
         """Sample and score the next prompts; ``version`` is that of the weights the engines serve."""
-        return self._ask("rollout", step=step, version=version)
+        answer: RolloutBatch | WeightsWanted = self._ask("rollout", step=step, version=version)
+        return answer
 
     def sync(self, manifest: Manifest, version: int, *, again: bool = False) -> SyncResult:
         """Bring the published weights into the engines; ``again``: into those that do not serve them yet."""
-        return self._ask("sync", manifest=manifest, version=version, again=again)
+        answer: SyncResult = self._ask("sync", manifest=manifest, version=version, again=again)
+        return answer
 
     def sleep(self, level: int) -> None:
         """Have the engines leave their GPUs: 1, until ``wake``; 2, weights too, until the next ``sync``."""
@@ -113,7 +115,8 @@ class SamplerClient:
 
     def evaluate(self) -> list[EvalResult] | WeightsWanted:
         """Sample and grade the whole held-out set, in its own order."""
-        return self._ask("evaluate")
+        answer: list[EvalResult] | WeightsWanted = self._ask("evaluate")
+        return answer
 
     def resume_request(self) -> Any:
         """The answer to the ``rollout`` or ``evaluate`` that wanted weights; it may want some again."""
@@ -121,11 +124,13 @@ class SamplerClient:
 
     def counts(self) -> dict[str, float]:
         """``engine/restarts`` and ``engine/requests_resent`` since this was asked last."""
-        return self._ask("counts")
+        answer: dict[str, float] = self._ask("counts")
+        return answer
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold for the prompts to go on where they are."""
-        return self._ask("state")
+        answer: dict[str, Any] = self._ask("state")
+        return answer
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a ``state()``."""

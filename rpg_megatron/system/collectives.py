@@ -25,7 +25,8 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 def new_gloo_group() -> dist.ProcessGroup:
     """A gloo group over all ranks, for one thread of each. Collective."""
-    return dist.new_group(backend="gloo", timeout=TIMEOUT)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return group
 
 
 def control_group() -> dist.ProcessGroup:

@@ -208,4 +208,4 @@ class Trainer:
 
 def _to_host(scored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The log-probs of what ``Policy.logprobs`` returns, on the CPU; a GPU is waited for once."""
-    return torch.cat([x[0] for x in scored]).cpu().split([x.size(1) for x in scored])
+    return torch.split(torch.cat([x[0] for x in scored]).cpu(), [x.size(1) for x in scored])

@@ -43,7 +43,7 @@ class Serving:
 
         Returns the answer on rank 0, None elsewhere.
         """
-        answer = self._ask(ask)
+        answer: T | WeightsWanted | Stopped | None = self._ask(ask)
         while _agree(isinstance(answer, WeightsWanted), isinstance(answer, Stopped)):
             self._publish(again=True)
             answer = self._ask(lambda sampler: sampler.resume_request())
