@@ -1,4 +1,4 @@
-"""Test modules share code through ``tests/support`` alone, and neither they nor benchmarks patch ``sys.path``.
+"""Test modules share code through ``tests/support`` alone, and nothing beside them patches ``sys.path``.
 
 Why: a test file that imports another is renamed, moved and run alone only with it; and a patched ``sys.path``
 makes one file two modules, by the order in which tests were collected.
