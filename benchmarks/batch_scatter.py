@@ -1,6 +1,6 @@
 """What rank 0 sends and allocates to hand a batch out and to get log-probs back, measured and computed.
 
-    python benchmarks/batch_scatter.py [--tokens 8192] [--trajectories 256]
+    python -m benchmarks.batch_scatter [--tokens 8192] [--trajectories 256]
 
 Starts small worlds over gloo on this machine. Bytes sent are what the kernel was given to write by rank 0
 (``wchar`` of /proc/self/io); the peak is the largest resident memory over what there was before, without the
@@ -18,8 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "distributed"))
-from spawn import run_ranks
+from tests.support.ranks import run_ranks
 
 LAYOUTS = [{"data": 2}, {"data": 4}, {"tensor": 2, "data": 2}, {"tensor": 4, "data": 2}, {"tensor": 4}]
 LARGE = {"tensor": 8, "pipeline": 8, "data": 8}
@@ -39,7 +38,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             case = {"layout": layout, "tokens": a.tokens, "trajectories": a.trajectories}
             (Path(folder) / "case.json").write_text(json.dumps(case))
-            found = run_ranks("../../benchmarks/batch_scatter", world, Path(folder), timeout=300)
+            found = run_ranks("benchmarks.batch_scatter", world, Path(folder), timeout=300)
         print_row(layout, a.tokens * a.trajectories, a.trajectories, found)
     print_row(LARGE, 8192 * 8192, 8192, None)
 

@@ -87,6 +87,4 @@ def from_row(row: dict[str, Any]) -> Trajectory:
     arrays: dict[str, Any] = {
         name: np.array(row[name], np.int32 if name in _INTEGERS else np.float32) for name in _ARRAYS
     }
-        name: np.array(row[name], np.int32 if name in _INTEGERS else np.float32) for name in _ARRAYS
-    }
     return Trajectory(**{name: value for name, value in row.items() if name not in arrays}, **arrays)

@@ -38,7 +38,7 @@ from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from rpg_megatron.training.trainer import Trainer
-from tests.distributed import fake_cuda
+from tests.support import fake_cuda
 
 LENGTHS = [60, 40]
 """Tokens of each sequence of a micro-batch."""

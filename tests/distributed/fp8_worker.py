@@ -18,8 +18,7 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.fp8_emulation import EmulatedProduct
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.training.loss import build_aggregator, build_loss
-from tests.distributed.checkpoint_policy import checkpoint_policy
-from tests.distributed.layout_worker import cut_unevenly
+from tests.support.rank_policy import checkpoint_policy, cut_unevenly
 
 
 def watch(layer: torch.nn.Module, kept: dict[str, torch.Tensor], name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -20,21 +19,7 @@ from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.training.loss import build_aggregator, build_loss
-from tests.distributed.checkpoint_policy import checkpoint_policy
-
-
-def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
-    """This data rank's share of ``count`` uneven micro-batches; empty ones keep the ranks in step.
-
-    As many as there are trajectories: one each.
-    """
-    if count == len(trajectories):
-        bounds = list(range(count + 1))
-    else:
-        bounds = [round(len(trajectories) * (i / count) ** 1.7) for i in range(count + 1)]
-    micro = [trajectories[a:b] for a, b in pairwise(bounds)]
-    mine = micro[mesh.data_rank :: mesh.data]
-    return mine + [[]] * (-(-count // mesh.data) - len(mine))
+from tests.support.rank_policy import checkpoint_policy, cut_unevenly
 
 
 def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.device) -> dict:

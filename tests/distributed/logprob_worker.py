@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy.logprobs import token_logprobs
-from tests.unit.logprob_reference import measure_errors
+from tests.support.logprob_reference import measure_errors
 
 CASES = [(250, 2), (251, 1), (251, 9), (253, 19), (33, 95)]
 """(vocabulary, padding behind it); in the last, one of two ranks has padding alone."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import resume_worker  # first: it starts the process as a trainer rank does
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
+
+from tests.distributed import resume_worker  # first: it starts the process as a trainer rank does
 
 _IS_CUDA = Tensor.is_cuda.__get__
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from layout_worker import cut_unevenly
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.config import Settings
@@ -19,7 +18,7 @@ from rpg_megatron.policy import optimizer
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.training.loss import build_aggregator, build_loss
-from tests.distributed.checkpoint_policy import checkpoint_policy
+from tests.support.rank_policy import checkpoint_policy, cut_unevenly
 
 BUCKET = 1000
 """Parameters of a bucket at least: about one tensor in each, where by default all would share one."""

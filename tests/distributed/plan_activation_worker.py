@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from plan_memory_worker import trajectories
 
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.loss import build_aggregator, build_loss
+from tests.distributed.plan_memory_worker import trajectories
 
 
 def saved_bytes(case: dict, device: torch.device) -> int:

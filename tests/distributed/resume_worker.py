@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from layout_worker import cut_unevenly
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.checkpoints.run_folder import CONFIG
@@ -19,7 +18,7 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.training.checkpoint_saver import Saver, load_model
 from rpg_megatron.training.loss import build_aggregator, build_loss
-from tests.distributed.checkpoint_policy import checkpoint_policy
+from tests.support.rank_policy import checkpoint_policy, cut_unevenly
 
 
 def run(case: dict, folder: Path, device: torch.device) -> list[dict]:

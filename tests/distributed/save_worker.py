@@ -6,12 +6,11 @@ import gc
 import sys
 from pathlib import Path
 
-from saving_worker import build, fill, numbers
-
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps
 from rpg_megatron.config import Settings
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.training.checkpoint_saver import Saver, load_run
+from tests.distributed.saving_worker import build, fill, numbers
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ and computed by ``benchmarks/batch_scatter.py``.
 import json
 
 import pytest
-from spawn import run_ranks
+
+from tests.support.ranks import run_ranks
 
 LAYOUTS = {
     "DP4": {"data": 4},
@@ -21,7 +22,7 @@ LAYOUTS = {
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scatter")
     (folder / "layouts.json").write_text(json.dumps(LAYOUTS))
-    return run_ranks("scatter_worker", 4, folder, timeout=120)
+    return run_ranks("tests.distributed.scatter_worker", 4, folder, timeout=120)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spawn import run_ranks
 
 from rpg_megatron.config import load_settings
-from tests.unit.recipes import EXAMPLES, H100, ROWS
+from tests.support.ranks import run_ranks
+from tests.support.recipes import EXAMPLES, H100, ROWS
 
 WAITS_PER_MICROBATCH = 2
 WAITS = {"score": 0, "step": 5, "anchor": 2, "park": 2, "checksums": 1}
@@ -131,7 +131,7 @@ def too_many(what: str, waits: dict[str, int], bound: int) -> list[str]:
 
 
 def check(case: dict[str, Any], folder: Path) -> None:
-    result = run_ranks("fake_cuda_worker", 1, folder, json.dumps(case))
+    result = run_ranks("tests.distributed.fake_cuda_worker", 1, folder, json.dumps(case))
     found = problems(result)
     assert not found, "\n".join(found)
     assert any(name.startswith("longer update") for name in result["waits"])  # it came so far
@@ -162,7 +162,9 @@ def test_every_loss_of_an_example_runs_on_fake_gpus(name: str, tmp_path: Path) -
 
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     """Each is found, by the line that it is made in or that first meets it."""
-    result = run_ranks("fake_cuda_worker", 1, tmp_path, json.dumps(case("bfloat16") | {"plant": True}))
+    result = run_ranks(
+        "tests.distributed.fake_cuda_worker", 1, tmp_path, json.dumps(case("bfloat16") | {"plant": True})
+    )
     assert not result["error"]
     here = "tests/distributed/fake_cuda_worker.py:"
     lines = dict.fromkeys(result["planted"], here) | {

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors.torch import load_file
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
+from rpg_megatron.config.model_shape import Llama3Rope
 from rpg_megatron.config.policy import ParallelSettings, PrecisionSettings
 from rpg_megatron.policy.model import llama3_frequencies, transformer_config
-from tests.distributed.spawn import run_ranks
-from tests.distributed.test_layouts import (
+from tests.support.layouts import (
     OBJECTIVES,
     check,
     make_batch,
@@ -42,6 +39,8 @@ from tests.distributed.test_layouts import (
     reference_logprobs,
     reference_update,
 )
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, WIDE, make_model, tiny_shape
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP1": (1, {}, 2),
@@ -65,73 +64,14 @@ VIRTUAL: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 """Rings of more than two stages."""
 
-SHARED = {
-    "vocab_size": 251,
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-UNSCALED = {"rope_type": "default", "rope_theta": 1e4}
-SCALING = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 2.0,
-    "high_freq_factor": 8.0,
-    "original_max_position_embeddings": 128,
-}
-"""Wavelengths are 6, 30, 140 and 664 tokens: under 16 they stay, over 64 they are stretched."""
-
-
-SHAPE = ModelShape(
-    family="llama",
-    num_layers=5,
-    hidden_size=48,
-    ffn_hidden_size=100,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=251,
-    tied_embeddings=False,
-    qk_norm=False,
-    qkv_bias=False,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    max_positions=512,
-    dtype="float32",
-)
-
-
-WIDE = {"hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 2}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": UNSCALED}, LAYOUTS),
-    "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": SCALING}, LAYOUTS),
-    "qwen2, wide": ("Qwen2", {**WIDE, "rope_parameters": UNSCALED}, CUT_GROUPS),
-    "qwen3, wide": ("Qwen3", {**WIDE, "rope_parameters": UNSCALED, "head_dim": 8}, CUT_GROUPS),
-    "qwen2, deep": (
-        "Qwen2",
-        {"num_hidden_layers": 9, "tie_word_embeddings": True, "rope_parameters": UNSCALED},
-        VIRTUAL,
-    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, LAYOUTS),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}, LAYOUTS),
+    "qwen2, wide": ("qwen2", {**WIDE, "num_hidden_layers": 2}, CUT_GROUPS),
+    "qwen3, wide": ("qwen3", {**WIDE, "num_hidden_layers": 2, "head_dim": 8}, CUT_GROUPS),
+    "qwen2, deep": ("qwen2", {"num_hidden_layers": 9, "tie_word_embeddings": True}, VIRTUAL),
 }
-"""Name -> (family, what its config has besides SHARED, layouts)."""
-
-
-def make_model(name: str, folder: Path) -> PreTrainedModel:
-    """A random model whose norms are not ones and whose biases are not zeros."""
-    family, changes, _ = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SHARED, **changes})
-    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            p.copy_(1 + 0.2 * noise if "norm" in name else (0.5 if "bias" in name else 0.1) * noise)
-    model.save_pretrained(folder)
-    return model.double().eval()
+"""Name -> (family, what its config has besides AWKWARD, layouts)."""
 
 
 @pytest.mark.parametrize(
@@ -165,7 +105,7 @@ def test_scaled_frequencies_are_those_of_transformers_bit_by_bit(
 def test_megatron_counts_layers_of_uneven_stages_as_we_do(
     layers: int, virtual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = replace(SHAPE, num_layers=layers)
+    shape = tiny_shape("llama", num_layers=layers)
     # What start_mesh would have told Megatron; there are no process groups here.
     chunks = virtual if virtual > 1 else None
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", chunks)
@@ -189,8 +129,8 @@ def test_megatron_counts_layers_of_uneven_stages_as_we_do(
 
 def test_families_in_every_layout(tmp_path: Path) -> None:
     batch, rows, wanted = {}, {}, {}
-    for name in MODELS:
-        model = make_model(name, tmp_path / name)
+    for name, (family, changes, _) in MODELS.items():
+        model = make_model(tmp_path / name, family, **AWKWARD | changes)
         batch[name] = make_batch()
         with torch.no_grad():
             scored = reference_logprobs(model, batch[name])
@@ -217,7 +157,7 @@ def test_families_in_every_layout(tmp_path: Path) -> None:
             if w == world
         }
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        for run, result in run_ranks("layout_worker", world, tmp_path).items():
+        for run, result in run_ranks("tests.distributed.layout_worker", world, tmp_path).items():
             name, _, parallel, _ = runs[run]
             check(tmp_path, run, result, batch[name], rows[name], wanted[name])
             source = load_file(tmp_path / name / "model.safetensors")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rpg_megatron.policy.fp8_emulation import E4M3, RECIPES, round_whole
-from tests.distributed.spawn import run_ranks
+from tests.support.ranks import run_ranks
 
 SIZES = {
     "num_hidden_layers": 3,
@@ -48,7 +48,7 @@ def run(folder: Path, cases: dict[str, dict[str, Any]], world: int) -> dict[str,
     """Of each case, what each rank found."""
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks("fp8_worker", world, folder)
+    run_ranks("tests.distributed.fp8_worker", world, folder)
     return {n: [torch.load(folder / f"{n}_{r}.pt") for r in range(world)] for n in cases}
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.spawn import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def test_equals_float64_cut_over_two_ranks(tmp_path: Path) -> None:
-    result = run_ranks("logprob_worker", 2, tmp_path)
+    result = run_ranks("tests.distributed.logprob_worker", 2, tmp_path)
     assert not result["problems"], "\n".join(result["problems"])
     assert result["largest"] == 50 * 1000

@@ -14,16 +14,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from rpg_megatron.data.trajectory import Trajectory
-from tests.distributed.spawn import run_ranks
-from tests.distributed.test_layouts import make_case, make_model
+from tests.support.layouts import SMOOTH, make_case, make_layout_model, ragged_batch
+from tests.support.ranks import run_ranks
 
-SMOOTH = {"objective": {"beta": 0.05, "clip": None}, "anchor": {"type": "fixed"}}
-"""Without a clip: a ratio that lies on its edge would fall to one side or the other by rounding."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor": 2}),
@@ -42,35 +38,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def ragged_batch(seed: int, longest: int, count: int) -> list[Trajectory]:
-    """Lengths from 2 to ``longest``, both among them; responses from a single token to all but the first."""
-    random = np.random.default_rng(seed)
-    lengths = [2, longest, *np.exp(random.uniform(np.log(2), np.log(longest), count - 2)).astype(int)]
-    random.shuffle(lengths)
-    batch = []
-    for i, n in enumerate(lengths):
-        response = 1 if i % 4 == 0 else int(random.integers(1, n))
-        tokens = random.integers(0, 251, n).astype(np.int32)
-        # About what a random model gives: the ratios are not all 1, nor far off.
-        old, anchor = (random.normal(-5.5, 0.2, response).astype(np.float32) for _ in range(2))
-        batch.append(
-            Trajectory(
-                prompt_id=i,
-                sample=0,
-                prompt=tokens[:-response],
-                response=tokens[-response:],
-                behaviour=old,
-                versions=np.zeros(response, np.int32),
-                finish="stop",
-                text="",
-                old=old,
-                anchor=anchor,
-                advantage=float(random.normal()),
-            )
-        )
-    return batch
-
-
 def case(folder: Path, parallel: dict[str, Any], microbatches: int, budget: int, **sections: Any) -> Any:
     training = {"minibatches": 1, "tokens_per_microbatch": budget, "logprob_chunk": 300}
     sections = {"memory": {"recompute": "none"}, **SMOOTH, **sections, "training": training}
@@ -79,7 +46,7 @@ def case(folder: Path, parallel: dict[str, Any], microbatches: int, budget: int,
 
 def run_cases(folder: Path, cases: dict[str, Any], world: int, timeout: float = 240) -> dict[str, Any]:
     (folder / "cases.json").write_text(json.dumps(cases))
-    return run_ranks("layout_worker", world, folder, timeout=timeout)
+    return run_ranks("tests.distributed.layout_worker", world, folder, timeout=timeout)
 
 
 def compare(
@@ -101,7 +68,7 @@ def compare(
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """One ragged batch on two ranks: cut by data, by context, by tensor, and with recomputation."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    make_model(folder / "model", tied=False)
+    make_layout_model(folder / "model", tied=False)
     (folder / "batch.pkl").write_bytes(pickle.dumps(ragged_batch(3, longest=130, count=9)))
     layouts = {name: LAYOUTS[name][1] for name in ("DP2", "CP2", "TP2+SP", "PP2")}
     cases = {
@@ -129,7 +96,7 @@ def test_recomputed_activations_give_the_same_gradient(
 
 @pytest.mark.parametrize("batches", [3, pytest.param(200, marks=pytest.mark.long)])
 def test_packed_equals_one_sequence_at_a_time(tmp_path: Path, batches: int) -> None:
-    make_model(tmp_path / "model", tied=False)
+    make_layout_model(tmp_path / "model", tied=False)
     cases = {}
     for seed in range(batches):
         batch = ragged_batch(seed, longest=513, count=10)  # 1 to 512 places
@@ -149,7 +116,7 @@ def test_packed_equals_one_sequence_at_a_time(tmp_path: Path, batches: int) -> N
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(5))
 def test_long_packs_equal_one_sequence_at_a_time_in_every_layout(tmp_path: Path, seed: int) -> None:
-    make_model(tmp_path / "model", tied=False)
+    make_layout_model(tmp_path / "model", tied=False)
     batch = ragged_batch(seed, longest=8192, count=10)
     (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
     results = run_cases(tmp_path, {"alone": case(tmp_path, {}, len(batch), 8192)}, 1, timeout=1200)
@@ -172,7 +139,7 @@ def test_memory_at_8192_tokens_and_a_real_vocabulary(tmp_path: Path) -> None:
     Hidden states are those of the two layers that are kept, what the layers add while they are computed
     again included. Plain torch needs over ten times as much at 8192 tokens, by a line through 1024 and 2048.
     """
-    found = run_ranks("memory_worker", 1, tmp_path, timeout=2400)
+    found = run_ranks("tests.distributed.memory_worker", 1, tmp_path, timeout=2400)
     tokens, vocab, chunk = found["tokens"], found["vocab"], found["chunk"]
     assert (tokens, vocab) == (8192, 151936)
     hidden_states = 4 * tokens * 256 * 3  # what goes into each layer, and what comes out of the last

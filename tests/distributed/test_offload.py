@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from rpg_megatron.checkpoints.run_folder import step_folder
-from tests.distributed.spawn import run_ranks
-from tests.distributed.test_resume_layouts import compare, make_resume_case, write_batch
+from tests.support.checkpoints import compare, make_resume_case, write_batch
+from tests.support.ranks import run_ranks
 
 
 def make_offload_case(
@@ -52,7 +52,7 @@ def test_the_same_updates_and_checkpoints_for_each_other(tmp_path: Path, data: i
         "another share, from off": make(0.25, "off second", ["another from off"]),
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    results = run_ranks("offload_worker", data, tmp_path)
+    results = run_ranks("tests.distributed.offload_worker", data, tmp_path)
     found = re.findall(r"update: (\d+) off, (\d+) on", (tmp_path / "rank_0.log").read_text())
     halves = [(int(off), int(on)) for off, on in found]
     assert len(halves) == 3 + 1 + 1  # and no update that nobody asked for

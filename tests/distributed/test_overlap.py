@@ -19,14 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.spawn import run_ranks
-from tests.distributed.test_layouts import make_case, make_model
-from tests.distributed.test_long_context import SMOOTH, ragged_batch
+from tests.support.layouts import SMOOTH, make_case, make_layout_model, ragged_batch
+from tests.support.ranks import run_ranks
 
 
 def run_both(folder: Path, world: int, layouts: dict[str, dict[str, Any]], *, tied: bool) -> dict[str, Any]:
     """Layout -> results with overlap and without."""
-    make_model(folder / "model", tied=tied)
+    make_layout_model(folder / "model", tied=tied)
     (folder / "batch.pkl").write_bytes(pickle.dumps(ragged_batch(5, longest=90, count=9)))
     cases = {}
     for name, parallel in layouts.items():
@@ -38,7 +37,7 @@ def run_both(folder: Path, world: int, layouts: dict[str, dict[str, Any]], *, ti
             }
             cases[f"{name}, {overlap}"] = make_case(folder / "model", parallel, 6, settings)
     (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks("overlap_worker", world, folder)
+    run_ranks("tests.distributed.overlap_worker", world, folder)
     return torch.load(folder / "results.pt")
 
 

@@ -14,8 +14,8 @@ import math
 import pickle
 from pathlib import Path
 
-from tests.distributed.spawn import run_ranks
-from tests.distributed.test_layouts import make_batch, make_case, make_model
+from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.ranks import run_ranks
 
 CASES = {
     "bfloat16, distributed": ("bfloat16", True),
@@ -24,7 +24,7 @@ CASES = {
 
 
 def test_what_was_parked_comes_back(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", tied=False)
+    make_layout_model(tmp_path / "model", tied=False)
     batch = make_batch()
     for i, t in enumerate(batch):
         t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
@@ -43,7 +43,7 @@ def test_what_was_parked_comes_back(tmp_path: Path) -> None:
         for name, (dtype, distributed) in CASES.items()
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    for name, result in run_ranks("parking_worker", 2, tmp_path).items():
+    for name, result in run_ranks("tests.distributed.parking_worker", 2, tmp_path).items():
         dtype, distributed = CASES[name]
         for rank in result["ranks"]:
             empty, held, again, left, weights = rank["bytes"]

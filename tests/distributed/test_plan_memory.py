@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from spawn import run_ranks
 
 from rpg_megatron.commands.plan.activations import head_bytes, layer_bytes, widths
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, rank_memory, recomputation
 from rpg_megatron.config import Settings, read_model_shape
+from tests.support.ranks import run_ranks
 
 LENGTHS = [300, 212]
 TOKENS = sum(LENGTHS) - len(LENGTHS)
@@ -92,7 +92,9 @@ def check(settings: Settings, folder: Path, bridge: Path) -> None:
         "microbatches": microbatches,
     }
     (folder / "case.json").write_text(json.dumps(case))
-    ranks = run_ranks("plan_memory_worker", settings.parallel.world, folder, timeout=550, fresh=True)
+    ranks = run_ranks(
+        "tests.distributed.plan_memory_worker", settings.parallel.world, folder, timeout=550, fresh=True
+    )
     shape = read_model_shape(settings.model.path)
     told = []
     for found in ranks:
@@ -142,7 +144,7 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
     described = {n: {"settings": s.model_dump(mode="json"), "lengths": LENGTHS} for n, s in cases.items()}
     (folder / "case.json").write_text(json.dumps(described))
     world = next(iter(cases.values())).parallel.world
-    ranks = run_ranks("plan_activation_worker", world, folder, timeout=550)
+    ranks = run_ranks("tests.distributed.plan_activation_worker", world, folder, timeout=550)
     for name, settings in cases.items():
         model = read_model_shape(settings.model.path)
         w = widths(model, settings.parallel, settings.precision.dtype)

@@ -18,41 +18,28 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import pickle
 import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rpg_megatron.checkpoints.megatron_folder import MANIFEST
 from rpg_megatron.checkpoints.run_folder import (
-    ANCHOR,
-    MODEL,
     find_problems,
     list_steps,
     part_folder,
     step_folder,
 )
-from tests.conftest import QWEN3
-from tests.distributed.spawn import free_port, run_ranks
-from tests.distributed.test_layouts import make_batch, make_case, make_model, reference_logprobs
+from tests.support.checkpoints import OPTIMIZERS, compare, make_resume_case, write_batch
+from tests.support.layouts import make_case
+from tests.support.ranks import run_ranks, start_ranks
+from tests.support.tiny_models import CONFIGS
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "distributed": {"distributed": True},
-    "plain": {"distributed": False},
-    "schedule-free": {"type": "schedule_free_adamw", "distributed": False},
-}
 SAVED = {"tensor": 2, "pipeline": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xPP2": SAVED,
@@ -77,65 +64,9 @@ FEWER: dict[str, tuple[int, dict[str, Any]]] = {
 """Ranks and layout."""
 
 
-def read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a torch_dist checkpoint, whole, by torch's own reader."""
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(t.size, dtype=t.properties.dtype)
-        for name, t in metadata.items()
-        if isinstance(t, TensorStorageMetadata)
-    }
-    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    return state
-
-
-def trim(tensors: dict[str, torch.Tensor], vocab: int = 251) -> dict[str, torch.Tensor]:
-    """Without the rows that pad the vocabulary."""
-    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
-    return {n: t[:vocab] if n.endswith(padded) else t for n, t in tensors.items()}
-
-
-def compare(wanted_folder: Path, folder: Path, tolerance: float) -> None:
-    """Weights, optimizer state and anchor against those of the run that never stopped."""
-    for part in (MODEL, ANCHOR):
-        wanted, got = trim(read_whole(wanted_folder / part)), trim(read_whole(folder / part))
-        assert got.keys() == wanted.keys(), folder
-        weights = {name for name in wanted if not name.startswith("optimizer.")}
-        assert len(weights) == 4 * 8 + 3
-        if part == MODEL:  # two or three numbers for each weight
-            assert len(wanted) in (3 * len(weights), 4 * len(weights)), sorted(wanted)
-        for key, tensor in wanted.items():
-            gap = float((got[key].double() - tensor.double()).abs().max())
-            assert gap <= tolerance, f"{folder}: {key} is off by {gap:.1e}"
-
-
-def write_batch(folder: Path) -> None:
-    """The model and the batch of all cases."""
-    model = make_model(folder / "model", tied=False)
-    batch = make_batch()
-    with torch.no_grad():
-        for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
-            t.old = t.anchor = logp.float().numpy().astype(np.float32)
-    (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
-
-
-def make_resume_case(
-    folder: Path, kind: str, parallel: dict[str, Any], load: str | None, then: list[str | None]
-) -> dict[str, Any]:
-    """Load a checkpoint, then as many updates as ``then`` has places to save at (None: do not save)."""
-    # A large epsilon: where gradients are tiny, Adam would otherwise blow rounding errors up.
-    optimizer = {"weight_decay": 0.1, "eps": 1e-3, "clip_grad": 1.0, **OPTIMIZERS[kind]}
-    settings = {"optimizer": optimizer, "objective": {"beta": 0.05}, "anchor": {"type": "fixed"}}
-    return {
-        "settings": make_case(folder / "model", parallel, 5, settings)["settings"],
-        "load": load and str(step_folder(folder / kind / load, 1)),
-        "then": [place and str(folder / kind / place) for place in then],
-    }
-
-
 def run_cases(folder: Path, world: int, cases: dict[str, Any]) -> dict[str, Any]:
     (folder / "cases.json").write_text(json.dumps(cases))
-    return run_ranks("resume_worker", world, folder, timeout=900)
+    return run_ranks("tests.distributed.resume_worker", world, folder, timeout=900)
 
 
 def check(
@@ -214,24 +145,11 @@ def start_saving(folder: Path, world: int) -> list[subprocess.Popen[str]]:
     """Ranks that save checkpoints of steps 1, 2, ... into ``folder``, or go on from the newest."""
     if not (folder / "model").exists():  # 50 MB a save, so that none is over in a moment
         (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps(QWEN3 | {"vocab_size": 32768}))
+        (folder / "model" / "config.json").write_text(json.dumps(CONFIGS["qwen3"] | {"vocab_size": 32768}))
     settings = {"anchor": {"type": "every", "updates": 1}, "optimizer": {"distributed": True}}
     case = make_case(folder / "model", {"data": world}, 1, settings)
     (folder / "config.yaml").write_text(json.dumps(case["settings"]))
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, str(Path(__file__).with_name("save_worker.py")), str(folder)]
-    pipe, log = subprocess.PIPE, subprocess.STDOUT
-    return [
-        subprocess.Popen(command, env={**environment, "RANK": str(r)}, stdout=pipe, stderr=log, text=True)
-        for r in range(world)
-    ]
+    return start_ranks("tests.distributed.save_worker", world, str(folder))
 
 
 def kill(workers: list[subprocess.Popen[str]]) -> None:

@@ -25,9 +25,9 @@ from typing import Any
 import pytest
 
 from rpg_megatron.checkpoints.run_folder import ANCHOR, CHECKPOINTS, CONFIG, MODEL, find_problems, step_folder
-from tests.distributed.spawn import run_ranks
-from tests.distributed.test_layouts import make_case, make_model
-from tests.distributed.test_resume_layouts import read_whole
+from tests.support.checkpoints import read_whole
+from tests.support.layouts import make_case, make_layout_model
+from tests.support.ranks import run_ranks
 
 STAGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "distributed": ({"data": 2}, {"distributed": True}),
@@ -53,7 +53,7 @@ def can_mount(folder: Path) -> bool:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[list[dict]], bool]]:
     """Folder of the runs, what each save on each rank came to, and whether there was a small disk."""
     folder = tmp_path_factory.mktemp("saving")
-    make_model(folder / "model", tied=False)
+    make_layout_model(folder / "model", tied=False)
     small = can_mount(folder / "mount")
     with tempfile.TemporaryDirectory(prefix="rpg-test-", dir="/dev/shm") as bridge:
 
@@ -74,7 +74,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
         }
         (folder / "cases.json").write_text(json.dumps(cases))
         try:
-            yield folder, run_ranks("saving_worker", 2, folder), small
+            yield folder, run_ranks("tests.distributed.saving_worker", 2, folder), small
             assert not os.listdir(bridge)
         finally:
             if small:

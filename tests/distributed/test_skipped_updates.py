@@ -17,8 +17,8 @@ import math
 import pickle
 from pathlib import Path
 
-from tests.distributed.spawn import run_ranks
-from tests.distributed.test_layouts import make_batch, make_case, make_model
+from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.ranks import run_ranks
 
 PLAIN, CUT = {"distributed": False}, {"distributed": True}
 CASES = {
@@ -33,7 +33,7 @@ CASES = {
 
 
 def test_one_bad_rank_and_nothing_changes_on_any(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", tied=False)
+    make_layout_model(tmp_path / "model", tied=False)
     batch = make_batch()
     for i, t in enumerate(batch):
         t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
@@ -53,7 +53,7 @@ def test_one_bad_rank_and_nothing_changes_on_any(tmp_path: Path) -> None:
         for name, (parallel, optimizer) in CASES.items()
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    results = run_ranks("skip_worker", 2, tmp_path)
+    results = run_ranks("tests.distributed.skip_worker", 2, tmp_path)
     assert results.keys() == CASES.keys()
     for name, result in results.items():
         culprit = result["ranks"][1]["name"]

@@ -35,7 +35,7 @@ from rpg_megatron.config import load_settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SyncResult
-from tests.distributed.spawn import free_port
+from tests.support.ranks import free_port
 
 WORLD, STEPS = 2, 5
 TOKEN = "token"

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.distributed.spawn import run_ranks
+from tests.support.ranks import run_ranks
 
 LAYOUTS = {
     "TP4+SP, fewer groups than ranks": ("qwen3", {"tensor": 4, "sequence": True}),
@@ -43,7 +43,7 @@ def test_every_step_follows_in_every_layout(tmp_path: Path, make_checkpoint: Cal
         for name, (family, parallel) in LAYOUTS.items()
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    results = run_ranks("trace_worker", 4, tmp_path)
+    results = run_ranks("tests.distributed.trace_worker", 4, tmp_path)
     for name, (family, _) in LAYOUTS.items():
         links, shapes = results[name]["links"], results[name]["shapes"]
         fused = {"input_norm", "mlp_norm"} if "fused norms" in name else set()

@@ -20,7 +20,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
-from tests.distributed.checkpoint_policy import checkpoint_policy
+from tests.support.rank_policy import checkpoint_policy
 
 
 def batch(vocab: int) -> list[Trajectory]:

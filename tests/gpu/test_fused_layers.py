@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.gpu.processes import run_alone
+from tests.support.ranks import run_alone
 
 
 def test_names_and_checkpoints(tmp_path: Path) -> None:
-    found = run_alone("layers_worker", tmp_path)
+    found = run_alone("tests.gpu.layers_worker", tmp_path)
     checkpoints = {name: result for name, result in found.items() if "->" in name}
     assert checkpoints == dict.fromkeys(checkpoints, True)
     assert {name: result for name, result in found.items() if result and "->" not in name} == {}

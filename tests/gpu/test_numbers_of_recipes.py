@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.gpu.processes import run_alone
+from tests.support.ranks import run_alone
 
 
 def test_precisions_are_as_far_apart_as_their_bits(tmp_path: Path) -> None:
-    gaps = run_alone("numbers_worker", tmp_path)
+    gaps = run_alone("tests.gpu.numbers_worker", tmp_path)
     assert gaps["bf16"][0] <= 2 * gaps["transformers"][0]
     assert gaps["bf16"][1] <= 0.05
     for recipe in ("blockwise", "tensorwise", "delayed", "blockwise+params"):

@@ -12,12 +12,12 @@ import math
 import pickle
 from pathlib import Path
 
-from tests.distributed.spawn import run_ranks
-from tests.distributed.test_layouts import make_batch, make_case, make_model
+from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.ranks import run_ranks
 
 
 def test_memory_is_flat(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", tied=False)
+    make_layout_model(tmp_path / "model", tied=False)
     batch = make_batch()
     for i, t in enumerate(batch):
         t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
@@ -29,7 +29,9 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     }
     case = make_case(tmp_path / "model", {}, 0, settings)
     (tmp_path / "cases.json").write_text(json.dumps({"one GPU": case}))
-    (rank,) = run_ranks("parking_worker", 1, tmp_path, "cuda", fresh=True)["one GPU"]["ranks"]
+    (rank,) = run_ranks("tests.distributed.parking_worker", 1, tmp_path, "cuda", fresh=True)["one GPU"][
+        "ranks"
+    ]
     assert rank["returned"] == rank["apart"] == []
     assert rank["released"]
     here, away = rank["memory"]

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.spawn import run_ranks
 from tests.gpu.two_gpus_worker import WAIT_SECONDS
+from tests.support.ranks import run_ranks
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    ranks = run_ranks("../gpu/two_gpus_worker", 2, tmp_path, "cuda", timeout=350, fresh=True)
+    ranks = run_ranks("tests.gpu.two_gpus_worker", 2, tmp_path, "cuda", timeout=350, fresh=True)
     first, second = ranks
     assert first["bound"] == second["bound"] == "None"
     assert second["wait"]["waited"] > WAIT_SECONDS / 2

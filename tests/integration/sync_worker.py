@@ -27,7 +27,7 @@ from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
-from tests.distributed.checkpoint_policy import checkpoint_policy
+from tests.support.rank_policy import checkpoint_policy
 
 PROMPTS = [[3 + (7 * i + k) % 90 for i in range(9 + 5 * k)] for k in range(3)]
 

@@ -31,7 +31,7 @@ from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import EngineProcess, engine_socket
-from tests.distributed.spawn import free_port
+from tests.support.ranks import free_port
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 MODEL = QUICKSTART.parent / "quickstart" / "model"

@@ -9,109 +9,15 @@ training (test_launch).
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rpg_megatron.system.process_groups import members
-
-MARK = "RPG_TEST_MARK"
-
-
-class Command:
-    """``rpg-megatron`` in a process of its own."""
-
-    def __init__(self, folder: Path, *arguments: str):
-        self.mark = uuid.uuid4().hex
-        self.sessions: set[int] = set()
-        self.out = folder / f"{self.mark}.out"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rpg_megatron.cli", *arguments],
-            stdout=self.out.open("w"),
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {MARK: self.mark},
-            start_new_session=True,
-        )
-
-    def finish(self, timeout: float = 60) -> tuple[int, str]:
-        """Exit code and what was written to stderr."""
-        _, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, err
-
-    def processes(self) -> list[int]:
-        """Everything that descends from the command and lives."""
-        alive = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        for pid in alive:
-            try:
-                if self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                    self.sessions.add(os.getsid(pid))
-            except OSError:
-                continue
-        return sorted({pid for leader in self.sessions for pid in members(leader)})
-
-    def folders(self) -> list[Path]:
-        """Its private folders."""
-        found = []
-        for parent in (Path("/dev/shm"), Path("/tmp")):
-            for owner in parent.glob("rpg-*/owner.json"):
-                try:
-                    mine = json.loads(owner.read_text())["pid"] == self.process.pid
-                except (OSError, ValueError):
-                    continue
-                found += [owner.parent] if mine else []
-        return found
-
-    def shared_memory(self) -> set[Path]:
-        """Files in /dev/shm that its processes have mapped."""
-        found = set()
-        for pid in self.processes():
-            try:
-                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            except OSError:
-                continue
-            found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
-        return {file for file in found if file.exists()}
-
-    def wait_for_output(self, text: str, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while text not in self.out.read_text():
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < end, self.out.read_text()
-            time.sleep(0.1)
-
-    def assert_nothing_left(self, seconds: float = 0) -> None:
-        end = time.monotonic() + seconds
-        while (self.processes() or self.folders()) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert self.processes() == []
-        assert self.folders() == []
-
-
-@pytest.fixture
-def command(tmp_path: Path) -> Iterator:
-    started: list[Command] = []
-
-    def start(*arguments: str) -> Command:
-        started.append(Command(tmp_path, *arguments))
-        return started[-1]
-
-    yield start
-    for one in started:
-        for pid in one.processes():
-            os.kill(pid, signal.SIGKILL)
-        one.process.wait()
-        assert one.process.stderr is not None
-        one.process.stderr.close()
+from tests.support.commands import Command
 
 
 def cuda_is_here() -> bool:

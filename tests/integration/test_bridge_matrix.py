@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,9 +28,7 @@ from transformers import (
 
 from rpg_megatron.config import Settings
 from rpg_megatron.engine.process import EngineProcess, engine_socket
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from spawn import run_ranks
+from tests.support.ranks import run_ranks
 
 WORLDS: dict[int, dict[str, dict[str, int]]] = {
     1: {"TP1": {}},
@@ -153,7 +150,7 @@ def check_matrix(
                 "head_start": 0.7,
             }
             (folder / "case.json").write_text(json.dumps(case))
-            results = run_ranks("../integration/sync_worker", world, folder, timeout=500 * perturbations)
+            results = run_ranks("tests.integration.sync_worker", world, folder, timeout=500 * perturbations)
             for layout, result in results.items():
                 assert len(result["mismatch"]) == 2 * perturbations
                 assert max(result["mismatch"]) < 1e-3, layout

@@ -2,8 +2,8 @@
 
 This is the proof that layouts, publication, plug-in and controller agree with vLLM's own loaders. The engine
 starts with random weights (``--load-format dummy``): what it gets right came through the bridge. Shards are
-cut for tensor parallel size 2 by other means than the layouts (``bridge_models``), and published by two gloo
-processes.
+cut for tensor parallel size 2 by other means than the layouts (``megatron_shards``), and published by two
+gloo processes.
 
 Not covered: GPUs and captured graphs, quantised engines, real Megatron ranks. The engine has one worker; the
 tests marked long repeat the main ones with two, with loading in place (a stand-in for the GPU: CPU re-packing
@@ -30,9 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from bridge_models import grid, stage_values
-
 from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed, sync_engine
 from rpg_megatron.bridge.manifest import read_manifest
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
@@ -43,6 +40,7 @@ from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import layout_for
+from tests.support.megatron_shards import grid, stage_values
 
 TOKEN = "bridge-test-token"
 PROMPT = [3 + 7 * i % 90 for i in range(40)]

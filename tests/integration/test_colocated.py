@@ -15,13 +15,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from rpg_megatron.data.rollout_files import read_rollouts
 from rpg_megatron.system import process_groups
-from tests.integration.test_bad_input import Command
-from tests.integration.test_resume import SAME, Run
+from tests.support.commands import Command
+from tests.support.runs import Run, assert_same
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -46,22 +43,6 @@ class ShortRun(Run):
         return super().start(*self.more, *more)
 
 
-def results(run: Run, steps: int) -> tuple[list[dict], dict[str, torch.Tensor], list[list[int]]]:
-    rows = [{k: v for k, v in row.items() if k.startswith(SAME)} for row in run.rows()]
-    weights = load_file(run.folder / f"hf/step_{steps:06d}/model.safetensors")
-    files = [run.folder / f"rollouts/step_{step:06d}.jsonl.zst" for step in range(1, steps + 1)]
-    return rows, weights, [t.response.tolist() for file in files for t in read_rollouts(file)]
-
-
-def assert_same(one: Run, other: Run, steps: int = STEPS) -> None:
-    """Both sampled the same tokens, wrote the same metrics and ended with the same weights, bit for bit."""
-    (rows, weights, rollouts), (wanted, others, drawn) = results(one, steps), results(other, steps)
-    assert rollouts == drawn
-    assert rows == wanted
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
-
-
 def test_turns_change_nothing(tmp_path: Path) -> None:
     side_by_side = ShortRun(tmp_path, "side")
     in_turns = ShortRun(tmp_path, "turns", *COLOCATED)
@@ -75,13 +56,13 @@ def test_turns_change_nothing(tmp_path: Path) -> None:
             assert log.count(f"wake up the engine with tags: {tags}") == STEPS + 1
         assert log.count("sleep mode is not supported on CPU") > 0
         assert all("time/handover" in row for row in in_turns.rows()[1:])
-        assert_same(in_turns, side_by_side)
+        assert_same(in_turns, side_by_side, STEPS)
         stopped.start()
         stopped.wait_in_step(2)
         stopped.warn(signal.SIGUSR1, everyone=False)
         stopped.start()
         stopped.finish()
-        assert_same(stopped, side_by_side)
+        assert_same(stopped, side_by_side, STEPS)
     finally:
         for run in (side_by_side, in_turns, stopped):
             if run.now is not None and run.now.process.poll() is None:

@@ -20,9 +20,8 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.system import process_groups
-from tests.integration.test_bad_input import Command
-from tests.integration.test_colocated import assert_same
-from tests.integration.test_resume import QUICKSTART, SETTINGS, Run
+from tests.support.commands import Command
+from tests.support.runs import QUICKSTART, SETTINGS, Run, assert_same
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 

@@ -37,32 +37,23 @@ from rpg_megatron.commands.convert.processes import (
     _DeferredSignals,
 )
 from rpg_megatron.config import read_model_shape
-from tests.distributed.test_families import SCALING, SHARED, UNSCALED, WIDE
-from tests.unit.bridge_models import megatron_value
+from tests.support.megatron_shards import megatron_value
+from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, WIDE, make_model
 
 ROOT = Path(__file__).parents[2]
 MARK = "RPG_TEST_MARK"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": UNSCALED}),
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": UNSCALED}),
-    "qwen3": ("Qwen3", {"tie_word_embeddings": False, "rope_parameters": UNSCALED, "head_dim": 8}),
-    "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": SCALING}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
 }
-CUT_GROUPS = {**WIDE, "num_hidden_layers": 5}
-"""12 query heads in 2 groups, for more tensor ranks than groups."""
 
 
-def write_model(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A random model, norms not ones and biases not zeros, with a stand-in for a tokenizer."""
+def write_model(folder: Path, family: str, **changes: Any) -> Path:
+    """A random model of awkward sizes in several files, with stand-ins for a tokenizer and its template."""
     name, own = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**SHARED, **own, **changes})
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            p.copy_(1 + 0.2 * noise if "norm" in name else (0.5 if "bias" in name else 0.1) * noise)
-    model.to(dtype).save_pretrained(folder, max_shard_size="200KB")
+    make_model(folder, name, max_shard_size="200KB", **AWKWARD | own | changes)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "merges.txt").write_text("a b\n")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -136,7 +127,7 @@ def there_and_back(
     ("family", "dtype", "changes", "written", "read", "verify"),
     [
         ("qwen2-tied", torch.float32, {}, (2, 2), (1, 1), "hf_to_megatron"),
-        ("llama", torch.float32, CUT_GROUPS, (4, 1), (1, 2), "megatron_to_hf"),
+        ("llama", torch.float32, WIDE, (4, 1), (1, 2), "megatron_to_hf"),
         ("qwen3", torch.bfloat16, {}, (1, 3), (2, 1), "hf_to_megatron"),
     ],
     ids=["qwen2-tied", "llama", "qwen3-bf16"],
@@ -150,7 +141,7 @@ def test_there_and_back_is_bit_exact(
     read: tuple[int, int],
     verify: str,
 ) -> None:
-    source = write_model(tmp_path / "hf", family, dtype, **changes)
+    source = write_model(tmp_path / "hf", family, dtype=str(dtype)[6:], **changes)
     there_and_back(tmp_path, source, written, read, verify)
 
 
@@ -163,7 +154,7 @@ GRID = [(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2, 3)]
 @pytest.mark.parametrize("written", GRID, ids=lambda layout: f"tp{layout[0]}-pp{layout[1]}")
 def test_every_layout(tmp_path: Path, family: str, written: tuple[int, int]) -> None:
     """6/2 heads where they fit, 12/2 at TP4; read back as written."""
-    source = write_model(tmp_path / "hf", family, **(CUT_GROUPS if written[0] == 4 else {}))
+    source = write_model(tmp_path / "hf", family, **(WIDE if written[0] == 4 else {}))
     there_and_back(tmp_path, source, written, None, "hf_to_megatron")
 
 
@@ -172,7 +163,7 @@ def test_every_layout(tmp_path: Path, family: str, written: tuple[int, int]) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_dtype(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    source = write_model(tmp_path / "hf", family, dtype, **CUT_GROUPS)
+    source = write_model(tmp_path / "hf", family, dtype=str(dtype)[6:], **WIDE)
     there_and_back(tmp_path, source, (2, 3), (4, 2), "both")
 
 

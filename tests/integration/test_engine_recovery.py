@@ -21,7 +21,7 @@ import pytest
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST
 from rpg_megatron.data.rollout_files import read_rollouts
 from rpg_megatron.system import process_groups
-from tests.integration.test_bad_input import Command
+from tests.support.commands import Command
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine takes minutes to start an engine
 

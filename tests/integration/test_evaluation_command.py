@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 
 from rpg_megatron.rewards import grade
-from tests.integration.test_bad_input import Command, command
+from tests.support.commands import Command
 
-__all__ = ["command"]
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 N = 4
 

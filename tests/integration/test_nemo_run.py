@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm_cluster import SECRET, Slurm, missing, start_slurm
-from tests.integration.test_slurm import SMALL, TWO
+from tests.support.slurm import SECRET, SMALL, TWO, Slurm, missing, start_slurm
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started here: {missing()}")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.config import load_settings
-from tests.unit.recipes import EXAMPLES, REHEARSED, shrink
+from tests.support.recipes import EXAMPLES, REHEARSED, shrink
 
 
 @pytest.mark.long

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.commands.report import write_report
-from tests.integration.browser import Browser, find_chromium
-from tests.unit.report_runs import HOSTILE, make_run
+from tests.support.browser import Browser, find_chromium
+from tests.support.report_runs import HOSTILE, make_run
 
 chromium = find_chromium()
 pytestmark = pytest.mark.skipif(chromium is None, reason="no Chromium on this machine")

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.slurm_cluster import Job, Slurm, missing, start_slurm
+from tests.support.slurm import SMALL, TWO, Job, Slurm, missing, start_slurm
 
 pytestmark = [
     pytest.mark.long,
@@ -28,17 +28,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    "training.steps=2",
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "training.minibatches=2",
-    "engine.max_sequences=8",
-    "engine.kv_cache_gib=0.25",
-    "evaluation=null",
-    "export.enabled=false",
-]
-TWO = ["parallel.tensor=1", "parallel.data=2", "engine.replicas=2"]
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm_cluster import Job, Slurm, missing, start_slurm
-from tests.unit.test_launch_nodes import DRIVER, ENGINE, STAND_IN
+from tests.support.launcher_pair import DRIVER, ENGINE, STAND_IN
+from tests.support.slurm import Job, Slurm, missing, start_slurm
 
 ROOT = Path(__file__).parents[2]
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started here: {missing()}")

@@ -32,7 +32,7 @@ from rpg_megatron.engine.client import EngineClient, Sample
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import EngineProcess, engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
-from tests.distributed.spawn import free_port
+from tests.support.ranks import free_port
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SMALL = [

@@ -9,7 +9,6 @@ here by the chain itself, from faulty weights. Not covered: hooks in real engine
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-from bridge_models import FAMILIES, random_state_dict, tiny_shape, write_checkpoint
-
 from rpg_megatron.bridge.vllm.trace import join_workers
 from rpg_megatron.commands.audit.finding import Finding
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, distance, minimise
@@ -28,6 +24,7 @@ from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import LOGITS, Trace, all_sites, split_site
 from rpg_megatron.models.registry import layout_for
+from tests.support.tiny_models import FAMILIES, random_state_dict, tiny_shape, write_checkpoint
 
 Weights = dict[str, torch.Tensor]
 LENGTHS = [9, 14, 5]

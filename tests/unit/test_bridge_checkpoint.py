@@ -11,16 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bridge_models import (
-    FAMILIES,
-    TINY,
-    grid,
-    random_state_dict,
-    stage_shapes,
-    stage_values,
-    tiny_shape,
-    write_checkpoint,
-)
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -30,6 +20,8 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import LayoutError
 from rpg_megatron.models.registry import layout_for
+from tests.support.megatron_shards import grid, stage_shapes, stage_values
+from tests.support.tiny_models import FAMILIES, TINY, random_state_dict, tiny_shape, write_checkpoint
 
 
 def load(folder, layout, place, pipeline, dtype=torch.float32):
@@ -56,7 +48,9 @@ def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied, family, p
     layout = layout_for(shape)
     sd = random_state_dict(layout)
     # Tied checkpoints in the wild often carry lm_head.weight too; it must be ignored, not refused.
-    write_checkpoint(tmp_path, shape, {**sd, "lm_head.weight": torch.zeros(53, 24)} if tied else sd, files)
+    write_checkpoint(
+        tmp_path, shape, {**sd, "lm_head.weight": torch.zeros(53, 24)} if tied else sd, files=files
+    )
     assert read_model_shape(tmp_path) == shape
     total = 0
     for place in grid(shape, 2, pipeline, vocab_multiple=16):

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from bridge_models import TINY, random_state_dict, stage_values
 
 from rpg_megatron.bridge import publish_plan
 from rpg_megatron.bridge.controller import _verdict, compare_checksums
@@ -31,6 +30,8 @@ from rpg_megatron.bridge.transports.process_group_reader import _Receiver
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import layout_for
+from tests.support.megatron_shards import stage_values
+from tests.support.tiny_models import TINY, random_state_dict
 
 
 class Stream:

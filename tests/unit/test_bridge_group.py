@@ -1,6 +1,6 @@
 """Weights sent from two trainer ranks to engine workers arrive whole, once, and failures name the rank.
 
-The trainers are two gloo processes with shards cut by other means than the layouts (``bridge_models``); the
+The trainers are two gloo processes with shards cut by other means than the layouts (``megatron_shards``); the
 workers are readers in the test's process, without vLLM (tests/integration has that). Not covered: NCCL.
 """
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bridge_models import grid, random_state_dict, stage_values, tiny_shape
 
 from rpg_megatron.bridge.checksum import MODULUS
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, PublishedTensor, Shard
@@ -23,6 +22,8 @@ from rpg_megatron.bridge.transports.process_group_publisher import GroupPublishe
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import layout_for
+from tests.support.megatron_shards import grid, stage_values
+from tests.support.tiny_models import random_state_dict, tiny_shape
 
 SHAPE = tiny_shape(tied_embeddings=True)
 LAYOUT = layout_for(SHAPE)

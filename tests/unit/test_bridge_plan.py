@@ -1,8 +1,8 @@
 """Every element of every HF tensor has exactly one place in the Megatron shards, and comes back bit for bit.
 
-The maps are checked against shards made by other means (``bridge_models.megatron_value``). Not covered here:
-that real GPTModels have these parameter names and shapes (tests/distributed), and that vLLM reads them right
-(tests/integration).
+The maps are checked against shards made by other means (``megatron_shards.megatron_value``). Not covered
+here: that real GPTModels have these parameter names and shapes (tests/distributed), and that vLLM reads them
+right (tests/integration).
 """
 
 import subprocess
@@ -11,22 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bridge_models import (
-    FAMILIES,
-    TINY,
-    grid,
-    random_state_dict,
-    rank_layers,
-    stage_shapes,
-    stage_values,
-    tiny_shape,
-)
 
 from rpg_megatron.checkpoints.hf_export import group_shards
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.boxes import Box, LayoutError, Piece, check_cover
 from rpg_megatron.models.placement import RankShards, assign_sources
 from rpg_megatron.models.registry import check_layout, layout_for
+from tests.support.megatron_shards import grid, rank_layers, stage_shapes, stage_values
+from tests.support.tiny_models import FAMILIES, TINY, random_state_dict, tiny_shape
 
 HEADS = [(1, 6, 2), (2, 6, 2), (4, 12, 4), (4, 12, 2), (4, 12, 1)]
 """Ranks, query heads, groups: several groups on a rank, one, and one cut over two ranks and over four."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bridge_models import TINY, grid, random_state_dict, stage_values, tiny_shape
 
 from rpg_megatron.bridge.checksum import MODULUS, checksum
 from rpg_megatron.bridge.manifest import read_manifest
@@ -24,6 +23,8 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import layout_for
+from tests.support.megatron_shards import grid, stage_values
+from tests.support.tiny_models import TINY, random_state_dict, tiny_shape
 
 
 @pytest.fixture

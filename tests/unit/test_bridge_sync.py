@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bridge_models import TINY, grid, random_state_dict, stage_values
 
 from rpg_megatron.bridge.checksum import MODULUS, checksum
 from rpg_megatron.bridge.controller import (
@@ -24,6 +23,8 @@ from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import layout_for
+from tests.support.megatron_shards import grid, stage_values
+from tests.support.tiny_models import TINY, random_state_dict
 
 
 class StandInEngine:

@@ -20,7 +20,7 @@ from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.nodes import share_of
 from rpg_megatron.launcher.preflight import check_model
-from tests.unit.recipes import EXAMPLES, H100, PAPER, REHEARSED, ROWS, shrunk
+from tests.support.recipes import EXAMPLES, H100, PAPER, REHEARSED, ROWS, shrunk
 
 GIB = 1024**3
 

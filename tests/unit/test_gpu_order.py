@@ -11,7 +11,6 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from bridge_models import grid, random_state_dict, stage_values, tiny_shape
 
 from rpg_megatron.bridge.transports.process_group_link import Link
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
@@ -22,6 +21,8 @@ from rpg_megatron.policy import device
 from rpg_megatron.system.collectives import control_group
 from rpg_megatron.training.preemption import StopRequest
 from rpg_megatron.training.weight_sync import Serving
+from tests.support.megatron_shards import grid, stage_values
+from tests.support.tiny_models import random_state_dict, tiny_shape
 
 SHAPE = tiny_shape(tied_embeddings=True)
 LAYOUT = layout_for(SHAPE)

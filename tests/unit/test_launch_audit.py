@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from rpg_megatron import cli
 from rpg_megatron.commands.audit.command import plan_audit
 from rpg_megatron.config import UserError
-from tests.unit.test_launch import Launch, assert_nothing_left, living, wait_for
+from tests.support.launcher import Launch, assert_nothing_left, living, wait_for
 
 CLEAN = {
     "clean": True,

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy.logprobs import token_logprobs
-from tests.unit.logprob_reference import measure_errors
+from tests.support.logprob_reference import measure_errors
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.85, 1.0])

@@ -28,7 +28,7 @@ from rpg_megatron.commands.report.samples import _parse_rollout, choose_samples
 from rpg_megatron.config import UserError
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.resume import hold_folder
-from tests.unit.report_runs import HOSTILE, PROBLEMS, make_run
+from tests.support.report_runs import HOSTILE, PROBLEMS, make_run
 
 
 @pytest.fixture(scope="module")

@@ -349,3 +349,18 @@ def _kill(process: psutil.Process) -> None:
         process.kill()
     except psutil.NoSuchProcess:
         return
+
+
+SMALL = [
+    "training.steps=2",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "training.minibatches=2",
+    "engine.max_sequences=8",
+    "engine.kv_cache_gib=0.25",
+    "evaluation=null",
+    "export.enabled=false",
+]
+
+
+TWO = ["parallel.tensor=1", "parallel.data=2", "engine.replicas=2"]

@@ -1,9 +1,11 @@
-"""What workers start with: the policy of a case's settings, with the weights of its checkpoint.
+"""On a rank: the policy of a case's settings, with the weights of its checkpoint, and micro-batches for it.
 
 To be imported after ``rpg_megatron.policy.device``.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 
@@ -28,3 +30,17 @@ def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> P
         )
 
     return Policy(settings, shape, mesh, device, load)
+
+
+def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
+    """This data rank's share of ``count`` uneven micro-batches; empty ones keep the ranks in step.
+
+    As many as there are trajectories: one each.
+    """
+    if count == len(trajectories):
+        bounds = list(range(count + 1))
+    else:
+        bounds = [round(len(trajectories) * (i / count) ** 1.7) for i in range(count + 1)]
+    micro = [trajectories[a:b] for a, b in pairwise(bounds)]
+    mine = micro[mesh.data_rank :: mesh.data]
+    return mine + [[]] * (-(-count // mesh.data) - len(mine))

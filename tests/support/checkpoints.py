@@ -1,0 +1,77 @@
+"""Cases of training checkpoints that are loaded in another layout, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from rpg_megatron.checkpoints.run_folder import ANCHOR, MODEL, step_folder
+from tests.support.layouts import make_batch, make_case, make_layout_model, reference_logprobs
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "distributed": {"distributed": True},
+    "plain": {"distributed": False},
+    "schedule-free": {"type": "schedule_free_adamw", "distributed": False},
+}
+
+
+def read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a torch_dist checkpoint, whole, by torch's own reader."""
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(t.size, dtype=t.properties.dtype)
+        for name, t in metadata.items()
+        if isinstance(t, TensorStorageMetadata)
+    }
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    return state
+
+
+def trim(tensors: dict[str, torch.Tensor], vocab: int = 251) -> dict[str, torch.Tensor]:
+    """Without the rows that pad the vocabulary."""
+    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    return {n: t[:vocab] if n.endswith(padded) else t for n, t in tensors.items()}
+
+
+def compare(wanted_folder: Path, folder: Path, tolerance: float) -> None:
+    """Weights, optimizer state and anchor against those of the run that never stopped."""
+    for part in (MODEL, ANCHOR):
+        wanted, got = trim(read_whole(wanted_folder / part)), trim(read_whole(folder / part))
+        assert got.keys() == wanted.keys(), folder
+        weights = {name for name in wanted if not name.startswith("optimizer.")}
+        assert len(weights) == 4 * 8 + 3
+        if part == MODEL:  # two or three numbers for each weight
+            assert len(wanted) in (3 * len(weights), 4 * len(weights)), sorted(wanted)
+        for key, tensor in wanted.items():
+            gap = float((got[key].double() - tensor.double()).abs().max())
+            assert gap <= tolerance, f"{folder}: {key} is off by {gap:.1e}"
+
+
+def write_batch(folder: Path) -> None:
+    """The model and the batch of all cases."""
+    model = make_layout_model(folder / "model", tied=False)
+    batch = make_batch()
+    with torch.no_grad():
+        for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
+            t.old = t.anchor = logp.float().numpy().astype(np.float32)
+    (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
+
+
+def make_resume_case(
+    folder: Path, kind: str, parallel: dict[str, Any], load: str | None, then: list[str | None]
+) -> dict[str, Any]:
+    """Load a checkpoint, then as many updates as ``then`` has places to save at (None: do not save)."""
+    # A large epsilon: where gradients are tiny, Adam would otherwise blow rounding errors up.
+    optimizer = {"weight_decay": 0.1, "eps": 1e-3, "clip_grad": 1.0, **OPTIMIZERS[kind]}
+    settings = {"optimizer": optimizer, "objective": {"beta": 0.05}, "anchor": {"type": "fixed"}}
+    return {
+        "settings": make_case(folder / "model", parallel, 5, settings)["settings"],
+        "load": load and str(step_folder(folder / kind / load, 1)),
+        "then": [place and str(folder / kind / place) for place in then],
+    }

@@ -1,0 +1,136 @@
+"""A whole launcher in a process of its own, with stand-ins for engine, sampler and ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rpg_megatron.system import process_groups
+
+# Each stand-in has a grandchild that ignores SIGTERM, as a vLLM worker in the middle of a step does.
+STAND_IN = """
+import json, os, pathlib, signal, subprocess, sys, time
+here = pathlib.Path(__file__).parent
+def grandchild():
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    return subprocess.Popen([sys.executable, "-c", code]).pid
+pids = [os.getpid(), grandchild()]
+with open(here / "pids", "a") as f:
+    f.write(" ".join(map(str, pids)) + "\\n")
+def act(name):
+    plan = json.loads((here / "plan.json").read_text()).get(name, "sleep")
+    if plan != "sleep":
+        time.sleep(1.0)
+        exec(plan)
+    time.sleep(600)
+"""
+
+
+DRIVER = """
+import os, subprocess, sys
+from rpg_megatron import cli
+from rpg_megatron.launcher import run as launcher
+
+class Engine:
+    def __init__(self, settings, index, *, socket, log, bridge_dir, token, gpus, extra):
+        self.index, self.log, self.pid = index, log, None
+        (bridge_dir / "weights").write_text("x")
+    def start(self):
+        here = os.path.dirname(__file__)
+        self.process = subprocess.Popen(
+            [sys.executable, os.path.join(here, "stand_in_engine.py")],
+            stdout=self.log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
+        self.pid = self.process.pid
+    def alive(self):
+        return self.process.poll() is None
+    def healthy(self, timeout=5.0):
+        return self.alive()
+    def wait_healthy(self, timeout=None):
+        from rpg_megatron.config import UserError
+        raise UserError("engine 0 ended while starting")
+    def stop(self, grace=20.0):
+        launcher_processes.end_groups([self.pid], 0.5)
+        self.process.wait()
+
+from rpg_megatron.system import process_groups as launcher_processes
+launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
+from rpg_megatron.commands.audit import command as audit_command
+audit_command.RANK = "stand_in_rank"
+launcher.GRACE = 1.0
+cli.main()
+"""
+
+
+class Launch:
+    """A launcher in a process of its own, with stand-ins that follow a plan."""
+
+    def __init__(self, folder: Path, config: Path, *options: str, command: str = "train", **plan: str):
+        self.folder = folder
+        (folder / "stand_in.py").write_text(STAND_IN)
+        for name in ("engine", "sampler"):
+            (folder / f"stand_in_{name}.py").write_text(f"import stand_in; stand_in.act({name!r})")
+        (folder / "stand_in_rank.py").write_text(
+            "import os, stand_in; stand_in.act('rank_' + os.environ['RANK'])"
+        )
+        (folder / "driver.py").write_text(DRIVER)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        temporary = folder / "t"
+        temporary.mkdir()
+        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": "/tmp"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(folder / "driver.py"), command, str(config), "parallel.tensor=2", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
+
+    def stand_ins(self) -> list[int]:
+        """Process numbers of all stand-ins and their grandchildren so far."""
+        file = self.folder / "pids"
+        return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+    def wait_until_up(self) -> None:
+        wait_for(lambda: len(self.stand_ins()) == 8, 60)
+
+    def folders(self) -> list[Path]:
+        """Work and bridge folder of this launcher."""
+        found = []
+        for owner in [*Path("/tmp").glob("rpg-*/owner.json"), *Path("/dev/shm").glob("rpg-*/owner.json")]:
+            try:
+                if json.loads(owner.read_text())["pid"] == self.process.pid:
+                    found.append(owner.parent)
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+def wait_for(
+    condition: Callable[[], object], seconds: float, told: Callable[[], str] = lambda: "waited in vain"
+) -> None:
+    """``told``: what to say if it does not become true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, told()
+        time.sleep(0.05)
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if process_groups.start_time(pid) is not None]
+
+
+def assert_nothing_left(one: Launch) -> None:
+    assert len(one.stand_ins()) == 8
+    assert living(one.stand_ins()) == []
+    assert one.folders() == []

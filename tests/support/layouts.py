@@ -1,0 +1,186 @@
+"""Cases that compare parallel layouts: their settings, batches, and a float64 reference by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from rpg_megatron.data.trajectory import Trajectory
+from tests.support.tiny_models import make_model
+
+TEMPERATURE = 0.7
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "rpg": {"objective": {"beta": 0.05}, "anchor": {"type": "fixed"}},
+    "gspo": {
+        "objective": {"type": "gspo", "low": 0.1, "high": 0.1},
+        "aggregation": {"type": "sequence_mean"},
+    },
+}
+
+
+def make_layout_model(folder: Path, *, tied: bool) -> PreTrainedModel:
+    """The model of most cases, a Qwen3: its vocabulary is divided by no tensor-parallel size."""
+    sizes = {"vocab_size": 251, "intermediate_size": 160, "num_hidden_layers": 4}
+    return make_model(folder, noise=0.08, tie_word_embeddings=tied, **sizes)
+
+
+def make_batch() -> list[Trajectory]:
+    """Twelve ragged trajectories, some prompts and responses of a single token."""
+    random = np.random.default_rng(1)
+    sizes = [
+        (3, 4),
+        (30, 3),
+        (1, 1),
+        (40, 80),
+        (2, 3),
+        (7, 57),
+        (1, 63),
+        (5, 1),
+        (9, 20),
+        (3, 90),
+        (1, 2),
+        (12, 12),
+    ]
+    return [
+        Trajectory(
+            prompt_id=i,
+            sample=0,
+            prompt=random.integers(0, 251, p).astype(np.int32),
+            response=random.integers(0, 251, r).astype(np.int32),
+            behaviour=np.zeros(r, np.float32),
+            versions=np.zeros(r, np.int32),
+            finish="stop",
+            text="",
+            advantage=float(random.normal()),
+        )
+        for i, (p, r) in enumerate(sizes)
+    ]
+
+
+def reference_logprobs(
+    model: PreTrainedModel, batch: list[Trajectory]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-prob and entropy of each response token, one sequence at a time, in the model's precision."""
+    rows = []
+    for t in batch:
+        whole = torch.tensor(np.concatenate([t.prompt, t.response]), dtype=torch.long)
+        logits = model(whole[None, :-1]).logits[0, len(t.prompt) - 1 :] / TEMPERATURE
+        log_p = torch.log_softmax(logits, -1)
+        rows.append((log_p.gather(1, whole[len(t.prompt) :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
+    return rows
+
+
+def reference_update(model: PreTrainedModel, batch: list[Trajectory], kind: str) -> dict[str, Any]:
+    """In float64, with the losses written out anew: loss, mean |loss| of a token, and every gradient."""
+    per_token, per_sequence = [], []
+    for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
+        log_w, log_u = logp - torch.tensor(t.old).double(), logp - torch.tensor(t.anchor).double()
+        if kind == "rpg":  # REINFORCE-URKL, dual clip, an anchor of its own
+            w = log_w.detach().exp()
+            weight = w * t.advantage - 0.05 * w * log_u.detach()
+            keep = torch.where(weight >= 0, w < 1.28, (w > 0.8) & (w < 10))
+            per_token.append(-(keep * weight) * logp)
+        else:  # GSPO
+            s = log_w.mean().exp()
+            loss = torch.maximum(-s * t.advantage, -s.clamp(0.9, 1.1) * t.advantage)
+            per_sequence.append(loss)
+            per_token.append(loss.detach().expand(len(logp)))
+    flat = torch.cat(per_token)
+    loss = flat.mean() if kind == "rpg" else torch.stack(per_sequence).mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
+    mean = flat.detach().abs().mean().item()
+    return {"loss": loss.item(), "abs": mean, "norm": norm.item(), "gradients": gradients}
+
+
+def make_case(
+    model: Path,
+    parallel: dict[str, Any],
+    microbatches: int,
+    settings: dict[str, Any],
+    *,
+    updates: int = 1,
+    lr: float = 1e-3,
+    after: bool = True,
+) -> dict[str, Any]:
+    """One layout for ``layout_worker``; ``settings`` replaces whole sections. ``after``: score again then."""
+    return {
+        "microbatches": microbatches,
+        "after": after,
+        "updates": updates,
+        "lr": lr,
+        "settings": {
+            "model": {"path": str(model), "vocab_multiple": 4},
+            "data": {"path": "unused"},
+            "parallel": parallel,
+            "precision": {"dtype": "float32"},
+            "optimizer": {"clip_grad": 1.0, "distributed": False},
+            "training": {"minibatches": 1, "tokens_per_microbatch": 100, "logprob_chunk": 17},
+            "rollout": {"prompts_per_step": 12, "temperature": TEMPERATURE},
+            **settings,
+        },
+    }
+
+
+def check(
+    folder: Path, name: str, result: dict, batch: list[Trajectory], rows: list, wanted: dict[str, Any]
+) -> None:
+    """One layout's results against the reference."""
+    assert len(result["scored"]) == len(batch), name
+    for key, parts in result["scored"].items():
+        got = dict(parts)
+        logp, entropy = rows[int(key)]
+        np.testing.assert_allclose(got["logp"], logp, atol=2e-5, err_msg=f"{name}: log-probs of {key}")
+        np.testing.assert_allclose(got["entropy"], entropy, atol=2e-5, err_msg=f"{name}: entropy of {key}")
+    update = result["update"]
+    assert update["tokens"] == sum(len(t.response) for t in batch), name
+    assert update["grad_norm"] == pytest.approx(wanted["norm"], rel=1e-5), name
+    assert abs(update["loss"] - wanted["loss"]) <= 1e-5 * wanted["abs"], name
+    assert update["abs_loss"] == pytest.approx(wanted["abs"], rel=1e-5), name
+    gradients = load_file(folder / "gradients" / name / "model.safetensors")
+    assert set(gradients) == set(wanted["gradients"]), name
+    for key, reference in wanted["gradients"].items():
+        error = (gradients[key].double() - reference).abs().max() / reference.abs().max()
+        assert error <= 1e-5, f"{name}: gradient of {key} off by {error:.1e} of its largest element"
+
+
+SMOOTH = {"objective": {"beta": 0.05, "clip": None}, "anchor": {"type": "fixed"}}
+"""Without a clip: a ratio that lies on its edge would fall to one side or the other by rounding."""
+
+
+def ragged_batch(seed: int, longest: int, count: int) -> list[Trajectory]:
+    """Lengths from 2 to ``longest``, both among them; responses from a single token to all but the first."""
+    random = np.random.default_rng(seed)
+    lengths = [2, longest, *np.exp(random.uniform(np.log(2), np.log(longest), count - 2)).astype(int)]
+    random.shuffle(lengths)
+    batch = []
+    for i, n in enumerate(lengths):
+        response = 1 if i % 4 == 0 else int(random.integers(1, n))
+        tokens = random.integers(0, 251, n).astype(np.int32)
+        # About what a random model gives: the ratios are not all 1, nor far off.
+        old, anchor = (random.normal(-5.5, 0.2, response).astype(np.float32) for _ in range(2))
+        batch.append(
+            Trajectory(
+                prompt_id=i,
+                sample=0,
+                prompt=tokens[:-response],
+                response=tokens[-response:],
+                behaviour=old,
+                versions=np.zeros(response, np.int32),
+                finish="stop",
+                text="",
+                old=old,
+                anchor=anchor,
+                advantage=float(random.normal()),
+            )
+        )
+    return batch

@@ -1,0 +1,151 @@
+"""Run a worker module in several processes joined over gloo, or alone, and hand back what it wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.process
+import os
+import random
+import runpy
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago.
+
+    Below those that the kernel hands out: one of them may be another socket's before the ranks have started.
+    """
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def run_ranks(
+    worker: str, world: int, folder: Path, *args: str, timeout: float = 240, fresh: bool = False
+) -> Any:
+    """Run the module ``worker`` with arguments FOLDER ARGS as ``world`` ranks; return FOLDER/result.json.
+
+    Ranks are forked from a process that has imported Megatron and nothing else, which saves most of their
+    start; fresh: each is an interpreter of its own, for what measures memory or wants a GPU.
+    """
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    logs = [folder / f"rank_{r}.log" for r in range(world)]
+    ranks: list[Any] = []
+    start = _start_fresh if fresh else _start_forked
+    for log, environment in zip(logs, _environments(world), strict=True):
+        ranks.append(start(worker, [str(folder), *args], environment, log))
+    end = time.monotonic() + timeout
+    try:
+        codes = [_wait(rank, end) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            _wait(rank, end + 60)
+    told = "\n".join(f"--- rank {r}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
+    assert codes == [0] * world, told
+    return json.loads(result.read_text())
+
+
+def run_alone(worker: str, folder: Path, *arguments: str, timeout: float = 400) -> Any:
+    """Run the module ``worker`` in a process of its own, without other ranks; return FOLDER/result.json."""
+    log = folder / f"{worker}.log"
+    command = [sys.executable, "-m", worker, str(folder), *arguments]
+    with log.open("w") as out:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+            env={**os.environ, "PYTHONPATH": _python_path()},
+        )
+    assert done.returncode == 0, log.read_text()[-5000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def start_ranks(worker: str, world: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Start the module ``worker`` as ``world`` interpreters, whose output can be read as it comes."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", worker, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for environment in _environments(world)
+    ]
+
+
+def _environments(world: int) -> list[dict[str, str]]:
+    shared = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": _python_path(),
+    }
+    return [{**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world)]
+
+
+def _python_path() -> str:
+    """PYTHONPATH of a worker: modules of this repository are found from any folder."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def _start_fresh(
+    worker: str, arguments: list[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    with log.open("w") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", worker, *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def _start_forked(
+    worker: str, arguments: list[str], environment: dict[str, str], log: Path
+) -> multiprocessing.process.BaseProcess:
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["rpg_megatron.policy.device", "rpg_megatron.training.run"])
+    rank = server.Process(target=_be_rank, args=(worker, arguments, environment, log))
+    rank.start()
+    return rank
+
+
+def _be_rank(worker: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """What ``python -m WORKER ARGUMENTS`` does, in a forked process."""
+    with log.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [worker, *arguments]
+    torch.set_num_threads(1)
+    runpy.run_module(worker, run_name="__main__", alter_sys=True)
+
+
+def _wait(rank: Any, end: float) -> int | None:
+    """Exit code of either kind of process; None if it has none by then."""
+    left = max(0.0, end - time.monotonic())
+    if not isinstance(rank, subprocess.Popen):
+        rank.join(left)
+        return rank.exitcode
+    try:
+        return rank.wait(left)
+    except subprocess.TimeoutExpired:
+        return None

@@ -1,0 +1,222 @@
+"""Tiny random models: a config.json per family, one writer of checkpoints, and transformers' own models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import save_file as save_arrays
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from rpg_megatron.config import read_model_shape
+from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
+from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.registry import layout_for
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and few tests need it
+    import torch
+    from transformers import PreTrainedModel
+
+_COMMON = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 272,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "dtype": "float32",
+    "eos_token_id": 256,
+    "bos_token_id": None,
+    "pad_token_id": 256,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "attention_bias": False,
+        **_COMMON,
+    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_COMMON},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        **_COMMON,
+    },
+}
+"""Family -> config.json."""
+AWKWARD = {
+    "vocab_size": 251,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+"""Sizes that no pipeline (layers) and no tensor parallelism (vocabulary) divides."""
+WIDE = {"hidden_size": 96, "num_attention_heads": 12}
+"""On top of AWKWARD: 12 query heads in 2 groups, for more tensor ranks than groups."""
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 8.0,
+    "original_max_position_embeddings": 128,
+}
+"""Wavelengths are 6, 30, 140 and 664 tokens at a head of 8: under 16 they stay, over 64 they grow."""
+
+TINY = ModelShape(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=24,
+    ffn_hidden_size=40,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=6,
+    vocab_size=53,
+    tied_embeddings=False,
+    qk_norm=True,
+    qkv_bias=False,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    max_positions=512,
+    dtype="float32",
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
+    "llama": {"family": "llama", "qk_norm": False, "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64)},
+}
+"""What differs from TINY in each family."""
+
+
+def tiny_shape(family: str = "qwen3", **changes: Any) -> ModelShape:
+    return replace(TINY, **{**FAMILIES[family], **changes})
+
+
+def config_of(shape: ModelShape) -> dict[str, Any]:
+    """The config.json of a shape."""
+    config = {k: v for k, v in CONFIGS[shape.family].items() if k != "dtype"} | {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "max_position_embeddings": shape.max_positions,
+        "torch_dtype": shape.dtype,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if (scaling := shape.rope_scaling) is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    return config
+
+
+def random_state_dict(
+    layout: ModelMapping, dtype: torch.dtype | None = None, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Normal values of variance 1 under the HF names; float32 if no dtype is given."""
+    import torch
+
+    g = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=g).to(dtype or torch.float32) for n, s in layout.hf_tensors().items()}
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any] | ModelShape, weights: Mapping[str, Any], *, files: int = 1
+) -> Path:
+    """A HF checkpoint of tensors or arrays in one or several files, with a stand-in for the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = config_of(config) if isinstance(config, ModelShape) else config
+    (folder / "config.json").write_text(json.dumps(described))
+    arrays = all(isinstance(w, np.ndarray) for w in weights.values())
+    if arrays:
+        save = save_arrays
+    else:
+        from safetensors.torch import save_file as save
+    if files == 1:
+        save(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        weight_map: dict[str, str] = {}
+        for i in range(files):
+            file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+            part = {n: weights[n] for n in list(weights)[i::files]}
+            save(part, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "merges.txt").write_text("a b\n")
+    return folder
+
+
+def write_byte_model(folder: Path, seed: int = 0, **changes: object) -> Path:
+    """A random Qwen3 with a byte-level tokenizer that works; ``changes`` go into its config.json."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS["qwen3"] | changes))
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: np.ones(shape, np.float32) if len(shape) == 1 else rng.normal(0, 0.08, shape).astype(np.float32)
+        for name, shape in layout_for(read_model_shape(folder)).hf_tensors().items()
+    }
+    write_checkpoint(folder, CONFIGS["qwen3"] | changes, weights)
+    (folder / "merges.txt").unlink()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def make_model(
+    folder: Path, family: str = "qwen3", *, noise: float = 0.1, max_shard_size: str = "1GB", **changes: Any
+) -> PreTrainedModel:
+    """Transformers' own model with random weights, written by transformers; returned in float64.
+
+    Norms are not ones and biases not zeros. ``noise``: deviation of the other weights. ``changes`` go into
+    the config.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    wanted = CONFIGS[family] | {"eos_token_id": None, "pad_token_id": None} | changes
+    kind = wanted.pop("model_type")
+    if "rope_parameters" in changes:
+        del wanted["rope_theta"]
+    dtype = getattr(torch, wanted.pop("dtype"))
+    if family != "qwen3" and "head_dim" not in changes:
+        wanted.pop("head_dim", None)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **wanted))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            values = torch.randn(p.shape, generator=generator)
+            p.copy_(1 + 0.2 * values if "norm" in name else (0.5 if "bias" in name else noise) * values)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return model.double().eval()
