@@ -257,7 +257,7 @@ def test_sampler_process(
         with pytest.raises(RuntimeError, match="refuses our token"):
             SamplerClient(folder / SOCKET, "wrong")
         second = SamplerClient(folder / SOCKET, TOKEN)
-        with second, pytest.raises(RuntimeError, match="knows no 'nonsense'"):
+        with second, pytest.raises(RuntimeError, match="unknown method 'nonsense'"):
             second._ask("nonsense")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
