@@ -12,8 +12,8 @@ from rpg_megatron.config.errors import UserError
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 """HF architecture name -> family; each family is one file in ``models``."""
 
-ROPE_TYPES = {"llama": ("default", "llama3"), "qwen2": ("default",), "qwen3": ("default",)}
-"""Family -> supported types of rotary position embedding."""
+ROPE_TYPES = {"llama": ("default", "llama3")}
+"""Family -> supported types of rotary position embedding; others support "default" only."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,9 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
         )
     rope = _rope(raw)
     kind = rope["rope_type"]
-    if kind not in ROPE_TYPES[family]:
-        known = ", ".join(ROPE_TYPES[family])
+    types = ROPE_TYPES.get(family, ("default",))
+    if kind not in types:
+        known = ", ".join(types)
         problems.append(f"rope type {kind!r} is not supported for {family}; known: {known}")
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1) != 1:
         problems.append("partial_rotary_factor is not 1; only rotation of the whole head is supported")
