@@ -3,7 +3,7 @@
 Why: this is what a user meets first, and what a cluster meets when a job is cancelled. Through the real
 command line, with the real engine where one is started. A process is known by a variable in its environment
 or, because vLLM's workers write their titles over it, by its session. Not covered: deaths in the middle of
-training (test_launch).
+training (test_launcher).
 """
 
 from __future__ import annotations

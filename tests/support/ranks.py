@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import multiprocessing.process
 import os
 import random
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,12 +117,17 @@ def _start_fresh(
         )
 
 
+def fork_server() -> Any:
+    """Context of torch's multiprocessing whose processes are forked from one that has imported Megatron."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rpg_megatron.policy.device", "rpg_megatron.training.run"])
+    return context
+
+
 def _start_forked(
     worker: str, arguments: list[str], environment: dict[str, str], log: Path
 ) -> multiprocessing.process.BaseProcess:
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["rpg_megatron.policy.device", "rpg_megatron.training.run"])
-    rank = server.Process(target=_be_rank, args=(worker, arguments, environment, log))
+    rank = fork_server().Process(target=_be_rank, args=(worker, arguments, environment, log))
     rank.start()
     return rank
 
