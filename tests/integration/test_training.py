@@ -40,7 +40,7 @@ LAYOUTS = {
     "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
 }
 FEW = ("TP1", "TP2+SP", "PP2xVPP2")
-"""What is trained where time is short; test_bridge_matrix has the rest of what a sync can meet."""
+"""What is trained where time is short; test_bridge_vllm has the rest of what a sync can meet."""
 
 
 def start_ranks(service: Service, name: str, overrides: list[str]) -> tuple[list[int | None], str]:

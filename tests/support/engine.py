@@ -139,6 +139,8 @@ def running_engines(
 def _end(process: EngineProcess, leader: int) -> None:
     process.stop()
     assert members(leader) == []
+    assert process.pid is None
+    assert not process.socket.exists()
 
 
 @dataclass
