@@ -143,7 +143,8 @@ class AdvantageSettings(Section):
 
 class CorrectionSettings(Section):
     """Importance-sampling factor exp(old - behaviour) on each token's loss: corrects stale rollouts and the
-    engine/trainer mismatch."""
+    engine/trainer mismatch.
+    """
 
     type: Literal["truncate", "icepop"]
     """truncate: at most ``high``; icepop: 0 outside [low, high]."""

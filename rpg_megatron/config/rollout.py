@@ -70,7 +70,8 @@ class RewardSettings(Section):
 
 class DynamicSamplingSettings(Section):
     """Dynamic sampling (DAPO): keep only groups with correct and wrong responses; sample until a step is
-    full."""
+    full.
+    """
 
     rounds: int = Field(20, ge=1)
     """Maximum sampling rounds for one step; the run stops if the step is still not full."""

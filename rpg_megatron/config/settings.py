@@ -262,7 +262,8 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 def _put_over(below: dict[str, Any], above: dict[str, Any]) -> None:
     """Merge ``above`` into ``below``, section by section. A section with another ``type`` replaces the one
-    below."""
+    below.
+    """
     for key, value in above.items():
         before = below.get(key)
         if (
