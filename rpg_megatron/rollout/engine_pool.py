@@ -2,7 +2,7 @@
 
 An engine that is lost (dead, hung, or left with a mixture of weights) is reported to the launcher, which
 restarts it. It comes back with random weights, so it gets no request before it was synced again; for that the
-trainers must publish once more, and rank 0 is told so (see ``channel.WeightsWanted``).
+trainers must publish once more, and rank 0 is told so (see ``channel.ResyncRequired``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Replica:
         return self.away is not None and not self.away.done()
 
     @property
-    def wants_weights(self) -> bool:
+    def needs_weights(self) -> bool:
         """Back, and not synced yet."""
         return self.away is not None and self.away.done() and not self.serving.is_set()
 

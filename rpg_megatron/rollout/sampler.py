@@ -40,10 +40,10 @@ from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.sampler_client import (
     EVENTS,
     SOCKET,
+    ResyncRequired,
     RolloutBatch,
     SamplerClient,
     SyncResult,
-    WeightsWanted,
 )
 from rpg_megatron.system.events import EventSender
 
@@ -82,23 +82,23 @@ class Sampler:
 
     # -- requests --------------------------------------------------------------------------------------------
 
-    async def rollout(self, step: int, version: int) -> RolloutBatch | WeightsWanted:
+    async def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
         """Sample and score the next ``prompts_per_step`` prompts with weights ``version``.
 
         What is sampled depends on seed, step, place in the batch and weights, not on timing or on which
         engine did it. A prompt that the stream gives twice in a step makes two groups.
         """
         self._fleet.expect(version)
-        batch: RolloutBatch | WeightsWanted = await self._begin(self._rollout(step, version))
+        batch: RolloutBatch | ResyncRequired = await self._begin(self._rollout(step, version))
         return batch
 
-    async def evaluate(self) -> list[EvalResult] | WeightsWanted:
+    async def evaluate(self) -> list[EvalResult] | ResyncRequired:
         """Sample and grade the held-out sets; results in their order.
 
         The seeds are the same at each evaluation, so that two of them differ by the weights alone.
         """
         self._fleet.expect(None)
-        results: list[EvalResult] | WeightsWanted = await self._begin(self._evaluate())
+        results: list[EvalResult] | ResyncRequired = await self._begin(self._evaluate())
         return results
 
     async def resume_request(self) -> Any:
@@ -107,8 +107,8 @@ class Sampler:
         if task is None:
             raise RuntimeError("nothing is under way")
         while not task.done():
-            if wanting := [r.index for r in self._fleet.replicas if r.wants_weights]:
-                return WeightsWanted(tuple(wanting))
+            if wanting := [r.index for r in self._fleet.replicas if r.needs_weights]:
+                return ResyncRequired(tuple(wanting))
             self._fleet.returned.clear()
             returned = asyncio.create_task(self._fleet.returned.wait())
             await asyncio.wait([task, returned], return_when=asyncio.FIRST_COMPLETED)

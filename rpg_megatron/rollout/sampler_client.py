@@ -53,7 +53,7 @@ class SyncResult:
 
 
 @dataclass(frozen=True)
-class WeightsWanted:
+class ResyncRequired:
     """Instead of an answer: engines were restarted and need the weights to be published again.
 
     Publish, ``sync(..., again=True)``, then ``resume_request``: what was asked for is under way.
@@ -95,9 +95,9 @@ class SamplerClient:
                     raise RuntimeError(f"no sampler answers at {socket} ({e}); see its log") from None
                 time.sleep(0.05)
 
-    def rollout(self, step: int, version: int) -> RolloutBatch | WeightsWanted:
+    def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
         """Sample and score the next prompts; ``version`` is that of the weights the engines serve."""
-        answer: RolloutBatch | WeightsWanted = self._ask("rollout", step=step, version=version)
+        answer: RolloutBatch | ResyncRequired = self._ask("rollout", step=step, version=version)
         return answer
 
     def sync(self, manifest: Manifest, version: int, *, again: bool = False) -> SyncResult:
@@ -113,9 +113,9 @@ class SamplerClient:
         """Let engines that sleep by level 1 serve again."""
         self._ask("wake")
 
-    def evaluate(self) -> list[EvalResult] | WeightsWanted:
+    def evaluate(self) -> list[EvalResult] | ResyncRequired:
         """Sample and grade the whole held-out set, in its own order."""
-        answer: list[EvalResult] | WeightsWanted = self._ask("evaluate")
+        answer: list[EvalResult] | ResyncRequired = self._ask("evaluate")
         return answer
 
     def resume_request(self) -> Any:

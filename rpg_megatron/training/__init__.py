@@ -1,1 +1,1 @@
-"""The training loop, and what one rank needs for it."""
+"""The training loop and everything one trainer rank needs for it."""

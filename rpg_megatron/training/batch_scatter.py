@@ -1,9 +1,9 @@
-"""A batch's way from rank 0 to the ranks, and the log-probs' way back.
+"""Scatter a batch from rank 0 to the data-parallel replicas, and gather log-probs back.
 
-Each data-parallel replica gets its share once, as flat tensors without text: rank 0 sends it to the replica's
-first rank, which broadcasts it to the others. Log-probs come back from the first ranks alone. One share is on
-its way at a time, so what rank 0 allocates for it does not grow with the number of ranks. Everything lies in
-host memory and goes over gloo.
+Rank 0 sends each replica its share once, as flat tensors without text, to the replica's first rank, which
+broadcasts it to the others. Log-probs are sent back by the first ranks only. Shares are sent one at a time,
+so rank 0's memory for them does not grow with the number of ranks. All tensors are in host memory and use
+gloo.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Share = list[list[list[Trajectory]]]
 """One data-parallel replica's part of a batch: [mini-batch][micro-batch] -> trajectories."""
 
 _FINISHES = ("stop", "length")
-_NUMBERS = 6
-"""int32 that describe a trajectory besides its tokens."""
+_FIELDS = 6
+"""Number of int32 fields of a trajectory besides its tokens."""
 
 
 class BatchScatter:
-    """This rank's end. Every rank makes one and calls its methods in the same order."""
+    """Scatter and gather of this rank. Collective: every rank makes one and calls its methods in order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._control = mesh, control_group()
         replicas = [mesh.replica(data) for data in range(mesh.data)]
         self._replica = replicas[mesh.data_rank]
-        self._group: dist.ProcessGroup | None = None  # of this replica, where it is more than one rank
+        self._group: dist.ProcessGroup | None = None  # of this replica, if it has more than one rank
         if mesh.data == 1 < mesh.world:
             self._group = self._control
         elif mesh.data < mesh.world:
@@ -45,14 +45,14 @@ class BatchScatter:
         """Rank 0: every replica's share of the last batch."""
 
     def scatter(self, plan: Plan, batch: Sequence[Trajectory]) -> Share:
-        """This rank's share. plan, batch: on rank 0; empty elsewhere.
+        """Return this rank's share. plan, batch: on rank 0; empty elsewhere.
 
-        Rank 0 gets trajectories of ``batch`` itself, the others new ones that hold what an update needs:
-        tokens, ``behaviour``, ``finish``, ``advantage`` rounded to float32, and prompt, group and sample
-        numbers.
+        Rank 0 gets the trajectories of ``batch`` themselves, the others copies with the fields that an update
+        needs: tokens, ``behaviour``, ``finish``, ``advantage`` rounded to float32, and prompt, group and
+        sample numbers.
         """
         first = self._replica[0]
-        self._shares = [[[[batch[i] for i in micro] for micro in mini] for mini in part] for part in plan]
+        self._shares = [[[[batch[i] for i in micro] for micro in mini] for mini in rank] for rank in plan]
         flat: tuple[Tensor, Tensor] | None = None
         for data, share in enumerate(self._shares):
             if data > 0:
@@ -69,16 +69,16 @@ class BatchScatter:
         return unflatten(*flat)
 
     def gather(self, name: str, share: Share) -> None:
-        """Bring an array over response tokens to rank 0's batch, from all other replicas' shares.
+        """Copy an attribute of the trajectories from all other replicas' shares to rank 0's batch.
 
-        name: attribute of the trajectories, float32 [R]. All ranks of a replica hold the same in it.
+        name: attribute, float32 [R]. All ranks of a replica have the same values.
         """
         if self._mesh.rank == 0:
-            for data, theirs in enumerate(self._shares[1:], start=1):
-                values = torch.empty(sum(len(t.response) for t in each(theirs)), dtype=torch.float32)
+            for data, other in enumerate(self._shares[1:], start=1):
+                values = torch.empty(sum(len(t.response) for t in each(other)), dtype=torch.float32)
                 dist.recv(values, self._mesh.replica(data)[0], group=self._control)
                 start = 0
-                for t in each(theirs):
+                for t in each(other):
                     setattr(t, name, values[start : start + len(t.response)].numpy())
                     start += len(t.response)
         elif self._mesh.rank == self._replica[0]:
@@ -92,17 +92,17 @@ class BatchScatter:
     def _receive(self) -> tuple[Tensor, Tensor]:
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, 0, group=self._control)
-        flat = _room(sizes)
+        flat = _buffers(sizes)
         for tensor in flat:
             dist.recv(tensor, 0, group=self._control)
         return flat
 
     def _broadcast(self, flat: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """From the replica's first rank, which gives ``flat``, to the others."""
+        """Broadcast ``flat`` from the replica's first rank to the others."""
         first, group = self._replica[0], self._group
         sizes = _sizes(flat) if flat else torch.empty(2, dtype=torch.int64)
         dist.broadcast(sizes, first, group=group)
-        flat = flat or _room(sizes)
+        flat = flat or _buffers(sizes)
         for tensor in flat:
             dist.broadcast(tensor, first, group=group)
         return flat
@@ -114,46 +114,46 @@ def each(share: Share) -> Iterator[Trajectory]:
 
 
 def flatten(share: Share) -> tuple[Tensor, Tensor]:
-    """A share as int32 (how it is cut, lengths, numbers, tokens) and float32 (advantages, ``behaviour``)."""
+    """A share as two tensors: int32 (batch sizes, fields, tokens) and float32 (advantages, ``behaviour``)."""
     trajectories = list(each(share))
-    cut = [len(share)]
+    sizes = [len(share)]
     for mini in share:
-        cut += [len(mini), *(len(micro) for micro in mini)]
-    numbers = [
+        sizes += [len(mini), *(len(micro) for micro in mini)]
+    fields = [
         (len(t.prompt), len(t.response), _FINISHES.index(t.finish), t.prompt_id, t.group, t.sample)
         for t in trajectories
     ]
-    tokens = [part for t in trajectories for part in (t.prompt, t.response)]
-    ints = [np.array(cut, np.int32), np.array(numbers, np.int32).reshape(-1), *tokens]
+    tokens = [ids for t in trajectories for ids in (t.prompt, t.response)]
+    ints = [np.array(sizes, np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
     floats = [np.array([t.advantage for t in trajectories], np.float32), *(t.behaviour for t in trajectories)]
     return torch.from_numpy(np.concatenate(ints)), torch.from_numpy(np.concatenate(floats))
 
 
 def unflatten(ints: Tensor, floats: Tensor) -> Share:
-    """The share that ``flatten`` was given. Arrays of the trajectories are views of the two tensors."""
+    """Inverse of ``flatten``. Arrays of the trajectories are views of the two tensors."""
     words, values = ints.numpy(), floats.numpy()
-    at = 1
-    shape: list[list[int]] = []
+    offset = 1
+    sizes: list[list[int]] = []
     for _ in range(words[0]):
-        end = at + 1 + int(words[at])
-        shape.append(words[at + 1 : end].tolist())
-        at = end
-    count = sum(map(sum, shape))
-    table = words[at : at + count * _NUMBERS].reshape(count, _NUMBERS).tolist()
-    at += count * _NUMBERS
-    place = count  # behind the advantages
+        end = offset + 1 + int(words[offset])
+        sizes.append(words[offset + 1 : end].tolist())
+        offset = end
+    count = sum(map(sum, sizes))
+    fields = words[offset : offset + count * _FIELDS].reshape(count, _FIELDS).tolist()
+    offset += count * _FIELDS
+    value_offset = count  # after the advantages
     trajectories = []
-    for (given, length, finish, prompt_id, group, sample), advantage in zip(
-        table, values[:count].tolist(), strict=True
+    for (prompt_length, length, finish, prompt_id, group, sample), advantage in zip(
+        fields, values[:count].tolist(), strict=True
     ):
-        middle, end = at + given, at + given + length
+        middle, end = offset + prompt_length, offset + prompt_length + length
         trajectories.append(
             Trajectory(
                 prompt_id=prompt_id,
                 sample=sample,
-                prompt=words[at:middle],
+                prompt=words[offset:middle],
                 response=words[middle:end],
-                behaviour=values[place : place + length],
+                behaviour=values[value_offset : value_offset + length],
                 versions=np.zeros(0, np.int32),
                 finish=_FINISHES[finish],
                 text="",
@@ -161,15 +161,15 @@ def unflatten(ints: Tensor, floats: Tensor) -> Share:
                 advantage=advantage,
             )
         )
-        at, place = end, place + length
+        offset, value_offset = end, value_offset + length
     rest = iter(trajectories)
-    return [[[next(rest) for _ in range(size)] for size in mini] for mini in shape]
+    return [[[next(rest) for _ in range(size)] for size in mini] for mini in sizes]
 
 
 def _sizes(flat: tuple[Tensor, Tensor]) -> Tensor:
     return torch.tensor([len(tensor) for tensor in flat])
 
 
-def _room(sizes: Tensor) -> tuple[Tensor, Tensor]:
+def _buffers(sizes: Tensor) -> tuple[Tensor, Tensor]:
     ints, floats = sizes.tolist()
     return torch.empty(ints, dtype=torch.int32), torch.empty(floats, dtype=torch.float32)

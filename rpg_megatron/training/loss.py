@@ -1,4 +1,7 @@
-"""From settings to the loss: the one place where names in a config become functions of ``objectives``."""
+"""Build the loss function and its aggregation from the settings.
+
+The only place where names in a config are mapped to functions of ``objectives``.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,22 @@ from rpg_megatron.policy.policy import Aggregator, TokenLoss
 
 
 def build_loss(settings: Settings) -> TokenLoss:
-    """The configured loss of each response token, with the rollout correction if there is one."""
+    """The configured loss per response token, times the rollout correction if one is configured."""
     loss = _objective(settings)
     correction = settings.correction
     return loss if correction is None else _corrected(loss, correction)
 
 
 def build_aggregator(settings: Settings) -> Aggregator:
-    """The configured way from tokens to the loss of a mini-batch."""
-    how = settings.aggregation
-    constant = float(how.constant or settings.rollout.max_response_tokens)
+    """The configured aggregation of per-token losses into the loss of a mini-batch."""
+    aggregation = settings.aggregation
+    constant = float(aggregation.constant or settings.rollout.max_response_tokens)
 
     def aggregator(
         per_token: Tensor, sequences: Tensor, sequence_count: int | None = None
     ) -> tuple[Tensor, Tensor]:
         return aggregate(
-            per_token, sequences, kind=how.type, constant=constant, sequence_count=sequence_count
+            per_token, sequences, kind=aggregation.type, constant=constant, sequence_count=sequence_count
         )
 
     return aggregator
@@ -49,10 +52,10 @@ def build_aggregator(settings: Settings) -> Aggregator:
 
 def _objective(settings: Settings) -> TokenLoss:
     o = settings.objective
-    same = settings.anchor.type == "old"  # then the anchor's log-probs are the old ones
+    anchor_is_old = settings.anchor.type == "old"
 
     def anchor(t: ResponseTokens) -> Tensor | None:
-        return None if same else t.anchor
+        return None if anchor_is_old else t.anchor
 
     if isinstance(o, RPGSettings):
         rpg = partial(

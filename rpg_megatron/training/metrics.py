@@ -1,4 +1,4 @@
-"""Metrics of a step: what engine and trainer disagree on, where rows are written."""
+"""Training metrics: engine/trainer log-prob mismatch, and the writer for metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rpg_megatron.data.trajectory import Trajectory
 
 
 def compare_logprobs(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """|old - behaviour| in nats over tokens that weights ``version`` sampled: mean, 99th percentile, maximum.
+    """|old - behaviour| in nats over tokens sampled with weights ``version``: mean, 99th percentile, maximum.
 
-    Trainer and engine hold the same weights for those tokens, so this measures weights, positions, packing,
-    masks and temperature at once. Tokens sampled by older weights differ for a good reason and are left out,
-    but counted.
+    Trainer and engine have the same weights for those tokens, so a difference points at weights, positions,
+    packing, masks or temperature. Tokens sampled with older weights are expected to differ: they are left
+    out, and counted.
     """
     gaps = [np.abs(t.old - t.behaviour)[t.versions == version] for t in trajectories]
     gap = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
@@ -47,28 +47,28 @@ def guard_mismatch(
 ) -> str | None:
     """None if the mismatch is within bounds, otherwise a message that names the worst token.
 
-    Raises UserError with that message if the guard is set to stop the run.
+    Raises UserError with that message if ``guards.mismatch`` is ``stop``.
     """
     if settings.mismatch == "off" or "mismatch/logp_max" not in row:
         return None
     largest, mean = settings.thresholds(dtype)
-    # Written so that a NaN counts as beyond the bound.
+    # Written so that a NaN counts as out of bounds.
     if row["mismatch/logp_max"] <= largest and row["mismatch/logp_mean"] <= mean:
         return None
-    # Stale tokens differ for a good reason; a NaN is worse than any number.
+    # Stale tokens are left out; a NaN counts as infinite.
     gaps = [
         np.where(t.versions == version, np.nan_to_num(np.abs(t.old - t.behaviour), nan=np.inf), -1.0)
         for t in trajectories
     ]
-    most = max(range(len(gaps)), key=lambda i: gaps[i].max())
-    worst, place = trajectories[most], int(gaps[most].argmax())
+    index = max(range(len(gaps)), key=lambda i: gaps[i].max())
+    worst, position = trajectories[index], int(gaps[index].argmax())
     message = (
         f"step {step}: engine and trainer disagree on the log-probs of tokens that the same weights sampled: "
         f"max {row['mismatch/logp_max']:.2e} (bound {largest:.0e}), mean {row['mismatch/logp_mean']:.2e} "
-        f"(bound {mean:.0e}) nats; worst at token {place} of {len(worst.response)} of prompt "
-        f"{worst.prompt_id}, sample {worst.sample}: engine {worst.behaviour[place]:.5f}, trainer "
-        f"{worst.old[place]:.5f}. The engine does not compute what is trained: "
-        "rpg-megatron audit RUN says where they part; guards.mismatch=warn goes on"
+        f"(bound {mean:.0e}) nats; worst at token {position} of {len(worst.response)} of prompt "
+        f"{worst.prompt_id}, sample {worst.sample}: engine {worst.behaviour[position]:.5f}, trainer "
+        f"{worst.old[position]:.5f}. Run rpg-megatron audit RUN to find where they diverge, or set "
+        "guards.mismatch=warn to continue"
     )
     if settings.mismatch == "stop":
         raise UserError(message)
@@ -79,19 +79,21 @@ class MetricsWriter:
     """Appends rows to ``metrics.jsonl`` and to TensorBoard files in the run's folder."""
 
     def __init__(self, run_dir: Path, done: int | None = None):
-        """done: steps that a continued run has behind it; TensorBoard then hides later ones."""
+        """done: completed steps of a resumed run; TensorBoard then hides later ones."""
         self._file: IO[str] = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = SummaryWriter(
             str(run_dir / "tensorboard"), purge_step=None if done is None else done + 1
         )
 
     def write(self, row: dict[str, Any]) -> None:
-        """One row; numbers go to TensorBoard as well, under the row's ``step``.
+        """Write one row; numbers go to TensorBoard as well, under the row's ``step``.
 
         Raises OSError if it cannot be written, UserError if the file has been removed.
         """
         if not os.fstat(self._file.fileno()).st_nlink:
-            raise UserError(f"{self._file.name} has been removed, perhaps with its folder; the run ends here")
+            raise UserError(
+                f"{self._file.name} has been removed during the run; start a new run, and keep its folder"
+            )
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for key, value in row.items():
@@ -101,7 +103,7 @@ class MetricsWriter:
 
     @property
     def position(self) -> int:
-        """Bytes in ``metrics.jsonl``."""
+        """Size of ``metrics.jsonl`` in bytes."""
         return self._file.tell()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""A scheduler's warning: how ranks learn of it, and the exit code that says that the state is saved.
+"""Preemption: stop signals of a scheduler (SIGTERM, SIGUSR1), and the exit code after the state is saved.
 
-Between two steps the whole state of a run is weights, optimizer, anchor and the place in the data. So a
-warned run gives up the step that it is in, unless the step's updates have begun: then it ends them, and saves
-without the sync and the evaluation that follow; they are made up for when the run goes on. Without torch.
+Between two steps the state of a run is weights, optimizer, anchor and position in the data. A run that gets a
+stop signal abandons the current step, unless the step's updates have started: then it completes them and
+saves without the sync and the evaluation that follow; these are done when the run is resumed. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -14,37 +15,37 @@ from types import FrameType
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals by which schedulers announce that a job is about to end."""
 REQUEUE = 75
-"""Exit code of a run that was warned and has saved all there was to save: the same command goes on from
-there. EX_TEMPFAIL of sysexits.h.
+"""Exit code of a run that saved its state after a stop signal: the same command resumes it. EX_TEMPFAIL of
+sysexits.h.
 """
 
 
 class Stopped(Exception):
-    """The run stops here, to be saved and continued. Raised on all ranks alike."""
+    """The run stops here, to be saved and resumed. Raised on all ranks alike."""
 
 
 class StopRequest:
-    """Whether this process has been warned; until it listens, a warning simply ends it."""
+    """Whether this process has received a stop signal. Before ``listen`` such a signal ends the process."""
 
     def __init__(self) -> None:
-        self.came = False
+        self.received = False
 
     def listen(self) -> None:
-        """From now on there is something to save. Call it from the main thread, as often as you like."""
+        """Handle stop signals from now on. Call it from the main thread, as often as you like."""
         for number in WARNINGS:
-            signal.signal(number, self._take)
+            signal.signal(number, self._handle)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
 
     def check(self) -> None:
-        """Raise Stopped if a warning has come: for a wait that this rank alone is in."""
-        if self.came:
+        """Raise Stopped after a stop signal: for a wait that only this rank is in."""
+        if self.received:
             raise Stopped
 
     def explains_failure(self) -> bool:
-        """Whether something that fell away did so because the whole job was warned. May take a second."""
-        end = time.monotonic() + 1.0  # whom a signal to all reaches first is chance
-        while not self.came and time.monotonic() < end:
+        """Whether another process failed because the whole job got a stop signal. May take a second."""
+        end = time.monotonic() + 1.0  # processes get the signal in any order
+        while not self.received and time.monotonic() < end:
             time.sleep(0.05)
-        return self.came
+        return self.received

@@ -1,4 +1,4 @@
-"""What is recorded of a step on request: a trace, the GPU's allocations, phases by name for Nsight."""
+"""Profile chosen steps: a PyTorch trace, CUDA memory snapshots, and NVTX ranges for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rpg_megatron.config.profile import ProfileSettings
 from rpg_megatron.system.files import atomic_write
 
-_EVENTS = 200_000
-"""Allocations of a step that are kept, the last ones."""
+_MAX_ALLOCATIONS = 200_000
+"""The last allocations of a step, as many as a snapshot holds."""
 
 
 class Profiler:
-    """One rank's recordings. Nothing here is collective."""
+    """Profiler of one rank. Nothing here is collective."""
 
     def __init__(self, settings: ProfileSettings, folder: Path, rank: int, device: torch.device) -> None:
-        """folder: of the run."""
+        """folder: the run's."""
         self._settings, self._folder = settings, folder / "profile"
         self._rank, self._device = rank, device
         self._tracing = False
 
     @contextmanager
     def step(self, number: int, warn: Callable[[str], None]) -> Iterator[None]:
-        """Record the block, if this step is to be recorded on this rank; its files appear at its end, whole.
+        """Profile the block if this step is to be profiled on this rank, and write the files at its end.
 
-        A block that raises leaves none. warn: told if they cannot be written.
+        A block that raises writes none. warn: called with a message if they cannot be written.
         """
         settings = self._settings
         if number not in settings.steps or self._rank not in settings.ranks:
@@ -40,11 +40,11 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         with ExitStack() as stack:
             if settings.memory:
-                torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+                torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
                 stack.callback(torch.cuda.memory._record_memory_history, None)
             self._tracing = True
             try:
-                with profile(activities=activities, acc_events=True) as found:
+                with profile(activities=activities, acc_events=True) as trace:
                     yield
             finally:
                 self._tracing = False
@@ -52,16 +52,16 @@ class Profiler:
             try:
                 self._folder.mkdir(exist_ok=True)
                 with atomic_write(name.with_suffix(".json.gz"), suffix=".json.gz") as part:
-                    found.export_chrome_trace(str(part))
+                    trace.export_chrome_trace(str(part))
                 if settings.memory:
                     with atomic_write(name.with_suffix(".pickle"), suffix=".pickle") as part:
                         torch.cuda.memory._dump_snapshot(str(part))
             except OSError as e:
-                warn(f"step {number} was traced, but {e}")
+                warn(f"step {number}: the profile cannot be written ({e})")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Give the block a name in what is recorded."""
+        """Name the block in the trace and as an NVTX range."""
         with ExitStack() as stack:
             if self._tracing:
                 stack.enter_context(record_function(name))

@@ -1,10 +1,11 @@
-"""One trainer rank: ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [CHECKPOINT]``.
+"""The process of one trainer rank.
 
-The launcher starts it. Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torch wants
-them; RPG_ENGINE_TOKEN on rank 0. Exit codes: 0 when training is done, 2 with ``error: ...`` as the last line
-for a user error, 75 after SIGTERM or SIGUSR1, when the state is saved.
+``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [CHECKPOINT]``, started by the launcher.
+Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as for torchrun; RPG_ENGINE_TOKEN on rank
+0. Exit codes: 0 when training is done; 2 for a user error, with ``error: ...`` as the last line; 75 after
+SIGTERM or SIGUSR1, when the state is saved.
 
-The ranks of ``audit`` and ``replay`` are modules of their own, which start with ``run_rank`` too.
+``audit`` and ``replay`` have rank modules of their own, which use ``run_rank`` too.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
     from rpg_megatron.training.run import RankRun
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a disk that takes no more data."""
+"""Errors of a full or read-only disk."""
 
 
 @dataclass
 class RankProcess:
-    """What a rank's job is given: its settings, folders and device, in an initialised process group."""
+    """Settings, folders, mesh and device of a rank whose process group is initialised."""
 
     settings: Settings
     run_dir: Path
@@ -65,20 +66,20 @@ class RankProcess:
             self.device,
             checkpoint,
         )
-        # Megatron collects garbage in every save. Nothing made up to here is garbage.
+        # Megatron collects garbage in every save. Objects created so far live as long as the process.
         gc.collect()
         gc.freeze()
         return self.run
 
 
 def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
-    """Join the process group, do the job, leave with the exit code of the module's docstring.
+    """Join the process group, run the job, and exit with a code of the module's docstring.
 
-    job: imports Megatron only when it is called, because the device must be prepared before. Returns False
-    if it was stopped by a signal and has saved.
+    job: must not import Megatron before it is called, because the device is set up first. Returns False if a
+    signal stopped it and its state is saved.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the launcher, which decides
-    # Megatron's warnings about optional packages and its own deprecations do not help a reader of the log.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
+    # Megatron's warnings about optional packages and its own deprecations are of no use to users.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     run_dir, work, bridge = (Path(a) for a in sys.argv[1:4])
@@ -110,10 +111,10 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
                 f"{run_dir} cannot be written ({e}); free disk space, then rerun the same command to resume"
             )
             if run is not None:
-                run.warn(message)  # to the terminal: the log is on the same disk, as a rule
+                run.warn(message)  # to the terminal: the log is usually on the same disk
         with suppress(OSError):
             print(f"error: {message}", file=sys.stderr, flush=True)
-        # The other ranks wait in a collective that this one will not join; the launcher ends them.
+        # The other ranks wait in a collective that this rank does not join; the launcher ends them.
         os._exit(2)
 
 

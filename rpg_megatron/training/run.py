@@ -1,7 +1,7 @@
-"""One rank's view of a run: its trainer, the line to the sampler (rank 0), and the steps the loop is made of.
+"""One trainer rank of a run: the methods that the training loop calls.
 
-Methods are collective unless they say otherwise: every rank calls them in the same order. Rank 0 talks to the
-sampler and writes files; what the others need of it is handed to them here.
+Methods are collective unless they say otherwise: every rank calls them in the same order. Rank 0 alone has
+the connection to the sampler and writes files.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard
 from rpg_megatron.training.preemption import StopRequest
 from rpg_megatron.training.profiling import Profiler
 from rpg_megatron.training.trainer import Batch, Trainer
-from rpg_megatron.training.weight_sync import Serving
+from rpg_megatron.training.weight_sync import WeightSync
 
 _ENGINES_END_SECONDS = 60.0
-"""How long engines may take to give their memory back, when a run is stopped."""
+"""How long engines may take to free their GPU memory when a run is stopped."""
 
 
 class RankRun:
-    """Everything a rank holds between the loop's lines.
+    """Trainer, weight sync, checkpoints and metrics of one rank.
 
-    Every method may raise Stopped where it says that the run can stop there: on all ranks alike.
+    A method whose docstring says "may stop" raises Stopped, on all ranks alike, after a stop signal.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RankRun:
         device: torch.device,
         checkpoint: Path | None = None,
     ):
-        """checkpoint: folder of one that is whole, to go on from."""
+        """checkpoint: folder of a complete checkpoint to resume from."""
         self.settings, self.steps, self.mesh, self._device = settings, settings.training.steps, mesh, device
         self._run_dir, self._checkpoint = run_dir, checkpoint
         self._version = 0
@@ -88,15 +88,14 @@ class RankRun:
             sampler = SamplerClient(
                 work / SOCKET, token, timeout=settings.engine.start_timeout, while_waiting=self._stop.check
             )
-        self._serving = Serving(publisher, sampler, self._stop)
-        if settings.engine.colocated and checkpoint is None:  # else it is read into the state first
+        self._weight_sync = WeightSync(publisher, sampler, self._stop)
+        if settings.engine.colocated and checkpoint is None:  # a checkpoint is loaded before the state leaves
             self.policy.offloader.offload()
-        # What a checkpoint would hold now: the last step whose updates are done, its row of metrics while
-        # that is not written, and the sampler's state after it.
-        self._reached = 0
+        # What a checkpoint would hold now: the last step whose updates are done, its row of metrics until
+        # that is written, and the sampler's state after it.
+        self._step = self._saved_step = 0
         self._row: dict[str, Any] | None = {}
         self._sampler_state: dict[str, Any] = {}
-        self._saved = 0
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -109,55 +108,53 @@ class RankRun:
             self._times[f"time/{phase}"] += time.monotonic() - start
 
     def profile(self, step: int) -> AbstractContextManager[None]:
-        """Record a block if ``profile.steps`` names the step. Not collective."""
+        """Profile a block if ``profile.steps`` names the step. Not collective."""
         return self._profiler.step(step, self.warn)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Take up the checkpoint, if there is one to go on from; says how many steps it has behind it."""
+        """Load the checkpoint, if there is one; returns the number of completed steps."""
         if self._checkpoint is None:
             return 0
         self._phase("checkpoint")
         state = self._trainer.load(self._checkpoint)
-        self._reached, self._row = state["step"], state.get("row")
-        self._saved = self._reached
+        self._step, self._row = state["step"], state.get("row")
+        self._saved_step = self._step
         self._sampler_state, self._summary = state["sampler"], state["summary"]
         self._started -= state["seconds"]
-        self._serving.restore(self._sampler_state)
-        return self._reached
+        self._weight_sync.restore(self._sampler_state)
+        return self._step
 
     @property
-    def unrecorded(self) -> bool:
-        """Whether the row of the last step is not written: in a new run that of step 0, in a continued one
-        that of a step which a stop cut short. The same on all ranks; not collective.
-        """
+    def has_unlogged_row(self) -> bool:
+        """Whether the last step's row of metrics is still to be written; the same on all ranks."""
         return self._row is not None
 
     def save(self, step: int) -> None:
-        """Begin a checkpoint if one is due after this step; it is written while training goes on."""
+        """Start a checkpoint if one is due after this step; it is written while training continues."""
         every = self.settings.checkpoint.every
         if every is not None and (step % every == 0 or step == self.steps):
             self._save()
 
-    def save_at_once(self) -> None:
+    def save_before_exit(self) -> None:
         """After Stopped: write a checkpoint of the last step whose updates are done, unless there is one.
 
         Raises UserError if it cannot be written.
         """
         self.finish_saving()
-        if self._saved != self._reached:
+        if self._saved_step != self._step:
             self._reload_state()
             self._save()
             self.finish_saving()
-        if self._saved != self._reached:
+        if self._saved_step != self._step:
             raise UserError(
-                f"stopped, but step {self._reached} could not be saved; the warning above says why. The same "
-                "command goes on from the newest checkpoint"
+                f"stopped, but step {self._step} could not be saved (see the warning above); rerun the same "
+                "command to resume from the newest checkpoint"
             )
 
     def _reload_state(self) -> None:
-        """After Stopped, when no engine is spoken to any more: the launcher ends those on our GPUs."""
+        """After Stopped: reload the state as soon as the launcher has ended the engines on the same GPUs."""
         end = time.monotonic() + _ENGINES_END_SECONDS
         while True:
             try:
@@ -168,12 +165,12 @@ class RankRun:
                 time.sleep(1.0)
 
     def finish_saving(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint under way is whole, or for so many seconds. Not collective."""
+        """Wait until the current save has ended, at most ``timeout`` seconds. Not collective."""
         self._saver.wait(timeout)
-        self._tell_of_saves()
+        self._report_saves()
 
     def _save(self) -> None:
-        def rest() -> dict[str, Any]:  # this is rank 0's part
+        def run_state() -> dict[str, Any]:  # called on rank 0 only
             return {
                 "skipped_updates": self._trainer.skipped_updates,
                 "sampler": self._sampler_state,
@@ -184,52 +181,49 @@ class RankRun:
             }
 
         self._phase("checkpoint")
-        with self.time("checkpoint"), self._state_at_hand():
-            self._saver.start(self._reached, rest)
+        with self.time("checkpoint"), self._state_on_gpu():
+            self._saver.start(self._step, run_state)
 
     @contextmanager
-    def _state_at_hand(self) -> Iterator[None]:
-        """What is to be saved is on the GPU, and if that is shared, engines that serve sleep meanwhile."""
-        away = self.policy.offloader.is_offloaded
-        if away:
-            self._serving.sleep(1)
+    def _state_on_gpu(self) -> Iterator[None]:
+        """Within the block an offloaded state is back on the GPU, and the colocated engines sleep."""
+        offloaded = self.policy.offloader.is_offloaded
+        if offloaded:
+            self._weight_sync.sleep(1)
             self.policy.offloader.reload()
         yield
-        if away:
+        if offloaded:
             self.policy.offloader.offload()
-            self._serving.wake()
+            self._weight_sync.wake()
 
-    def _tell_of_saves(self) -> dict[str, float]:
-        """Metrics of the saves that have ended since; those that failed are warned of. Not collective."""
-        outcomes = self._saver.outcomes()
-        for saved in outcomes:
-            if saved.problem:
+    def _report_saves(self) -> dict[str, float]:
+        """Metrics of the saves that ended since the last call; warns of those that failed. Not collective."""
+        results = self._saver.outcomes()
+        for result in results:
+            if result.problem:
                 self.warn(
-                    f"step {saved.step}: no checkpoint, {saved.folder} cannot be written ({saved.problem}); "
-                    f"{_free(self._run_dir)}training goes on"
+                    f"step {result.step}: no checkpoint, {result.folder} cannot be written "
+                    f"({result.problem}); {_free_space(self._run_dir)}training continues"
                 )
             else:
-                self._saved = saved.step
-        row = {"checkpoint/failed": float(sum(bool(saved.problem) for saved in outcomes))}
-        whole = [saved for saved in outcomes if not saved.problem]
-        return row | ({"checkpoint/seconds": whole[-1].seconds} if whole else {})
+                self._saved_step = result.step
+        row = {"checkpoint/failed": float(sum(bool(result.problem) for result in results))}
+        complete = [result for result in results if not result.problem]
+        return row | ({"checkpoint/seconds": complete[-1].seconds} if complete else {})
 
     # -- a step ----------------------------------------------------------------------------------------------
 
     def sync_engines(self, version: int) -> None:
-        """Publish the weights as ``version`` and bring them into every engine, proved by checksums. The run
-        can stop before it and in it.
-        """
-        self._serving.check_stop()
+        """Publish the weights as ``version``; every engine loads and verifies them. May stop."""
+        self._weight_sync.check_stop()
         self._version = version
         if self.settings.engine.colocated:
             with self.time("handover"):
                 self.policy.offloader.offload()
-        if self.mesh.rank == 0:
-            self.events.phase("sync", 0, self.settings.engine.replicas)
+        self._phase("sync", 0, self.settings.engine.replicas)
         start = time.monotonic()
         self.policy.served.refresh()
-        reports = self._serving.sync(version)
+        reports = self._weight_sync.sync(version)
         if self._row is not None:
             self._row |= {
                 "sync/seconds": time.monotonic() - start,
@@ -238,38 +232,38 @@ class RankRun:
             }
 
     def collect(self, step: int) -> Batch:
-        """Sample and score the step's prompts, make advantages, and give each rank its share. The run can
-        stop while it waits.
-        """
-        rollouts = self._serving.call_with_resync(lambda sampler: sampler.rollout(step, self._version))
-        state = self._serving.call_with_resync(lambda sampler: sampler.state())
-        batch = self._trainer.share_out(rollouts.trajectories if rollouts else [])
+        """Sample and score the step's prompts; each rank gets its part of the batch. May stop."""
+        rollouts = self._weight_sync.call_with_resync(lambda sampler: sampler.rollout(step, self._version))
+        state = self._weight_sync.call_with_resync(lambda sampler: sampler.state())
+        batch = self._trainer.prepare_batch(rollouts.trajectories if rollouts else [])
         if rollouts and state:
             batch.metrics, batch.sampler = rollouts.metrics, state
         return batch
 
     def offload_engines(self) -> None:
-        """Engines and trainer share GPUs: have the engines leave them, and take the optimizer's state back.
+        """Put colocated engines to sleep and reload the optimizer state; nothing where GPUs are not shared.
 
-        The run can stop while it waits; it is the next sync that wakes the engines.
+        May stop while it waits. The next sync wakes the engines.
         """
         if self.settings.engine.colocated:
             with self.time("handover"):
-                self._serving.sleep(2)
+                self._weight_sync.sleep(2)
                 self.policy.offloader.reload()
 
     def compute_log_probs(self, batch: Batch) -> None:
-        """Fill in ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
+        """Set ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
         self._phase("logprobs")
         self._trainer.compute_log_probs(batch)
 
     def save_rollouts(self, step: int, batch: Batch) -> None:
-        """Keep the step's rollouts. Rank 0's work."""
+        """Write the step's rollouts (rank 0)."""
         if self.mesh.rank == 0:
-            self._keep(lambda: write_rollouts(rollouts_file(self._run_dir, step), batch.all))
+            self._write_or_warn(lambda: write_rollouts(rollouts_file(self._run_dir, step), batch.all))
 
     def check_mismatch(self, batch: Batch) -> None:
-        """Engine against trainer on tokens of the present weights; the guard may stop the run (rank 0)."""
+        """Compare the engine's log-probs with the trainer's (rank 0), on tokens sampled with the current
+        weights. Raises UserError if they differ too much and ``guards.mismatch`` is ``stop``.
+        """
         if self.mesh.rank:
             return
         row, step = compare_logprobs(batch.all, self._version), self._version + 1
@@ -280,53 +274,47 @@ class RankRun:
                 row, batch.all, settings.guards, settings.precision.dtype, version=self._version, step=step
             )
         except UserError:
-            self._metrics.write({"step": step, **batch.metrics})  # what the message speaks of
+            self._metrics.write({"step": step, **batch.metrics})  # the numbers behind the message
             raise
         if warning:
             self.warn(warning)
 
     def update(self, step: int, batch: Batch) -> None:
-        """One optimizer update for each mini-batch; then the anchor is moved if it is due. The run can stop
-        before them.
+        """One optimizer update for each mini-batch, then the anchor's refresh if it is due. May stop before
+        the first update.
         """
-        self._serving.check_stop()
-        self._stop.listen()  # what there was before is on disk already
-
-        def tell(done: int, total: int) -> None:
-            if self.mesh.rank == 0:
-                self.events.phase("update", done, total)
-
-        self._trainer.update(step, batch, tell)
+        self._weight_sync.check_stop()
+        self._stop.listen()  # until the first update there is nothing to save: the signal ends the process
+        self._trainer.update(step, batch, lambda done, total: self._phase("update", done, total))
         tokens = float(sum(t.length for t in batch.all))
-        self._reached, self._row = step, batch.metrics | {"step/tokens": tokens}
+        self._step, self._row = step, batch.metrics | {"step/tokens": tokens}
         self._sampler_state = batch.sampler
 
-    def evaluates(self, step: int) -> bool:
-        """Whether the held-out sets are due after this step. Not collective."""
+    def evaluation_due(self, step: int) -> bool:
+        """Whether to evaluate after this step. Not collective."""
         evaluation = self.settings.evaluation
         return evaluation is not None and (step % evaluation.every == 0 or step == self.steps)
 
     def evaluate(self, step: int) -> None:
-        """Score the held-out sets with the weights the engines serve. The run can stop while it waits."""
+        """Evaluate the weights that the engines serve on the held-out sets. May stop while it waits."""
         evaluation = self.settings.evaluation
-        results = self._serving.call_with_resync(lambda sampler: sampler.evaluate())
+        results = self._weight_sync.call_with_resync(lambda sampler: sampler.evaluate())
         if evaluation is None or results is None or self._row is None:
             return
-        self._keep(lambda: write_results(self._run_dir / "evaluation" / f"step_{step:06d}.jsonl", results))
+        file = self._run_dir / "evaluation" / f"step_{step:06d}.jsonl"
+        self._write_or_warn(lambda: write_results(file, results))
         row = score_sets(results)
-        accuracy = {
-            part.name: row[f"eval/{part.name}/avg@{evaluation.samples}"] for part in evaluation.heldout
-        }
+        accuracy = {s.name: row[f"eval/{s.name}/avg@{evaluation.samples}"] for s in evaluation.heldout}
         self._summary.setdefault("accuracy_before", accuracy)
         self._summary["accuracy_after"] = accuracy
         self._row |= row
 
     def log_metrics(self, step: int) -> None:
-        """Write the step's row of metrics and show it. The run can stop before that."""
-        counts = self._serving.call_with_resync(lambda sampler: sampler.counts())
+        """Write the step's row of metrics and display it. May stop before that."""
+        counts = self._weight_sync.call_with_resync(lambda sampler: sampler.counts())
         peak = torch.tensor([peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        row, self._row = (self._row or {}) | self._times | (counts or {}) | self._tell_of_saves(), None
+        row, self._row = (self._row or {}) | self._times | (counts or {}) | self._report_saves(), None
         self._times.clear()
         if self.mesh.rank:
             return
@@ -346,9 +334,8 @@ class RankRun:
         if settings.enabled:
             self._phase("export")
             out.parent.mkdir(exist_ok=True)
-            self.write_checkpoint(
-                out, dtype=settings.dtype, max_shard_bytes=int(settings.max_shard_gib * 1024**3)
-            )
+            shard_bytes = int(settings.max_shard_gib * 1024**3)
+            self.write_checkpoint(out, dtype=settings.dtype, max_shard_bytes=shard_bytes)
         self.finish_saving()
         if self.mesh.rank == 0:
             rates = self._summary.pop("rates")
@@ -359,13 +346,12 @@ class RankRun:
                 "metrics": str(self._run_dir / "metrics.jsonl"),
                 "seconds": time.monotonic() - self._started,
             }
-            text = json.dumps(self._summary, indent=2) + "\n"
-            atomic_write_text(self._run_dir / "summary.json", text)
+            atomic_write_text(self._run_dir / "summary.json", json.dumps(self._summary, indent=2) + "\n")
 
     def write_checkpoint(
         self, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
     ) -> None:
-        """Write the weights as a Hugging Face checkpoint; dtype: float32 or bfloat16, None: the policy's."""
+        """Write the weights as a Hugging Face checkpoint. dtype: float32 or bfloat16; None: the policy's."""
         export_hf(
             out,
             self.settings.model.path,
@@ -374,37 +360,37 @@ class RankRun:
             self._placement,
             dtype=torch_dtype(dtype or self.settings.precision.dtype),
             max_shard_bytes=max_shard_bytes,
-            replace=True,  # a run that was killed right after its export goes on, and does it again
+            replace=True,  # a run that was killed right after its export exports again when resumed
         )
 
     def close(self) -> None:
-        """Let go of shared memory and connections, when all is saved."""
+        """Finish saving, then free shared memory and close connections."""
         self.finish_saving()
-        self._serving.close()
+        self._weight_sync.close()
         if self.mesh.rank == 0:
             self._metrics.close()
         self.events.close()
 
-    def _keep(self, write: Callable[[], None]) -> None:
-        """Write something that the run can do without."""
+    def _write_or_warn(self, write: Callable[[], None]) -> None:
+        """Write a file that is not needed to continue training."""
         try:
             write()
         except OSError as e:
-            self.warn(f"not written: {e}; training goes on")
+            self.warn(f"not written: {e}; training continues")
 
     def warn(self, text: str) -> None:
-        """Tell the user; rank 0 speaks for all."""
+        """Show a warning and log it (rank 0)."""
         if self.mesh.rank == 0:
             self.events.send({"kind": "status", "text": f"warning: {text}"})
-            with suppress(OSError):  # the log lies on the disk that may be full
+            with suppress(OSError):  # the log may be on the disk that is full
                 print(f"warning: {text}", flush=True)
 
-    def _phase(self, name: str) -> None:
+    def _phase(self, name: str, done: int = 0, total: int = 1) -> None:
         if self.mesh.rank == 0:
-            self.events.phase(name, 0, 1)
+            self.events.phase(name, done, total)
 
 
-def _free(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder).free / 1024**3:.1f} GiB are free there; "
     except OSError:

@@ -1,4 +1,4 @@
-"""The trainer's part of a step, which needs no engine: shares of a batch, log-probs, updates, the anchor.
+"""Trainer: the parts of a step that need no engine (batch distribution, log-probs, updates, anchor).
 
 Methods are collective unless they say otherwise: every rank calls them in the same order.
 """
@@ -28,25 +28,25 @@ from rpg_megatron.training.batch_scatter import BatchScatter, Share
 from rpg_megatron.training.checkpoint_saver import load_run
 from rpg_megatron.training.loss import build_aggregator, build_loss
 
-_SHOWN = 3  # parameters that a message names
+_SHOWN = 3  # parameters that a message lists
 
 
 @dataclass
 class Batch:
-    """A step's trajectories: this rank's share, cut up for the updates; on rank 0 all of them as well."""
+    """A step's trajectories: this rank's share in mini- and micro-batches, and on rank 0 all of them."""
 
     minibatches: Share
-    """This rank's; an empty micro-batch keeps the data ranks in step."""
+    """This rank's. Every data rank has the same number of micro-batches; some may be empty."""
     all: list[Trajectory]
     """Rank 0: every trajectory, in the order of the prompts. Elsewhere empty."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What is known of the step so far; complete on rank 0."""
+    """The step's metrics so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """Rank 0: the sampler's state after these rollouts."""
 
 
 class Trainer:
-    """The policy on this rank, what it is trained with, and the anchor if one is held."""
+    """The policy on this rank, its loss, and the anchor if its weights are held separately."""
 
     def __init__(self, settings: Settings, mesh: Mesh, device: torch.device):
         self.settings, self.mesh, self._device = settings, mesh, device
@@ -60,7 +60,7 @@ class Trainer:
         self._scatter = BatchScatter(mesh)
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
         self.skipped_updates = 0
-        """So many updates in a row were skipped, up to the last one."""
+        """Consecutive skipped updates, up to the last update."""
 
     def _load_weights(self, policy: Policy) -> None:
         load_hf_weights(
@@ -71,53 +71,53 @@ class Trainer:
             tensor_rank=self.mesh.tensor_rank,
             vocab_multiple=self.settings.model.vocab_multiple,
         )
-        barrier()  # here, not within the first collective over NCCL, wait those that have read fast
+        barrier()  # fast readers wait here, not in the first NCCL collective, which would occupy their GPU
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Take up a checkpoint of a run; returns what else is in it."""
+        """Load a checkpoint of a run; returns the contents of its ``state.json``. Raises UserError."""
         state = load_run(checkpoint, self.policy, self.anchor)
         self.skipped_updates = state.get("skipped_updates", 0)
         return state
 
-    def share_out(self, everything: list[Trajectory]) -> Batch:
-        """Make advantages of the rewards, and give each rank its share. everything: on rank 0."""
+    def prepare_batch(self, trajectories: list[Trajectory]) -> Batch:
+        """Compute advantages from rewards and send each rank its share. trajectories: on rank 0 only."""
         plan: Plan = []
         if self.mesh.rank == 0:
-            rewards = torch.tensor([t.reward for t in everything], dtype=torch.float64)
-            groups = torch.tensor([t.group for t in everything])
-            lengths = torch.tensor([len(t.response) for t in everything])
+            rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+            groups = torch.tensor([t.group for t in trajectories])
+            lengths = torch.tensor([len(t.response) for t in trajectories])
             advantages = group_advantages(rewards, groups, kind=self.settings.advantage.type, lengths=lengths)
-            for t, a in zip(everything, advantages.tolist(), strict=True):
+            for t, a in zip(trajectories, advantages.tolist(), strict=True):
                 t.advantage = a
             training = self.settings.training
             plan = plan_batches(
-                [t.length for t in everything],
+                [t.length for t in trajectories],
                 minibatches=training.minibatches,
                 data=self.mesh.data,
                 budget=training.tokens_per_microbatch,
                 context=self.mesh.context,
                 attention_length=self.shape.attention_length,
             )
-        return Batch(self._scatter.scatter(plan, everything), everything)
+        return Batch(self._scatter.scatter(plan, trajectories), trajectories)
 
     def compute_log_probs(self, batch: Batch) -> None:
-        """Fill in ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
-        packs = [self.policy.pack(micro) for mini in batch.minibatches for micro in mini]
-        old = self.policy.logprobs(packs)
+        """Set ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
+        micro_batches = [self.policy.pack(micro) for mini in batch.minibatches for micro in mini]
+        old = self.policy.logprobs(micro_batches)
         anchor = old
         if self.anchor:
             with self.anchor.swapped_in():
-                anchor = self.policy.logprobs(packs)
+                anchor = self.policy.logprobs(micro_batches)
         entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
-        own = _to_host(old)
-        held = own if anchor is old else _to_host(anchor)
-        for pack, values, logps, anchor_logps in zip(packs, old, own, held, strict=True):
-            for (t, logp), (_, anchor_logp) in zip(pack.split(logps), pack.split(anchor_logps), strict=True):
+        old_logps = _logps_to_host(old)
+        anchor_logps = old_logps if anchor is old else _logps_to_host(anchor)
+        for micro, values, row, anchor_row in zip(micro_batches, old, old_logps, anchor_logps, strict=True):
+            for (t, logp), (_, anchor_logp) in zip(micro.split(row), micro.split(anchor_row), strict=True):
                 t.old = logp.numpy().copy()
                 t.anchor = anchor_logp.numpy().copy() if self.anchor else t.old
             if self.mesh.reports:
-                learnt = values[1].index_select(0, pack.learnt)
-                entropy += torch.stack([learnt.double().sum(), pack.mask.sum().double()])
+                entropies = values[1].index_select(0, micro.learnt)
+                entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
         dist.all_reduce(entropy)
         batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
         self._scatter.gather("old", batch.minibatches)
@@ -127,19 +127,19 @@ class Trainer:
             for t in batch.all:
                 t.anchor = t.old
 
-    def update(self, step: int, batch: Batch, tell: Callable[[int, int], None]) -> None:
-        """One optimizer update for each mini-batch; then the anchor is moved if it is due.
+    def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
+        """One optimizer update for each mini-batch, then the anchor's refresh if it is due.
 
-        What the updates report goes into the batch's metrics. tell: called with (done, all) before each.
-        Raises UserError if too many updates in a row had to be skipped.
+        Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
+        Raises UserError after ``guards.skipped_updates`` consecutive skipped updates.
         """
         lr = learning_rate(self.settings.optimizer, step)
         updates: list[UpdateStats] = []
         with self.policy.updating():
             for i, minibatch in enumerate(batch.minibatches):
-                tell(i, len(batch.minibatches))
-                packs = [self.policy.pack(micro) for micro in minibatch]
-                updates.append(self.policy.update(packs, self._loss, self._aggregator, lr))
+                on_update(i, len(batch.minibatches))
+                micro_batches = [self.policy.pack(micro) for micro in minibatch]
+                updates.append(self.policy.update(micro_batches, self._loss, self._aggregator, lr))
                 self._count_skipped(f"step {step}, update {i + 1} of {len(batch.minibatches)}", updates[-1])
         done = [u for u in updates if not u.skipped]
         if self.anchor and done:
@@ -151,7 +151,7 @@ class Trainer:
         self.skipped_updates = self.skipped_updates + 1 if update.skipped else 0
         if not update.skipped:
             return
-        most = self.settings.guards.skipped_updates
+        limit = self.settings.guards.skipped_updates
         names = [
             f"{name} on rank {rank}"
             for rank, names in enumerate(gather_objects(self.policy.spoilt_gradients()))
@@ -162,17 +162,17 @@ class Trainer:
         message = (
             f"{where}: the gradient is not finite (norm {update.grad_norm}; {listed}); the update is skipped"
         )
-        if self.skipped_updates >= most:
+        if self.skipped_updates >= limit:
             raise UserError(
-                f"{message}, like {most - 1} before it in a row (guards.skipped_updates: {most}). Lower "
-                "optimizer.lr or objective.beta, and look at rewards and log-probs of the step in rollouts/; "
-                "the newest checkpoint has weights that are still good"
+                f"{message}, like {limit - 1} before it in a row (guards.skipped_updates: {limit}). Lower "
+                "optimizer.lr or objective.beta, and check rewards and log-probs of the step in rollouts/; "
+                "skipped updates changed no weights, so the newest checkpoint is usable"
             )
         if self.mesh.rank == 0:
-            print(f"warning: {message}, {self.skipped_updates} in a row; {most} end the run", flush=True)
+            print(f"warning: {message}, {self.skipped_updates} in a row; {limit} end the run", flush=True)
 
     def _summarise(self, updates: Sequence[UpdateStats]) -> dict[str, float]:
-        """Metrics of those of a step's updates that were not skipped, if there are any."""
+        """Metrics of a step's updates; means over those that were not skipped."""
         done = [u for u in updates if not u.skipped]
         row = {"policy/skipped_updates": float(len(updates) - len(done))}
         if not done:
@@ -206,6 +206,6 @@ class Trainer:
         return row
 
 
-def _to_host(scored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The log-probs of what ``Policy.logprobs`` returns, on the CPU; a GPU is waited for once."""
-    return torch.split(torch.cat([x[0] for x in scored]).cpu(), [x.size(1) for x in scored])
+def _logps_to_host(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The log-probs in the results of ``Policy.logprobs``, on the CPU, with one device synchronisation."""
+    return torch.split(torch.cat([x[0] for x in outputs]).cpu(), [x.size(1) for x in outputs])

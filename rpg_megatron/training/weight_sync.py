@@ -1,7 +1,6 @@
-"""Keeps the engines on the trainers' weights: after every update, and whenever one of them comes back.
+"""Weight sync from the trainer ranks to the vLLM engines, after every step and after an engine restart.
 
-Every rank holds one. Rank 0 talks to the sampler; the others hear from it what is to be done, because weights
-are published by all ranks together.
+All ranks publish weights together. Rank 0 alone is connected to the sampler, and broadcasts what to do next.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.publisher import Publisher, published
 from rpg_megatron.config import UserError
-from rpg_megatron.rollout.sampler_client import SamplerClient, SyncResult, WeightsWanted
+from rpg_megatron.rollout.sampler_client import ResyncRequired, SamplerClient, SyncResult
 from rpg_megatron.system.collectives import broadcast_object, gather_objects
 from rpg_megatron.training.preemption import Stopped, StopRequest
 
 
-class Serving:
-    """The publisher of this rank and, on rank 0, the line to the sampler. Methods are collective, and raise
-    Stopped on all ranks if rank 0 was asked to stop while it waited.
+class WeightSync:
+    """The publisher of this rank and, on rank 0, the sampler's client.
+
+    Methods are collective, and raise Stopped on all ranks if rank 0 got a stop signal while it waited.
     """
 
     def __init__(self, publisher: Publisher, sampler: SamplerClient | None, stop: StopRequest):
@@ -30,46 +30,47 @@ class Serving:
         self._manifest: Manifest | None = None
 
     def sync(self, version: int) -> list[SyncReport]:
-        """Publish the present weights as ``version`` and bring them into all engines that are there.
+        """Publish the current weights as ``version`` and load them into all engines that are running.
 
-        Returns one report an engine, on rank 0. Engines that are away get the weights when they are back.
-        Raises UserError (rank 0) if an engine refuses them twice; the message names tensor, rank and file.
+        Returns one report per engine, on rank 0. Engines that are restarting get the weights when they are
+        back. Raises UserError (rank 0) if an engine refuses them twice; the message names tensor, rank and
+        file.
         """
         self._version, self._manifest = version, None
         return self._publish(again=False)
 
-    def call_with_resync[T](self, ask: Callable[[SamplerClient], T | WeightsWanted]) -> T | None:
-        """Rank 0's question to the sampler, with all ranks at hand to publish for engines that come back.
+    def call_with_resync[T](self, call: Callable[[SamplerClient], T | ResyncRequired]) -> T | None:
+        """Call the sampler from rank 0; returns the result there, None elsewhere.
 
-        Returns the answer on rank 0, None elsewhere.
+        Engines that restart during the call get the weights again, published by all ranks.
         """
-        answer: T | WeightsWanted | Stopped | None = self._ask(ask)
-        while _agree(isinstance(answer, WeightsWanted), isinstance(answer, Stopped)):
+        result: T | ResyncRequired | Stopped | None = self._call(call)
+        while _broadcast(isinstance(result, ResyncRequired), isinstance(result, Stopped)):
             self._publish(again=True)
-            answer = self._ask(lambda sampler: sampler.resume_request())
-        assert not isinstance(answer, WeightsWanted | Stopped)
-        return answer
+            result = self._call(lambda sampler: sampler.resume_request())
+        assert not isinstance(result, ResyncRequired | Stopped)
+        return result
 
     def sleep(self, level: int) -> None:
-        """Have the engines leave the GPUs (see ``EnginePool.sleep``); no rank returns before they have."""
-        _agree(False, isinstance(self._ask(lambda sampler: sampler.sleep(level)), Stopped))
+        """Put the engines to sleep (see ``EnginePool.sleep``); no rank returns before all of them sleep."""
+        _broadcast(False, isinstance(self._call(lambda sampler: sampler.sleep(level)), Stopped))
 
     def wake(self) -> None:
-        """Let engines serve again that sleep by level 1."""
-        _agree(False, isinstance(self._ask(lambda sampler: sampler.wake()), Stopped))
+        """Wake engines that sleep at level 1."""
+        _broadcast(False, isinstance(self._call(lambda sampler: sampler.wake()), Stopped))
 
     def check_stop(self) -> None:
-        """Raise Stopped on all ranks if any of them was asked to."""
-        if any(gather_objects(self._stop.came)):
+        """Raise Stopped on all ranks if any of them got a stop signal."""
+        if any(gather_objects(self._stop.received)):
             raise Stopped
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Let the sampler take up its part of a checkpoint. Rank 0's work."""
+        """Restore the sampler's state from a checkpoint (rank 0)."""
         if self._sampler:
             self._sampler.restore(state)
 
     def close(self) -> None:
-        """Take the weights back, hang up."""
+        """Retract the weights and disconnect from the sampler."""
         self._publisher.close()
         if self._sampler:
             self._sampler.close()
@@ -81,39 +82,39 @@ class Serving:
             with published(self._publisher, self._version) as manifest:
                 stopped = False
                 if manifest is not None:
-                    self._compare(manifest, refused)
-                    result = self._ask(partial(_sync, manifest, self._version, again or attempt == 2))
+                    self._check_unchanged(manifest, refused)
+                    result = self._call(partial(_sync, manifest, self._version, again or attempt == 2))
                     if isinstance(result, SyncResult):
                         reports, refused = reports + result.reports, result.refused
                     stopped = isinstance(result, Stopped)
                     if refused:
                         print("warning: publishing again: " + "; ".join(refused), flush=True)
-                # The weights must stay as they are until every engine has them.
-                if not _agree(bool(refused), stopped):
+                # The published weights must not change until every engine has loaded them.
+                if not _broadcast(bool(refused), stopped):
                     return reports
         if self._sampler is None:
-            raise RuntimeError("engines refused the weights twice; rank 0 says why")
+            raise RuntimeError("engines refused the weights twice; see the error of rank 0")
         raise UserError("weights were refused twice: " + "; ".join(refused))
 
-    def _ask(self, ask: Callable[[SamplerClient], Any]) -> Any:
-        """Rank 0's question; Stopped as its answer where that came first. None elsewhere. Not collective."""
+    def _call(self, call: Callable[[SamplerClient], Any]) -> Any:
+        """A call's result on rank 0, or Stopped after a stop signal; None elsewhere. Not collective."""
         if self._sampler is None:
             return None
         try:
-            return ask(self._sampler)
+            return call(self._sampler)
         except Stopped as stopped:
             return stopped
         except (RuntimeError, UserError):
-            # Engines and sampler may have got the signal too, and be gone.
+            # Engines and sampler may have exited on the same stop signal.
             if self._stop.explains_failure():
                 return Stopped()
             raise
 
-    def _compare(self, manifest: Manifest, refused: list[str]) -> None:
-        """The same version has the same weights however often it is published.
+    def _check_unchanged(self, manifest: Manifest, refused: list[str]) -> None:
+        """Check that a version has the same checksums each time it is published.
 
-        Raises UserError that names what has changed: in shared memory that is the parameter itself, which may
-        neither be served nor trained on.
+        Raises UserError that names the changed tensors. With shared memory these are the parameters
+        themselves, so they must be neither served nor trained on.
         """
         before, self._manifest = self._manifest or manifest, manifest
         changed = [
@@ -125,9 +126,9 @@ class Serving:
         if changed:
             more = " and more" if len(changed) > 5 else ""
             raise UserError(
-                f"weights of version {self._version} changed after they were published first: "
-                f"{', '.join(changed[:5])}{more}. Something else wrote into the trainers' memory, "
-                f"or it is faulty. {' '.join(refused)}".rstrip()
+                f"weights of version {self._version} changed after they were first published: "
+                f"{', '.join(changed[:5])}{more}. Other code wrote into the trainers' memory, "
+                f"or the memory is faulty. {' '.join(refused)}".rstrip()
             )
 
 
@@ -135,9 +136,9 @@ def _sync(manifest: Manifest, version: int, again: bool, sampler: SamplerClient)
     return sampler.sync(manifest, version, again=again)
 
 
-def _agree(more: bool, stopped: bool) -> bool:
-    """Rank 0's ``more``, on every rank; the others wait for it. Raises Stopped on all of them if it stops."""
-    more, stopped = broadcast_object((more, stopped))
+def _broadcast(publish: bool, stopped: bool) -> bool:
+    """Rank 0's ``publish``, on every rank. Raises Stopped on all ranks if rank 0's ``stopped`` is set."""
+    publish, stopped = broadcast_object((publish, stopped))
     if stopped:
         raise Stopped
-    return more
+    return publish

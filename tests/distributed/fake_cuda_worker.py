@@ -151,7 +151,7 @@ def step(trainer: Trainer, report: Report) -> None:
     for number, t in enumerate(everything):
         t.reward = float(number % 2)
     with report.part("step"):
-        batch = trainer.share_out(everything)
+        batch = trainer.prepare_batch(everything)
         trainer.compute_log_probs(batch)
     trainer.update(1, batch, lambda done, all_: None)
 

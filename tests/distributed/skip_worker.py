@@ -25,7 +25,7 @@ def start(case: dict, mesh: Mesh, device: torch.device) -> Trainer:
 def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
     """One step on the fixed batch; its metrics."""
     everything = pickle.loads((folder / "batch.pkl").read_bytes()) if trainer.mesh.rank == 0 else []
-    batch = trainer.share_out(everything)
+    batch = trainer.prepare_batch(everything)
     trainer.compute_log_probs(batch)
     trainer.update(step, batch, lambda done, total: None)
     return batch.metrics

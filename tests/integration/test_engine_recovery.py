@@ -222,7 +222,7 @@ def test_damaged_parameters_end_the_run(start: Callable[..., Run]) -> None:
     os.kill(one.sampler(), signal.SIGCONT)
     code, err = one.finish(180)
     assert code == 2
-    assert err.startswith("error: weights of version 1 changed after they were published first: ")
+    assert err.startswith("error: weights of version 1 changed after they were first published: ")
     assert "shard-00000.bin of trainer rank 0" in err
     assert "engine 0: version 1 refused" in err
     one.assert_nothing_left()

@@ -20,7 +20,7 @@ from rpg_megatron.models.registry import layout_for
 from rpg_megatron.policy import device
 from rpg_megatron.system.collectives import control_group
 from rpg_megatron.training.preemption import StopRequest
-from rpg_megatron.training.weight_sync import Serving
+from rpg_megatron.training.weight_sync import WeightSync
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.tiny_models import random_state_dict, tiny_shape
 
@@ -174,14 +174,14 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
             return real(*args, group=group, **kwargs)
 
         monkeypatch.setattr(dist, name, noted)
-    serving = Serving(asked, None, StopRequest())
-    serving.sync(1)
+    weight_sync = WeightSync(asked, None, StopRequest())
+    weight_sync.sync(1)
     assert asked.order == ["publish", "broadcast_object_list", "retract"]
     asked.order.clear()
-    serving.call_with_resync(lambda sampler: None)
-    serving.sleep(2)
-    serving.wake()
-    serving.check_stop()
+    weight_sync.call_with_resync(lambda sampler: None)
+    weight_sync.sleep(2)
+    weight_sync.wake()
+    weight_sync.check_stop()
     assert asked.order == [*["broadcast_object_list"] * 3, "all_gather_object"]
 
 

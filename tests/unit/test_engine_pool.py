@@ -142,7 +142,7 @@ def test_the_others_finish_what_a_lost_engine_began(tmp_path: Path) -> None:
         assert 1 <= counts["engine/requests_resent"] <= 2
         assert counts["engine/restarts"] == 0
         engines[1].restart()
-        await until(lambda: fleet.replicas[1].wants_weights)
+        await until(lambda: fleet.replicas[1].needs_weights)
         assert fleet.pop_counts() == {"engine/restarts": 1, "engine/requests_resent": 0}
 
     play(scene)
@@ -226,7 +226,7 @@ def test_an_answer_of_the_next_life_is_not_taken(tmp_path: Path) -> None:
         sampling = asyncio.create_task(sample(fleet))
         await until(lambda: engines[0].asked > 0)
         engines[0].restart()
-        await until(lambda: fleet.replicas[0].wants_weights)
+        await until(lambda: fleet.replicas[0].needs_weights)
         engines[0].slow = 0.0
         await fleet.sync(NOTHING, 5, again=True)
         assert await sampling == expected(5)
@@ -266,7 +266,7 @@ def test_an_engine_that_was_restarted_between_steps(tmp_path: Path) -> None:
         engines[0].restart()
         fleet.expect(6)
         sampling = asyncio.create_task(sample(fleet))
-        await until(lambda: fleet.replicas[0].wants_weights)
+        await until(lambda: fleet.replicas[0].needs_weights)
         await fleet.sync(NOTHING, 6, again=True)
         assert await sampling == expected(6)
         assert fleet.pop_counts()["engine/restarts"] == 2

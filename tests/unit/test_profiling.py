@@ -55,7 +55,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("in the way")
     said = run_steps(tmp_path, ProfileSettings(steps=(1,)), 0)
     assert len(said) == 1
-    assert "step 1 was traced, but" in said[0]
+    assert "step 1: the profile cannot be written" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,7 @@ def test_only_tokens_of_the_present_weights_count() -> None:
 def test_guard_stops_and_names_the_token(gap: list[float]) -> None:
     batch = [trajectory([0.0] * 3, [7] * 3), trajectory(gap, [7] * 3)]
     row = compare_logprobs(batch, version=7)
-    with pytest.raises(
-        UserError, match=r"worst at token 1 of 3 of prompt 4.*rpg-megatron audit RUN says where"
-    ):
+    with pytest.raises(UserError, match=r"worst at token 1 of 3 of prompt 4.*rpg-megatron audit RUN to find"):
         guard_mismatch(row, batch, GuardSettings(), "float32", version=7, step=8)
     assert guard_mismatch(row, batch, GuardSettings(mismatch="warn"), "float32", version=7, step=8)
     assert guard_mismatch(row, batch, GuardSettings(mismatch="off"), "float32", version=7, step=8) is None

@@ -49,7 +49,7 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
         if first:
             events.phase(f"replaying step {step} of {request.step}", 0, 1)
         journalled = read_rollouts(rollouts_file(run, step)) if first else []
-        batch = trainer.share_out([_unscored(t) for t in journalled])
+        batch = trainer.prepare_batch([_unscored(t) for t in journalled])
         trainer.compute_log_probs(batch)
         trainer.update(step, batch, lambda done, total: None)
         if first:
