@@ -25,7 +25,7 @@ quickstart: $(VENV)  ## train a tiny model on arithmetic: Megatron-Core at TP=2,
 test: lint  ## lint, types, and every test that needs neither a GPU nor a long time
 	@$(BIN)/python -m pytest -m "not long and not gpu"
 
-test-long: $(VENV)  ## repetitions, big shapes, all layouts; goes on where it stopped (docs/evidence)
+test-long: $(VENV)  ## repetitions, big shapes, all layouts; resumes where it stopped (docs/evidence)
 	@$(BIN)/python -m pytest -m "long and not gpu" -p tests.long_results
 
 lint: $(VENV)  ## ruff and mypy

@@ -1,4 +1,4 @@
-"""What every section of the settings shares: frozen, strict, and a docstring under each field."""
+"""Base class of all sections of the settings: frozen and strict, with a docstring under each field."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A frozen block of settings. An unknown key is an error."""
+    """A frozen section of settings. An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class _RelativeToFile:
-    """Marks a path that, in a YAML file, is meant relative to that file and not to the working directory."""
+    """Marks a path that, in a YAML file, is relative to that file and not to the working directory."""
 
 
 InputPath = Annotated[Path, _RelativeToFile()]
-"""A path of something that is read: relative to the YAML file (in key=value, to the working directory)."""
+"""Path of an input: relative to the YAML file; in key=value, relative to the working directory."""

@@ -1,4 +1,4 @@
-"""Settings of a run on several nodes."""
+"""Settings of multi-node runs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pydantic import Field
 from rpg_megatron.config.base import Section
 
 ADDRESS_VARIABLE = "RPG_NODE_ADDRESS"
-"""Environment variable by which a launcher tells its children the node's address in the cluster; unset where
-there is one node."""
+"""Environment variable with the node's cluster address, set by the launcher for its child processes; unset on
+a single node."""
 
 
 class ClusterSettings(Section):
-    """Which node does what, and how nodes reach each other. Without effect on one node."""
+    """Placement on nodes, and their network. No effect on a single node."""
 
     trainer_nodes: int | None = Field(None, ge=1)
-    """Trainer ranks are spread evenly over so many nodes, the first ones; null: over all."""
+    """Number of nodes, the first ones, that the trainer ranks are distributed over evenly; null: all."""
     engine_nodes: int | None = Field(None, ge=1)
-    """Engines are spread evenly over so many nodes, the last ones; null: over all."""
+    """Number of nodes, the last ones, that the engines are distributed over evenly; null: all."""
     interface: str | None = None
-    """Network interface that nodes talk over, such as ib0, the same on each; null: the one that the node's
-    name stands for."""
+    """Network interface between nodes, such as ib0, the same on each node; null: the interface that the
+    node's host name resolves to."""
     join_timeout: float = Field(300.0, gt=0)
-    """Seconds that nodes wait for each other at the start."""
+    """Time limit for all nodes to connect at the start, in seconds."""
     silence: float = Field(60.0, gt=0)
-    """Seconds without a sign of life after which a node counts as lost, and the run ends."""
+    """Seconds without a heartbeat after which a node counts as lost and the run ends."""

@@ -1,4 +1,4 @@
-"""Settings of evaluations: which problems, how many responses to each, how they are sampled."""
+"""Settings of evaluation: held-out sets, responses per problem, sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rpg_megatron.config.base import Section
 from rpg_megatron.config.data import DataSettings
 
 NAME = r"^[A-Za-z0-9._-]+$"
-"""What the name of a set may be: it stands in metrics and in file names."""
+"""Allowed names of a set, which appear in metrics and file names."""
 
 
 class HeldOutSettings(DataSettings):
@@ -21,31 +21,31 @@ class HeldOutSettings(DataSettings):
 
 
 class HeldOutSet(NamedTuple):
-    """One held-out set, however it was written down."""
+    """One held-out set, from either form of the settings."""
 
     name: str
     data: DataSettings
     where: str
     """Its key in the settings, for messages."""
     seeds: str
-    """What the seeds of its responses are made from, besides the seed of the run."""
+    """Input of its responses' seeds, besides the seed of the run."""
 
 
 class EvaluationSettings(Section):
-    """Held-out problems, scored before training, every so many steps, and at the end."""
+    """Evaluation on held-out problems: before training, every ``every`` steps, and at the end."""
 
     data: DataSettings | None = None
     """The held-out set."""
     name: str = Field("heldout", pattern=NAME)
     """data: name of the set in metrics, eval/<name>/avg@k."""
     sets: tuple[HeldOutSettings, ...] = ()
-    """Several sets, each with a name of its own, instead of ``data``."""
+    """Several held-out sets, each with its own name, instead of ``data``."""
     samples: int = Field(1, ge=1)
-    """Responses to each problem (k of avg@k)."""
+    """Responses per problem (k of avg@k)."""
     temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature; 0 is greedy, with one response to a problem."""
+    """Sampling temperature; 0: greedy, with samples 1."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Draw from the most likely tokens whose probabilities add up to this; 1: from all."""
+    """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens."""
     every: int = Field(10, ge=1)
     """Steps between evaluations."""
 
@@ -54,26 +54,26 @@ class EvaluationSettings(Section):
         if self.temperature == 0 and self.samples > 1:
             raise ValueError("temperature 0 gives the same response each time; set samples to 1")
         if 0 < self.temperature < 0.01:
-            raise ValueError("temperature must be 0, or at least 0.01, below which the engine does not go")
+            raise ValueError("temperature must be 0, or at least 0.01, the engine's minimum")
         return self
 
     @model_validator(mode="after")
     def _sets_have_names(self) -> EvaluationSettings:
         if (self.data is None) == (not self.sets):
-            raise ValueError("needs either data, one held-out set, or sets, a list of them")
+            raise ValueError("needs either data (one held-out set) or sets (a list of them)")
         if self.sets and self.name != type(self).model_fields["name"].default:
-            raise ValueError("name has no effect on sets, each of which has a name of its own")
+            raise ValueError("name has no effect with sets; each set has its own name")
         names = [part.name or part.preset for part in self.sets]
         for place, name in enumerate(names):
             if name is None:
-                raise ValueError(f"sets[{place}] has no name, and no preset to take it from; give it one")
+                raise ValueError(f"sets[{place}] has neither a name nor a preset to take it from; set name")
             if name in names[:place]:
-                raise ValueError(f"sets[{place}] is the second one of the name {name}; give it another")
+                raise ValueError(f"sets[{place}] repeats the name {name}; set another")
         return self
 
     @property
     def heldout(self) -> tuple[HeldOutSet, ...]:
-        """The sets, at least one, with different names."""
+        """The sets: at least one, with different names."""
         if self.data is not None:
             return (HeldOutSet(self.name, self.data, "evaluation.data", "evaluation"),)
         return tuple(

@@ -1,4 +1,4 @@
-"""Settings in words: what each key means, and what is wrong with what a user wrote."""
+"""The meaning of each setting for ``--explain``, and messages for invalid settings."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 _SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
+"""Maximum characters of a wrong value in a message."""
 _PLAIN = {
-    "model_type": "must be a block of keys and values",
-    "dict_type": "must be a block of keys and values",
+    "model_type": "must be a section of keys and values",
+    "dict_type": "must be a section of keys and values",
     "tuple_type": "must be a list, such as [a, b]",
     "string_type": "must be text; put it in quotes",
     "invalid_key": "keys must be text",
 }
-"""Kinds of pydantic's errors whose own words speak of Python."""
+"""Replacements for pydantic's messages that speak of Python types."""
 _PATTERN = "string_pattern_mismatch"
-"""Only names have patterns."""
+"""Only fields that hold names have patterns."""
 
 
 def explained_yaml(settings: BaseModel, values: dict[str, Any]) -> str:
-    """Settings as YAML, with what each key means as a comment above it.
+    """Settings as YAML, with the meaning of each key as a comment above it.
 
     values: the same settings as plain YAML values.
     """
@@ -54,7 +54,7 @@ def _explained(section: BaseModel, values: dict[str, Any], indent: str) -> Itera
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The words that a field may hold, or the types of its block."""
+    """The allowed values of a field, or the types of its section."""
     blocks = sections_in(annotation)
     if len(blocks) > 1:
         return [tag for block in blocks for tag in _tags(block)]
@@ -65,7 +65,7 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _keys_of(field: FieldInfo) -> list[str]:
-    """The keys of the block that a field may hold."""
+    """The keys of the section that a field may hold."""
     return list(dict.fromkeys(key for s in sections_in(field.annotation) for key in s.model_fields))
 
 
@@ -85,7 +85,7 @@ def valid_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def explain_error(settings: type[BaseModel], file: str, error: Any) -> str:
-    """One line for one validation error of pydantic, beginning with the file."""
+    """One line for one validation error of pydantic, starting with the file."""
     parts, siblings = _locate(settings, error["loc"])
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
@@ -94,15 +94,15 @@ def explain_error(settings: type[BaseModel], file: str, error: Any) -> str:
         return f"{file}: the key {key!r} is missing; add it, or give {key}=... on the command line"
     if error["type"] == "union_tag_invalid":
         known = ", ".join(t.strip("' ") for t in error["ctx"]["expected_tags"].split(","))
-        return f"{file}: {key}.type: {error['ctx']['tag']!r} is not known; use one of {known}"
+        return f"{file}: {key}.type: {error['ctx']['tag']!r} is unknown; use one of {known}"
     if error["type"] == "union_tag_not_found":
-        return f"{file}: {key}: must be a block such as {{type: rpg}} (got {_show(error['input'])})"
+        return f"{file}: {key}: must be a section such as {{type: rpg}} (got {_show(error['input'])})"
     message = _PLAIN.get(error["type"], error["msg"].removeprefix("Value error, "))
     if error["type"] == _PATTERN:
         message = "letters, digits, dots, dashes and underscores only"
     if not key:
         return f"{file}: {message}"
-    # What is wrong between the keys of a block names them itself.
+    # A message about several keys of a section names them itself.
     got = "" if isinstance(error["input"], dict) else f" (got {_show(error['input'])})"
     return f"{file}: {key}: {message}{got}"
 
@@ -114,18 +114,20 @@ def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list
         kind, block = (
             (f"{parent}.type", f", as in {parent}='{{type: ...}}'") if parent else ("the others", "")
         )
-        return f"the key {key!r} does not go with the chosen {kind}; remove it, or replace the block{block}"
+        return (
+            f"the key {key!r} does not exist for the chosen {kind}; remove it, or replace the section{block}"
+        )
     near = [f"{parent}.{s}".lstrip(".") for s in difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)]
     near = near or [k for k in keys if k.rpartition(".")[2] == last]
     near = near or [f"{parent}.{s}".lstrip(".") for s in difflib.get_close_matches(last, siblings, n=1)]
     near = near or ([] if parent else difflib.get_close_matches(key, keys, n=1))
     if near:
         return f"unknown key {key!r}; did you mean {near[0]!r}?"
-    return f"unknown key {key!r}; {parent or 'the settings'} may have {', '.join(siblings)}"
+    return f"unknown key {key!r}; {parent or 'the settings'} has the keys {', '.join(siblings)}"
 
 
 def _show(value: Any) -> str:
-    """A value as YAML has it, cut where it is long."""
+    """A value as YAML writes it, truncated if it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)
@@ -138,7 +140,7 @@ def _locate(settings: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[
     parts: list[str] = []
     siblings: list[str] = []
     for part in map(str, location):
-        if part.isdigit() and parts:  # a place in a list
+        if part.isdigit() and parts:  # an index in a list
             parts[-1] += f"[{part}]"
             continue
         tagged = [s for s in sections if "type" in s.model_fields and part in _tags(s)]

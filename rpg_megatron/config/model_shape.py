@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says of a model, read without torch or transformers."""
+"""Model architecture from a Hugging Face ``config.json``, read without torch or transformers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from rpg_megatron.config.errors import UserError
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-"""HF architecture name -> family; a family has one file in ``bridge/layouts``."""
+"""HF architecture name -> family; each family is one file in ``models``."""
 
-ROPE_TYPES = {"llama": ("default", "llama3"), "qwen2": ("default",), "qwen3": ("default",)}
-"""Family -> the kinds of rotary position embedding that we compute as transformers does."""
+ROPE_TYPES = {"llama": ("default", "llama3")}
+"""Family -> supported types of rotary position embedding; others support "default" only."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide layouts, memory and the Megatron configuration. Counts are plain integers."""
+    """Sizes of a model, from which layouts, memory and the Megatron configuration follow."""
 
     family: str
     num_layers: int
@@ -51,7 +51,7 @@ class ModelShape:
     norm_eps: float
     max_positions: int
     dtype: str
-    """Type of the weights in the checkpoint: float32, bfloat16 or float16."""
+    """dtype of the weights in the checkpoint: float32, bfloat16 or float16."""
     rope_scaling: Llama3Rope | None = None
 
     def padded_vocab(self, tensor: int, multiple: int = 1) -> int:
@@ -88,8 +88,8 @@ class ModelShape:
 def read_model_shape(path: Path) -> ModelShape:
     """Read ``path/config.json``.
 
-    Raises UserError if the directory or the file is missing, is not JSON, or describes a family, or a variant
-    of one, that we have no layout for.
+    Raises UserError if the directory or the file is missing, is not JSON, or describes an unsupported model
+    family or variant.
     """
     file = path / "config.json"
     if not path.is_dir():
@@ -109,12 +109,12 @@ def read_model_shape(path: Path) -> ModelShape:
     family = FAMILIES.get(names[0])
     if family is None:
         raise UserError(
-            f"{file}: architecture {names[0]} has no layout; known: {', '.join(sorted(FAMILIES))}"
+            f"{file}: architecture {names[0]} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     try:
         _refuse_variants(file, raw, family)
         rope = _rope(raw)
-        # What transformers takes for the size of a head that the file does not name.
+        # transformers' default head size where the file has none.
         head_dim = 128 if family == "qwen3" else raw["hidden_size"] // raw["num_attention_heads"]
         return ModelShape(
             family=family,
@@ -141,9 +141,9 @@ def read_model_shape(path: Path) -> ModelShape:
 
 
 def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
-    """Raise one UserError that lists every setting of ``config.json`` that would need another model.
+    """Raise one UserError that lists every unsupported setting of ``config.json``.
 
-    Computing on without them would give plausible, wrong log-probs.
+    Ignoring them would give plausible but wrong log-probs.
     """
     problems = []
     # Qwen2 has biases in any case, and transformers ignores the key there.
@@ -166,8 +166,9 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
         )
     rope = _rope(raw)
     kind = rope["rope_type"]
-    if kind not in ROPE_TYPES[family]:
-        known = ", ".join(ROPE_TYPES[family])
+    types = ROPE_TYPES.get(family, ("default",))
+    if kind not in types:
+        known = ", ".join(types)
         problems.append(f"rope type {kind!r} is not supported for {family}; known: {known}")
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1) != 1:
         problems.append("partial_rotary_factor is not 1; only rotation of the whole head is supported")
@@ -176,7 +177,7 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding's settings, under either age's key; ``rope_type`` is always there."""
+    """Settings of the rotary embedding, under the new or the old key; ``rope_type`` is always present."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 

@@ -1,4 +1,4 @@
-"""Settings of the loss: divergence, estimator, clip, advantage, anchor."""
+"""Settings of the loss: objective, clip, advantage, aggregation, correction, anchor, guards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class ClipSettings(Section):
     """RPG-style clip of the ratio w = pi / pi_old."""
 
     kind: Literal["dual", "truncate"] = "dual"
-    """dual: drop a token outside the bounds; truncate: use the clamped ratio and keep the gradient."""
+    """dual: tokens outside the bounds get no gradient; truncate: they keep it, with the clamped ratio."""
     low: float = Field(0.2, ge=0, lt=1)
-    """Lower bound is 1 - low; acts on negative regularised advantages."""
+    """Lower bound 1 - low, for tokens with a negative regularised advantage."""
     high: float = Field(0.28, ge=0)
-    """Upper bound is 1 + high; acts on positive regularised advantages."""
+    """Upper bound 1 + high, for tokens with a positive regularised advantage."""
     c: float = Field(10.0, gt=1)
-    """Dual-clip cut-off: a token with negative regularised advantage and w >= c is dropped."""
+    """Dual-clip bound: tokens with a negative regularised advantage and w >= c get no gradient."""
 
     @model_validator(mode="after")
     def _cut_off_lies_beyond_the_upper_bound(self) -> ClipSettings:
@@ -32,68 +32,70 @@ class RPGSettings(Section):
     """KL-regularised policy gradient (arXiv 2505.17508)."""
 
     type: Literal["rpg"] = "rpg"
-    """Which loss."""
+    """The loss."""
     divergence: Literal["fkl", "ufkl", "rkl", "urkl"] = "urkl"
-    """KL to the anchor: forward, unnormalised forward, reverse, unnormalised reverse."""
+    """KL to the anchor (reference policy): forward, unnormalised forward, reverse, unnormalised reverse."""
     estimator: Literal["reinforce", "differentiable"] = "reinforce"
     """REINFORCE-style (detached weight times log-prob) or fully differentiable."""
     beta: float = Field(1e-4, ge=0)
-    """Strength of the KL term."""
+    """KL coefficient."""
     clip: ClipSettings | None = ClipSettings()
-    """The clip; null for none."""
+    """Clipping of the ratio; null: none."""
     kl_placement: Literal["folded", "additive"] | None = None
-    """folded: inside the clip; additive: outside. null: reinforce folds, differentiable adds."""
+    """folded: KL inside the clip; additive: outside. null: folded for reinforce, additive for differentiable.
+    """
     ratio: Literal["token", "sequence"] = "token"
-    """sequence: one ratio a response, exact off-policy for every divergence, at a far higher variance."""
+    """token: one ratio per token. sequence: one per response, exact off-policy for every divergence, but with
+    a far higher variance."""
 
 
 class GRPOSettings(Section):
     """GRPO (arXiv 2402.03300)."""
 
     type: Literal["grpo"]
-    """Which loss."""
+    """The loss."""
     clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
-    """The clip."""
+    """Clipping of the ratio."""
     beta: float = Field(1e-3, ge=0)
-    """Strength of the additive k3 term."""
+    """Coefficient of the additive k3 KL term."""
     corrected: bool = False
-    """Weight k3 by the importance ratio, which makes its gradient that of the reverse KL."""
+    """Weight k3 by the importance ratio: its gradient is then that of the reverse KL."""
 
 
 class DAPOSettings(Section):
     """DAPO (arXiv 2503.14476): raised upper bound, no KL."""
 
     type: Literal["dapo"]
-    """Which loss."""
+    """The loss."""
     clip: ClipSettings = ClipSettings()
-    """The clip."""
+    """Clipping of the ratio."""
 
 
 class PPOSettings(Section):
-    """PPO's dual-clip loss, without critic or KL; with other advantages and aggregation, Dr.GRPO."""
+    """PPO's dual-clip loss without critic and KL; also Dr.GRPO, with its advantage and aggregation."""
 
     type: Literal["ppo"]
-    """Which loss."""
+    """The loss."""
     clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
-    """The clip."""
+    """Clipping of the ratio."""
 
 
 class ReinforcePlusPlusSettings(Section):
-    """REINFORCE++ as scripted for arXiv 2505.17508: additive k1, which pushes away from the anchor."""
+    """REINFORCE++ as in the scripts of arXiv 2505.17508: additive k1, which pushes away from the anchor."""
 
     type: Literal["reinforce_plus_plus"]
-    """Which loss."""
+    """The loss."""
     clip: ClipSettings = ClipSettings()
-    """The clip."""
+    """Clipping of the ratio."""
     beta: float = Field(1e-4, ge=0)
-    """Strength of the additive k1 term."""
+    """Coefficient of the additive k1 KL term."""
 
 
 class CISPOSettings(Section):
-    """CISPO (arXiv 2506.13585): clamped, detached ratio; every token keeps its gradient."""
+    """CISPO (arXiv 2506.13585): clamped and detached ratio; every token keeps its gradient."""
 
     type: Literal["cispo"]
-    """Which loss."""
+    """The loss."""
     low: float = Field(1.0, ge=0, le=1)
     """The ratio is at least 1 - low."""
     high: float = Field(0.28, ge=0)
@@ -101,10 +103,10 @@ class CISPOSettings(Section):
 
 
 class GSPOSettings(Section):
-    """GSPO (arXiv 2507.18071): one length-normalised ratio a sequence; use aggregation sequence_mean."""
+    """GSPO (arXiv 2507.18071): one length-normalised ratio per sequence; use aggregation sequence_mean."""
 
     type: Literal["gspo"]
-    """Which loss."""
+    """The loss."""
     low: float = Field(3e-4, ge=0, lt=1)
     """Lower bound of the sequence's ratio is 1 - low."""
     high: float = Field(4e-4, ge=0)
@@ -127,25 +129,27 @@ ObjectiveSettings = Annotated[
     | Annotated[GSPOSettings, Tag("gspo")],
     Discriminator(_objective_type),
 ]
-"""One of the losses, chosen by ``type``; without it, rpg."""
+"""One of the losses, chosen by ``type``; the default is rpg."""
 
 
 class AdvantageSettings(Section):
-    """From rewards to advantages."""
+    """How rewards become advantages."""
 
     type: Literal[
         "rpg", "grpo", "leave_one_out", "batch_mean", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] = "rpg"
-    """rpg: reward minus its group's mean, not over the standard deviation; the others: docs/objectives.md."""
+    """rpg: reward minus group mean, not divided by the standard deviation; the others: docs/objectives.md."""
 
 
 class CorrectionSettings(Section):
-    """Factor exp(old - behaviour) on each token's loss, for stale weights and engine/trainer differences."""
+    """Importance-sampling factor exp(old - behaviour) on each token's loss: corrects stale rollouts and the
+    engine/trainer mismatch.
+    """
 
     type: Literal["truncate", "icepop"]
     """truncate: at most ``high``; icepop: 0 outside [low, high]."""
     level: Literal["token", "sequence"] = "token"
-    """One ratio for each token, or the product over its sequence."""
+    """One ratio per token, or the product over the sequence."""
     low: float = Field(0.5, ge=0, lt=1)
     """Lower bound (icepop)."""
     high: float = Field(2.0, gt=1)
@@ -153,57 +157,59 @@ class CorrectionSettings(Section):
 
 
 class AggregationSettings(Section):
-    """From losses of tokens to the loss of a mini-batch."""
+    """How token losses become the loss of a mini-batch."""
 
     type: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """Every token alike; every sequence alike; or each sequence's sum over a constant (Dr.GRPO)."""
+    """token_mean: mean over all tokens; sequence_mean: mean over sequences of their token means; constant:
+    sum of a sequence over a constant (Dr.GRPO)."""
     constant: int | None = Field(None, ge=1)
-    """Divisor of ``constant``; null: rollout.max_response_tokens."""
+    """Divisor of type constant; null: rollout.max_response_tokens."""
 
 
 class AnchorSettings(Section):
-    """The policy that the KL term pulls towards. Any but ``old`` is held in host memory and swapped in."""
+    """Reference policy of the KL term. All types but ``old`` are held in host memory and swapped in."""
 
     type: Literal["old", "fixed", "every", "kl_trigger"] = "old"
-    """old: the policy that the step began with, as in the paper; fixed: the initial one; every: moved to
-    the policy after so many updates; kl_trigger: moved when the KL to it has grown too large."""
+    """old: the policy at the start of the step, as in the paper; fixed: the initial policy; every: updated to
+    the policy every ``updates`` optimizer updates; kl_trigger: updated when the KL to it exceeds kappa."""
     updates: int = Field(16, ge=1)
-    """every: optimizer updates after which the anchor is moved, looked at after each step."""
+    """every: optimizer updates between anchor updates, checked after each step."""
     kappa: float = Field(0.01, gt=0)
-    """kl_trigger: moving average of the token KL (nats) above which the anchor is moved."""
+    """kl_trigger: the anchor is updated when the moving average of the token KL (nats) exceeds this."""
     decay: float = Field(0.9, ge=0, lt=1)
-    """kl_trigger: weight of the past in the moving average, per step."""
+    """kl_trigger: decay of the moving average, per step."""
 
 
 class TrainingSettings(Section):
-    """Length of the run and cutting of a step's batch."""
+    """Number of steps, and how the batch of a step is split."""
 
     steps: int = Field(400, ge=1)
     """Rollout-and-update steps."""
     minibatches: int = Field(16, ge=1)
-    """Optimizer updates in a step; the step's prompts are cut evenly over them."""
+    """Optimizer updates per step; the prompts of the step are split evenly over them."""
     tokens_per_microbatch: int = Field(8192, ge=1)
-    """Token budget of one packed forward and backward pass of a data-parallel replica; its context ranks
-    share it. A longer sequence gets a pass of its own."""
+    """Token budget of one packed micro-batch of a data-parallel replica, shared by its context-parallel
+    ranks. A longer sequence gets a micro-batch of its own."""
     mask_truncated: bool = False
-    """Learn nothing from responses that were cut at rollout.max_response_tokens. Their rewards still count in
-    their groups' advantages, their tokens in no mean."""
+    """Mask out the tokens of truncated responses in the loss. Their rewards still count in the advantages of
+    their groups."""
     logprob_chunk: int = Field(1024, ge=1)
-    """Tokens whose full-vocabulary logits are held at a time."""
+    """Tokens whose full-vocabulary logits are in memory at a time."""
 
 
 class GuardSettings(Section):
-    """Checks that stop a run which is silently wrong, or goes wrong."""
+    """Checks that stop a run whose numbers are wrong."""
 
     mismatch: Literal["stop", "warn", "off"] = "stop"
-    """What to do when engine and trainer disagree on log-probs that the current weights sampled."""
+    """What to do when engine and trainer log-probs of tokens sampled by the current weights differ by more
+    than the bounds below."""
     mismatch_max: float | None = Field(None, gt=0)
-    """Largest allowed |log-prob difference| of a token; null: 1e-3 in float32, none in bfloat16."""
+    """Maximum |log-prob difference| of a token, in nats; null: 1e-3 in float32, no bound in bfloat16."""
     mismatch_mean: float | None = Field(None, gt=0)
-    """Largest allowed mean |log-prob difference|; null: 1e-4 in float32, 0.05 in bfloat16."""
+    """Maximum mean |log-prob difference|, in nats; null: 1e-4 in float32, 0.05 in bfloat16."""
     skipped_updates: int = Field(5, ge=1)
-    """So many updates in a row with a gradient that is not finite end the run. Each of them is skipped, which
-    leaves weights and optimizer as they are."""
+    """Abort after this many consecutive updates with non-finite gradients. Each such update is skipped:
+    weights and optimizer state stay unchanged."""
 
     @field_validator("mismatch", mode="before")
     @classmethod
@@ -217,6 +223,6 @@ class GuardSettings(Section):
         return self
 
     def thresholds(self, dtype: str) -> tuple[float, float]:
-        """(max, mean) bounds in nats for a precision."""
+        """(max, mean) bounds in nats for a dtype."""
         largest, mean = {"float32": (1e-3, 1e-4)}.get(dtype, (float("inf"), 0.05))
         return self.mismatch_max or largest, self.mismatch_mean or mean

@@ -16,38 +16,39 @@ class OverlongSettings(Section):
     """DAPO's soft penalty on long responses: 0 until ``buffer`` tokens are left, then linear to -factor."""
 
     buffer: int = Field(512, ge=1)
-    """Tokens before rollout.max_response_tokens over which the penalty grows."""
+    """Length, in tokens before rollout.max_response_tokens, over which the penalty grows."""
     factor: float = Field(1.0, gt=0)
-    """Penalty of a response that is cut."""
+    """Penalty of a truncated response."""
 
 
 BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")
-"""Values of reward.type that are no import path; ``rewards/extraction`` says where each finds the answer."""
+"""Values of reward.type that are not import paths; see ``rewards/extraction`` for where each finds the
+answer."""
 
 
 class RewardSettings(Section):
-    """How a response is scored: the sum of correctness, overlong and format."""
+    """The reward of a response: correctness + overlong penalty + format penalty."""
 
     type: str = "answer_line"
-    """Where the answer stands: answer_line (the last "Answer: ..." in the last 300 characters), boxed (the
-    last \\boxed{}), gsm8k (after ####), or auto (whichever comes last). It is compared as number or text,
-    then by math-verify. Or the import path module:function of your own: function(response, answer) returns
-    whether the response is right, or its reward (right if above 0).
+    """Where the answer is found: answer_line (the last "Answer: ..." in the last 300 characters), boxed (the
+    last \\boxed{}), gsm8k (after ####) or auto (whichever comes last). It is compared as a number or as text,
+    then by math-verify. Or the import path module:function of your own reward function:
+    function(response, answer) returns a bool (correct or not) or the reward (correct if above 0).
     """
     correct: float = 1.0
-    """Reward of a right response."""
+    """Reward of a correct response."""
     wrong: float = -1.0
-    """Reward of a wrong one."""
+    """Reward of a wrong response."""
     overlong: OverlongSettings | None = None
-    """Penalty on long responses; null for none."""
+    """Penalty on long responses; null: none."""
     format: float = Field(0.0, le=0)
-    """Added where the response holds no answer in the form of ``type``."""
+    """Added to the reward of a response without an answer in the form of ``type``."""
     workers: int = Field(2, ge=1)
-    """Processes that verify answers which are not plain numbers."""
+    """Worker processes that grade answers which are not plain numbers."""
     deadline: float = Field(5.0, gt=0)
-    """Seconds that one answer may take; then its process is killed and it counts as wrong."""
+    """Time limit for one answer, in seconds; then its worker is killed and the answer counts as wrong."""
     memory_gib: float = Field(2.0, gt=0)
-    """Address space of one such process, in GiB; an answer that needs more counts as wrong."""
+    """Address space of one worker, in GiB; an answer that needs more counts as wrong."""
 
     @field_validator("type")
     @classmethod
@@ -62,124 +63,121 @@ class RewardSettings(Section):
     def _has_an_effect(self) -> RewardSettings:
         if self.format and self.type not in BUILT_IN_REWARDS:
             raise ValueError(
-                f"format has no effect on {self.type}, which sees to the format itself; remove it"
+                f"format has no effect on {self.type}, which scores the format itself; remove it"
             )
         return self
 
 
 class DynamicSamplingSettings(Section):
-    """Train on groups with right and wrong responses alone (DAPO): draw prompts until a step is full."""
+    """Dynamic sampling (DAPO): keep only groups with correct and wrong responses; sample until a step is
+    full.
+    """
 
     rounds: int = Field(20, ge=1)
-    """The run stops if a step is not full after so many rounds."""
+    """Maximum sampling rounds for one step; the run stops if the step is still not full."""
     oversample: float = Field(1.0, ge=1)
-    """Prompts drawn in a round, relative to the groups that are missing."""
+    """Prompts sampled in a round, as a multiple of the missing groups."""
     surplus: Literal["keep", "drop"] = "keep"
-    """Groups that are over. keep: the next step begins with them, though weights before its own sampled them;
-    drop: every step is sampled by its own weights alone, as in the scripts of arXiv 2505.17508."""
+    """Surplus groups. keep: they go into the next step, one update stale. drop: they are discarded, so each
+    step is sampled by its own weights only, as in the scripts of arXiv 2505.17508."""
 
 
 class RolloutSettings(Section):
-    """What the engines sample in a step."""
+    """What the engines sample for one step."""
 
     prompts_per_step: int = Field(512, ge=1)
-    """Prompts in a step."""
+    """Prompts per step."""
     samples_per_prompt: int = Field(16, ge=1)
-    """Responses to each prompt; the group that the advantage is taken over."""
+    """Responses per prompt: the group that advantages are computed over."""
     max_response_tokens: int = Field(2048, ge=1)
-    """A response is cut here and counts as truncated."""
+    """Maximum tokens of a response; a longer one is truncated."""
     dynamic: DynamicSamplingSettings | None = None
-    """Dynamic sampling; null takes every group."""
+    """Dynamic sampling; null: train on every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
-    """Sampling temperature; the trainer's log-probs use the same."""
+    """Sampling temperature; the trainer applies it to its log-probs too."""
 
     @model_validator(mode="after")
     def _groups_can_be_mixed(self) -> RolloutSettings:
         if self.dynamic is not None and self.samples_per_prompt == 1:
-            raise ValueError(
-                "dynamic needs samples_per_prompt of 2 or more: one response is all right or wrong"
-            )
+            raise ValueError("dynamic needs samples_per_prompt of 2 or more: a group of one is never mixed")
         return self
 
 
 class EngineSettings(Section):
-    """The vLLM servers that produce rollouts."""
+    """vLLM rollout engines."""
 
     replicas: int = Field(1, ge=1)
-    """Number of engines; prompts are spread over them."""
+    """Number of engines; prompts are distributed over them."""
     tensor: int = Field(1, ge=1)
-    """Tensor-parallel workers of one engine; need not equal the trainer's."""
+    """Tensor-parallel size of one engine; independent of the trainer's."""
     max_sequences: int = Field(256, ge=1)
-    """Sequences an engine decodes at once."""
+    """Maximum sequences that an engine decodes concurrently (vLLM's max_num_seqs)."""
     colocated: bool = False
-    """Engines and trainer take turns on the same GPUs: on each node worker i has that of the node's trainer
-    rank i. While the trainer works the engines sleep, without weights and KV cache; while they sample, its
-    optimizer state waits in host memory. On a CPU they take the same turns, but vLLM gives no memory back.
-    """
+    """Engines and trainer share the same GPUs and take turns: on each node, worker i uses the GPU of trainer
+    rank i. While the trainer works, the engines are in vLLM's sleep mode, without weights and KV cache; while
+    they sample, the optimizer state is in host memory. On a CPU they take turns too, but vLLM frees no
+    memory."""
     kv_cache_gib: float = Field(1.0, gt=0)
-    """KV cache of one worker on a CPU, or of one that is colocated, in GiB. Elsewhere vLLM takes what is left
-    of its GPU."""
+    """KV cache of one worker, in GiB, on a CPU or when colocated. Otherwise vLLM uses the free memory of its
+    GPU."""
     cpu_threads: int | None = Field(None, ge=1)
-    """Compute threads of one worker on a CPU; null: the machine's cores shared out over all workers."""
+    """Compute threads of one worker on a CPU; null: the machine's cores divided by the number of workers."""
     quantization: Literal["fp8"] | None = None
-    """fp8: the engine's weights and products are FP8, made from the trainers' weights at every sync. Samples
-    faster, from a policy that differs by more than rounding: watch mismatch/*, see guards and correction."""
+    """fp8: the engine quantises the weights at every sync and computes in FP8. Faster sampling, but a larger
+    mismatch between engine and trainer: watch mismatch/*; see guards and correction."""
     start_timeout: float = Field(600.0, gt=0)
-    """Seconds an engine may take until it answers."""
+    """Time limit for the start of an engine, in seconds."""
     request_timeout: float = Field(1800.0, gt=0)
-    """Seconds a request may take before the engine counts as hung."""
+    """Time limit for a request, in seconds; then the engine counts as hung."""
     health_timeout: float = Field(120.0, gt=0)
-    """Seconds an engine may be silent, when asked whether it lives, before it counts as hung."""
+    """Time limit for an answer to a health check, in seconds; then the engine counts as hung."""
     restarts: int = Field(3, ge=0)
-    """How often each engine is restarted in a run when it dies, hangs or fails to take weights; 0: the first
-    time ends the run.
-    """
+    """Maximum restarts of each engine when it dies, hangs or fails in a weight sync; 0: the first failure
+    ends the run."""
     arguments: tuple[str, ...] = ()
-    """Further vLLM server arguments, passed on unchanged."""
+    """Additional vLLM server arguments, passed on unchanged."""
 
 
 class BridgeSettings(Section):
-    """How weights get from the trainers into the engines."""
+    """Weight sync from trainer ranks to engines."""
 
     transport: Literal["shared_memory", "cuda_ipc", "process_group"] = "shared_memory"
-    """shared_memory: engines on the trainers' node read files in shared memory (where the trainers are on
-    GPUs, copies of their weights). cuda_ipc: they read the trainers' GPU memory. process_group: trainers
-    send, over gloo on a CPU and NCCL on GPUs, to engines wherever they are; to colocated ones always over
-    gloo, through host memory. The first two reach over several nodes where engines are colocated and the
-    ranks of each node hold the whole model.
+    """shared_memory: engines on the trainers' node read the weights from /dev/shm (with GPUs: a copy of
+    them). cuda_ipc: engines read the trainers' GPU memory. process_group: trainers send to engines on any
+    node, over NCCL between GPUs and gloo on a CPU; to colocated engines over gloo, through host memory. With
+    several nodes, the first two need colocated engines, and the ranks of each node must hold the whole model.
     """
     address: str | None = None
-    """process_group: host name or IP of the first node under which engines reach the trainers; null: its
-    address in the cluster, on one node the loopback's."""
+    """process_group: host name or IP address under which engines reach the first node; null: its cluster
+    address, or loopback on a single node."""
     timeout: float = Field(120.0, gt=0)
-    """process_group: seconds that one message may take before the other end counts as dead."""
+    """process_group: time limit for one message, in seconds."""
     bucket_mib: int = Field(256, ge=1)
-    """process_group: memory for messages under way at each engine worker, in MiB."""
+    """process_group: buffer for messages in flight at each engine worker, in MiB."""
 
 
 class ExportSettings(Section):
-    """The Hugging Face checkpoint written at the end."""
+    """Hugging Face checkpoint written at the end."""
 
     enabled: bool = True
-    """Write hf/step_NNNNNN when training ends."""
+    """Write <run>/hf/step_NNNNNN when training ends."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Number format of the exported weights; null: that of the policy."""
+    """dtype of the exported weights; null: precision.dtype."""
     max_shard_gib: float = Field(4.0, gt=0)
-    """Largest safetensors file, in GiB."""
+    """Maximum size of one safetensors file, in GiB."""
 
 
 class CheckpointSettings(Section):
-    """Checkpoints to continue training from: checkpoints/step_NNNNNN in the run's folder."""
+    """Training checkpoints, to resume from: <run>/checkpoints/step_NNNNNN."""
 
     every: int | None = Field(50, ge=1)
-    """Steps between checkpoints; one more is written after the last step. null: none at all."""
+    """Steps between checkpoints; one more is written after the last step. null: no checkpoints."""
     keep: int = Field(2, ge=1)
-    """So many are kept, the newest."""
+    """Number of newest checkpoints to keep."""
     milestone: int | None = Field(None, ge=1)
-    """Those at multiples of so many steps are kept for good; null: none are."""
+    """Keep every checkpoint whose step is a multiple of this; null: none."""
     asynchronous: bool = True
-    """Write in the background while training goes on, from a copy in host memory of what each rank writes.
-    false: without the copy, and training waits.
-    """
+    """Write in the background, from a copy in host memory, while training continues. false: training waits,
+    and no copy is made."""
     grace: float = Field(600.0, gt=0)
-    """Seconds to save and leave after SIGTERM or SIGUSR1; then the run is ended without."""
+    """Time limit for saving and exiting after SIGTERM or SIGUSR1, in seconds; then the run is killed."""

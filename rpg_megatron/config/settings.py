@@ -46,7 +46,7 @@ from rpg_megatron.config.rollout import (
 
 
 class Settings(Section):
-    """Everything a run is made of."""
+    """All settings of a run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the run; its folder is <runs>/<name>-NNN."""
@@ -57,51 +57,51 @@ class Settings(Section):
     device: Literal["cpu", "cuda"] = "cuda"
     """Where trainer and engines run."""
     rendezvous_port: int = Field(0, ge=0, le=65535)
-    """TCP port on which the trainer ranks meet; 0: a free one."""
+    """TCP port of the trainer ranks' rendezvous (MASTER_PORT); 0: a free one."""
     model: ModelSettings
     """The checkpoint that training starts from."""
     parallel: ParallelSettings = ParallelSettings()
-    """Layout of the policy."""
+    """Parallel layout of the policy."""
     precision: PrecisionSettings = PrecisionSettings()
     """Number formats."""
     memory: MemorySettings = MemorySettings()
-    """Recomputation of activations, the optimizer in host memory."""
+    """Activation recomputation and optimizer offload."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW or Schedule-Free AdamW."""
     objective: ObjectiveSettings = RPGSettings()
     """The loss."""
     advantage: AdvantageSettings = AdvantageSettings()
-    """From rewards to advantages."""
+    """How rewards become advantages."""
     aggregation: AggregationSettings = AggregationSettings()
-    """From tokens to a loss."""
+    """How token losses become the loss of a mini-batch."""
     correction: CorrectionSettings | None = None
-    """Importance factor for tokens that other weights sampled; null for none."""
+    """Importance-sampling correction between rollout engine and trainer; null: none."""
     anchor: AnchorSettings = AnchorSettings()
-    """What the KL term pulls towards."""
+    """Reference policy of the KL term."""
     training: TrainingSettings = TrainingSettings()
-    """Steps and batches."""
+    """Number of steps, mini-batches and micro-batches."""
     data: DataSettings
     """Training prompts."""
     reward: RewardSettings = RewardSettings()
-    """Scoring."""
+    """Reward function."""
     rollout: RolloutSettings = RolloutSettings()
-    """Sampling."""
+    """Rollout sampling."""
     engine: EngineSettings = EngineSettings()
-    """vLLM servers."""
+    """vLLM rollout engines."""
     evaluation: EvaluationSettings | None = None
-    """Held-out evaluation; null for none."""
+    """Evaluation on held-out problems; null: none."""
     guards: GuardSettings = GuardSettings()
-    """Checks that stop a run."""
+    """Checks that warn or stop the run."""
     bridge: BridgeSettings = BridgeSettings()
-    """From the trainers' weights to the engines'."""
+    """Weight sync from trainer to engines."""
     export: ExportSettings = ExportSettings()
-    """The final Hugging Face checkpoint."""
+    """Hugging Face checkpoint written at the end."""
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """Checkpoints that a run is continued from."""
+    """Training checkpoints, to resume from."""
     cluster: ClusterSettings = ClusterSettings()
-    """Several nodes."""
+    """Multi-node placement and network."""
     profile: ProfileSettings = ProfileSettings()
-    """Traces of single steps."""
+    """Profiler traces."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:
@@ -124,10 +124,10 @@ class Settings(Section):
         return self
 
     def _settings_without_effect(self) -> Iterator[str]:
-        """What was asked for but would do nothing, or something else than it says."""
+        """Settings that would have no effect, or an effect other than their name says."""
         kind = self.objective.type
         if self.anchor.type != "old" and kind not in ("rpg", "grpo", "reinforce_plus_plus"):
-            yield f"objective.type {kind} has no KL term, so anchor.type must be old"
+            yield f"objective.type {kind} has no KL term, so anchor.type has no effect; set it to old"
         if self.aggregation.constant is not None and self.aggregation.type != "constant":
             yield "aggregation.constant has no effect unless aggregation.type is constant"
         if kind == "gspo" and self.aggregation.type != "sequence_mean":
@@ -139,7 +139,7 @@ class Settings(Section):
             yield (
                 f"engine.colocated: {workers} engine workers (engine: replicas x tensor) share the GPUs of "
                 f"{self.parallel.world} trainer ranks (parallel: tensor x pipeline x context x data); lower "
-                "the first, or raise the second"
+                "the first or raise the second"
             )
         if self.device == "cpu" and (self.profile.memory or self.profile.nvtx):
             yield f"profile.{'memory' if self.profile.memory else 'nvtx'} needs device cuda; set it to false"
@@ -170,7 +170,7 @@ class Settings(Section):
         if self.precision.dtype != "bfloat16":
             yield "memory.offload_optimizer needs precision.dtype bfloat16; Megatron resumes no other"
         if self.precision.fp8 is not None and self.precision.fp8.parameters:
-            yield "memory.offload_optimizer does not go with precision.fp8.parameters; take out one of them"
+            yield "memory.offload_optimizer excludes precision.fp8.parameters; remove one of them"
 
     def _what_needs_transformer_engine(self) -> Iterator[str]:
         fp8, wanted = self.precision.fp8, self.model.implementation
@@ -180,22 +180,22 @@ class Settings(Section):
             yield "model.implementation transformer_engine needs device cuda; use auto or local"
         if self.precision.dtype == "float32" and wanted == "transformer_engine":
             yield (
-                "model.implementation transformer_engine needs precision.dtype bfloat16: its attention knows "
-                "no float32; use auto or local"
+                "model.implementation transformer_engine needs precision.dtype bfloat16: its attention does "
+                "not support float32; use auto or local"
             )
         if self.device == "cuda" and fp8 is not None and wanted == "local":
             yield "precision.fp8 needs Transformer Engine's layers; set model.implementation to auto"
         if fp8 is not None and fp8.parameters and not self.optimizer.distributed:
-            yield "precision.fp8.parameters needs optimizer.distributed, which makes them from float32 ones"
+            yield "precision.fp8.parameters needs optimizer.distributed: it keeps the float32 master weights"
         if fp8 is not None and fp8.parameters and self.anchor.type != "old":
             yield (
-                f"precision.fp8.parameters does not go with anchor.type {self.anchor.type}, which puts other "
-                "weights in their place; set one of the two to false or old"
+                f"precision.fp8.parameters excludes anchor.type {self.anchor.type}, which swaps "
+                "other weights in; set precision.fp8.parameters to false or anchor.type to old"
             )
 
     @property
     def tokens_at_once(self) -> int:
-        """Most tokens that a trainer rank computes at once: a full micro-batch's or one sequence's."""
+        """Most tokens in one micro-batch of a trainer rank: a full one, or the longest sequence."""
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return -(-max(self.training.tokens_per_microbatch, longest) // self.parallel.context)
 
@@ -208,7 +208,7 @@ def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
     """Read a YAML file and apply ``key.sub=value`` overrides (values are YAML).
 
     Paths of inputs are taken relative to the YAML file; in an override, to the working directory.
-    ``extends: FILE`` (or a list of files, the later ones over the earlier) puts a file on top of others.
+    ``extends: FILE`` (or a list of files; later ones override earlier ones) inherits from other files.
     Raises UserError that names the file and key, and for an unknown key the nearest valid one.
     """
     return make_settings(_read(file, ()), overrides, str(file))
@@ -228,9 +228,9 @@ def make_settings(raw: dict[str, Any], overrides: list[str] | None, where: str) 
 
 
 def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """A YAML file on top of those that it extends; above: the files that extend this one."""
+    """A YAML file merged over the files it extends; above: the files that extend this one."""
     if file.resolve() in above:
-        raise UserError(f"{above[-1]}: extends {file}, which extends it; take one of the two out")
+        raise UserError(f"{above[-1]}: extends {file}, which extends it again; remove one of the two")
     try:
         raw = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
@@ -261,7 +261,9 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _put_over(below: dict[str, Any], above: dict[str, Any]) -> None:
-    """Merge block by block. A block of another type replaces the one below: their keys do not go together."""
+    """Merge ``above`` into ``below``, section by section. A section with another ``type`` replaces the one
+    below.
+    """
     for key, value in above.items():
         before = below.get(key)
         if (
@@ -275,14 +277,14 @@ def _put_over(below: dict[str, Any], above: dict[str, Any]) -> None:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one block, of which YAML would silently take the second."""
+    """Refuses duplicate keys, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice in one block", key.start_mark
+                    None, None, f"the key {key.value!r} appears twice in one section", key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -321,6 +323,6 @@ def _rebase(node: dict[str, Any], section: type[BaseModel], folder: Path) -> Non
 
 
 def _is_input(field: FieldInfo) -> bool:
-    """Whether a field holds an InputPath, or one or nothing."""
+    """Whether a field is an InputPath, or InputPath | None."""
     marks = [*field.metadata, *(m for arg in typing.get_args(field.annotation) for m in typing.get_args(arg))]
     return any(isinstance(mark, _RelativeToFile) for mark in marks)

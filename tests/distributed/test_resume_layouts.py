@@ -11,7 +11,8 @@ also at PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2 on as few ranks as the
 from each of these.
 A trainer that is killed with SIGKILL while it saves in the background leaves whole checkpoints only, and the
 newest one can be taken up; only kills that fell within a save count.
-Not covered: GPUs, bfloat16, what else a run's checkpoint holds (tests/integration), disks (test_saving).
+Not covered: GPUs, bfloat16, what else a run's checkpoint holds (tests/integration), disks
+(test_async_checkpoints).
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def start_saving(folder: Path, world: int) -> list[subprocess.Popen[str]]:
     settings = {"anchor": {"type": "every", "updates": 1}, "optimizer": {"distributed": True}}
     case = make_case(folder / "model", {"data": world}, 1, settings)
     (folder / "config.yaml").write_text(json.dumps(case["settings"]))
-    return start_ranks("tests.distributed.save_worker", world, str(folder))
+    return start_ranks("tests.distributed.killed_save_worker", world, str(folder))
 
 
 def kill(workers: list[subprocess.Popen[str]]) -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rpg_megatron.config import load_settings
 from tests.support.commands import Command
+from tests.support.engine import FORKED, Service, install_plugin, running_service
+from tests.support.launcher import Launch, living, wait_for
+from tests.support.runs import QUICKSTART, SERVED
 
 
 @pytest.fixture
@@ -28,3 +32,35 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         one.process.wait()
         assert one.process.stderr is not None
         one.process.stderr.close()
+
+
+@pytest.fixture
+def launch(tmp_path: Path, config_file: Path) -> Iterator[Callable[..., Launch]]:
+    """Start a launcher with stand-ins, which follow the plan given; the end of the test ends it."""
+    started: list[Launch] = []
+
+    def start(*options: str, **plan: str) -> Launch:
+        started.append(Launch(tmp_path, config_file, *options, **plan))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+        wait_for(lambda one=one: not living(one.stand_ins()), 20)
+
+
+@pytest.fixture(scope="module")
+def forked_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines that commands of this module start take half the time (``tests/support/engine``)."""
+    folder = install_plugin(tmp_path_factory.mktemp("plugin"), "forked", FORKED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The quickstart's engine and sampler, for files whose ranks train against one."""
+    with running_service(tmp_path_factory.mktemp("service"), load_settings(QUICKSTART, SERVED)) as service:
+        yield service

@@ -1,4 +1,4 @@
-"""One trainer rank of test_bridge_matrix: Megatron weights, changed at random, brought into real engines."""
+"""One trainer rank of the bridge tests: Megatron weights, changed at random, brought into real engines."""
 
 from __future__ import annotations
 

@@ -2,22 +2,18 @@
 
 Why: a mismatch number says that engine and trainer differ, and leaves the user alone with the question where.
 Here the answer is known beforehand: a fault is planted, and the verdict must name kind, layer and parameter;
-without a fault it must be clean. One engine serves all faults: wrong weights reach it through the bridge, as
-right ones do. Not covered: GPUs, quantised engines, Llama's and Qwen2's vLLM models (unit tests have their
-shapes), faults that need two steps to show.
+without a fault it must be clean. One engine serves all faults (and test_training): wrong weights reach it
+through the bridge, as right ones do. Not covered: GPUs, quantised engines, Llama's and Qwen2's vLLM models
+(unit tests have their shapes), faults that need two steps to show.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,14 +22,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.config import load_settings
 from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.command import TOKEN_VARIABLE
-from rpg_megatron.engine.process import EngineProcess, engine_socket
-from tests.support.ranks import free_port
+from tests.support.engine import Service, running_service
+from tests.support.runs import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+pytestmark = pytest.mark.usefixtures("forked_engines")
 MODEL = QUICKSTART.parent / "quickstart" / "model"
 SMALL = [
     "rollout.max_response_tokens=12",
@@ -119,88 +114,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment(token: str = "") -> dict[str, str]:
-    return {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
 def audit_faults(
-    folder: Path, checkpoints: Path, layouts: dict[str, list[str]], cases: list[str], *engine: str
+    service: Service, checkpoints: Path, name: str, cases: list[str], layout: list[str]
 ) -> dict[str, dict]:
-    """The report of every case in every layout of the trainer, against one engine."""
-
-    def settings(*more: str) -> Settings:
-        return load_settings(
-            QUICKSTART, [*SMALL, f"model.path={checkpoints / 'trained'}", EAGER, *engine, *more]
-        )
-
-    token = secrets.token_urlsafe(16)
-    with (
-        tempfile.TemporaryDirectory(prefix="rpg-test-") as work,
-        tempfile.TemporaryDirectory(prefix="rpg-test-", dir="/dev/shm") as bridge,
-    ):
-        server = EngineProcess(
-            settings(),
-            0,
-            socket=engine_socket(Path(work), 0),
-            log=folder / "engine.log",
-            bridge_dir=Path(bridge),
-            token=token,
-        )
-        server.start()
-        (folder / "config.yaml").write_text(settings().to_yaml())
-        command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(folder), work, bridge]
-        with (folder / "sampler.log").open("w") as log:
-            sampler = subprocess.Popen(command, env=environment(token), stdout=log, stderr=subprocess.STDOUT)
-        try:
-            server.wait_healthy()
-            return {
-                name: run_ranks(folder / name, settings(*layout), cases, checkpoints, work, bridge, token)
-                for name, layout in layouts.items()
-            }
-        finally:
-            sampler.kill()
-            sampler.wait()
-            server.stop()
-
-
-def run_ranks(
-    run: Path, settings: Settings, cases: list[str], checkpoints: Path, work: str, bridge: str, token: str
-) -> dict:
+    """The report of every case in one layout of the trainer, against the service's engine."""
+    settings = load_settings(QUICKSTART, [*SMALL, f"model.path={checkpoints / 'trained'}", *layout])
+    run = service.folder / f"audit-{name}"
     run.mkdir()
-    (run / "config.yaml").write_text(settings.to_yaml())
     (run / "cases.json").write_text(json.dumps(cases))
-    worker = str(Path(__file__).parent / "audit_worker.py")
-    shared = environment(token) | {
-        "WORLD_SIZE": str(settings.parallel.world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    ranks = []
-    for rank in range(settings.parallel.world):
-        command = [sys.executable, worker, str(run), work, bridge, str(checkpoints / "faults")]
-        with (run / f"rank_{rank}.log").open("w") as log:
-            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        # One that fails leaves the others waiting in a collective.
-        end = time.monotonic() + 400
-        while None in (codes := {p.poll() for p in ranks}) and codes <= {None, 0} and time.monotonic() < end:
-            time.sleep(0.2)
-        codes = [p.poll() for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-            p.wait()
-    logs = "\n".join((run / f"rank_{r}.log").read_text()[-3000:] for r in range(len(ranks)))
+    codes, logs = service.run_ranks(
+        "tests.integration.audit_worker", settings, run, str(checkpoints / "faults")
+    )
     assert set(codes) == {0}, logs
     return json.loads((run / "result.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def reports(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def reports(service: Service, checkpoints: Path) -> dict[str, dict]:
     cases = ["clean", *ENGINE_FAULTS, *TRAINER_FAULTS]
-    folder = tmp_path_factory.mktemp("reports")
-    return audit_faults(folder, checkpoints, {"TP2": ["parallel.tensor=2"]}, cases)["TP2"]
+    return audit_faults(service, checkpoints, "TP2", cases, ["parallel.tensor=2"])
 
 
 def only_finding(report: dict) -> dict:
@@ -316,9 +248,7 @@ def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_p
     write_rollouts(run / "rollouts" / "step_000003.jsonl.zst", some)
     command = [sys.executable, "-m", "rpg_megatron.cli", "audit", str(run)]
     command += ["--engine-model", str(checkpoints / "faults" / "norm"), "--json", str(tmp_path / "copy.json")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, env=environment(), check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (1, ""), done.stdout + done.stderr
     assert (
         "weights: model.layers.1.post_attention_layernorm.weight of the engine is 1.0% too large"
@@ -346,10 +276,15 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
         "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
         "DP2": ["parallel.tensor=1", "parallel.data=2"],
     }
-    layouts = {name: [*overrides, f"precision.dtype={dtype}"] for name, overrides in layouts.items()}
     cases = ["clean", "norm", "qkv", "stale", "rope", "temperature"]
-    engine = ("engine.tensor=2", f"precision.dtype={dtype}")
-    for reports in audit_faults(tmp_path, checkpoints, layouts, cases, *engine).values():
+    own = [f"precision.dtype={dtype}"]
+    engine = [*SMALL, "model.path=" + str(checkpoints / "trained"), EAGER, "engine.tensor=2", *own]
+    with running_service(tmp_path, load_settings(QUICKSTART, engine)) as service:
+        found = [
+            audit_faults(service, checkpoints, name, cases, [*layout, *own])
+            for name, layout in layouts.items()
+        ]
+    for reports in found:
         assert reports["clean"]["clean"], reports["clean"]["findings"]
         check_norm(reports["norm"], rounding=1e-3 if dtype == "float32" else 6e-3)  # 2 ** -7 is one step
         check_qkv(reports["qkv"])
@@ -373,9 +308,7 @@ def test_an_engine_of_another_dtype_or_rope(checkpoints: Path, tmp_path: Path) -
         (["--engine-model", str(other)], "rope", "the engine rotates positions with base 20,0"),
         (["engine.arguments=['--dtype', 'bfloat16']"], "precision", "the engine computes in bfloat16"),
     ):
-        done = subprocess.run(
-            [*command, *options], capture_output=True, text=True, timeout=500, env=environment(), check=False
-        )
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=500, check=False)
         assert (done.returncode, done.stderr) == (1, ""), done.stdout + done.stderr
         assert f"{kind}: {said}" in done.stdout
 

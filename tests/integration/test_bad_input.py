@@ -1,9 +1,10 @@
 """Bad input ends in one clear message and a non-zero exit; no process is left and nothing half-written.
 
 Why: this is what a user meets first, and what a cluster meets when a job is cancelled. Through the real
-command line, with the real engine where one is started. A process is known by a variable in its environment
-or, because vLLM's workers write their titles over it, by its session. Not covered: deaths in the middle of
-training (test_launch).
+command line, with the real engine where one is started. A run whose engine has two workers is killed (kill -9
+of the launcher) in the middle of training. A process is known by a variable in its environment or, because
+vLLM's workers write their titles over it, by its session. Not covered: other deaths in the middle of training
+(test_launcher, test_resume).
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def test_an_engine_that_is_too_slow_is_ended(command, config_file: Path):
     one.assert_nothing_left()
 
 
-@pytest.mark.parametrize("seconds", [0.3, 1.0, 6.0, 20.0])
+# 6 s: the engine imports. When it is up, the next test kills it; more moments in test_launch, with stand-ins.
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 6.0, pytest.param(20.0, marks=pytest.mark.long)])
 def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
     # So many steps that a quick machine is still at work when the signal comes.
     one = command("train", str(config_file), "training.steps=100000")
@@ -162,10 +164,10 @@ def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
     ("number", "code"),
     [pytest.param(signal.SIGTERM, 75, marks=pytest.mark.long), (signal.SIGKILL, -signal.SIGKILL)],
 )
-def test_a_signal_when_the_engine_is_up(command, config_file: Path, number: signal.Signals, code: int):
+def test_a_signal_when_the_engine_is_at_work(command, config_file: Path, number: signal.Signals, code: int):
     """With two engine workers: they outlive their server by default and leave files in shared memory."""
     one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
-    one.wait_for_output("engine 0 is up", 300)
+    one.wait_for_output("step 2/100000", 300)
     files = one.shared_memory()
     assert [f for f in files if "cpushm" in f.name]
     one.process.send_signal(number)
@@ -173,3 +175,6 @@ def test_a_signal_when_the_engine_is_up(command, config_file: Path, number: sign
     assert returned == code
     one.assert_nothing_left(seconds=10)
     assert [file for file in files if file.exists()] == []
+    metrics = config_file.parent / "runs" / "tiny-001" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()[:3]]
+    assert all(row["mismatch/logp_max"] <= 1e-3 and row["sync/bytes"] > 0 for row in rows[1:])

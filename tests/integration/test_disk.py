@@ -4,7 +4,8 @@ Why: the disk of a long run does fill up, at night; what counts is that nothing 
 Proved, with a real engine by the command line, on a small disk: with too little room for a checkpoint the run
 warns, counts it and trains on; with no room for a row of metrics it ends with exit code 2, without traceback,
 process or shared memory left; the newest checkpoint is whole, and the same command finishes the run with
-every step in the metrics once. Not covered: several nodes; how a save ends at each point (test_saving).
+every step in the metrics once. Not covered: several nodes; how a save ends at each point
+(test_async_checkpoints).
 """
 
 from __future__ import annotations

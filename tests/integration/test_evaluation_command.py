@@ -22,6 +22,7 @@ import pytest
 from rpg_megatron.rewards import grade
 from tests.support.commands import Command
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 N = 4
 

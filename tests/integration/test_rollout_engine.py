@@ -1,4 +1,4 @@
-"""One real vLLM engine (CPU, tiny random Qwen3) behind our process, client and sampler.
+"""One real vLLM engine (CPU, an export of a tiny random Qwen3) behind our process, client and sampler.
 
 Why: training is right only if the log-probs that come back are those of the sampled tokens, of every one of
 them, at the sampling temperature, and if a seed gives the same responses again; and a broken engine must be
@@ -8,8 +8,6 @@ tests' matter. Not covered: tensor parallelism, GPUs.
 
 import asyncio
 import os
-import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -28,18 +26,22 @@ from transformers import AutoModelForCausalLM
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.engine.command import TOKEN_VARIABLE
-from rpg_megatron.engine.process import EngineProcess, engine_socket
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import layout_for
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
+from rpg_megatron.system.process_groups import members
+from tests.support.engine import Engine, running_engines
 
-TOKEN = secrets.token_urlsafe(16)
 EOS = 256
+ALONE = RankCoordinates(
+    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
+)
 PROMPTS = [[1 + i, 50, 60 + i, 70, 10] for i in range(4)]
 
 
@@ -69,61 +71,36 @@ def settings_in(folder: Path, model: Path) -> Settings:
     return load_settings(folder / "config.yaml")
 
 
-def engine_in(folder: Path, settings: Settings) -> EngineProcess:
-    bridge = folder / "bridge"
-    bridge.mkdir(mode=0o700, exist_ok=True)
-    return EngineProcess(
-        settings,
-        0,
-        socket=engine_socket(folder, 0),
-        log=folder / "engine_0.log",
-        bridge_dir=bridge,
-        token=TOKEN,
-        weights="checkpoint",
-    )
-
-
-def group_members(leader: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == leader and fields[0] not in "ZX":
-                found.append(int(entry.name))
-    return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engine")
 
 
 @pytest.fixture(scope="module")
-def settings(folder: Path, checkpoint: Path) -> Settings:
-    return settings_in(folder, checkpoint)
+def exported(folder: Path, checkpoint: Path) -> Path:
+    """The checkpoint as a run exports it: it is what vLLM loads."""
+    layout = layout_for(read_model_shape(checkpoint))
+    export_hf(folder / "export", checkpoint, megatron_params(checkpoint), layout, ALONE, dtype=torch.float32)
+    return folder / "export"
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, settings: Settings) -> Iterator[EngineProcess]:
-    process = engine_in(folder, settings)
-    process.start()
-    try:
-        process.wait_healthy()
-        yield process
-    finally:
-        leader = process.pid
-        process.stop()
-        assert leader is None or not group_members(leader)
+def settings(folder: Path, exported: Path) -> Settings:
+    return settings_in(folder, exported)
 
 
-def ask(engine: EngineProcess, *requests: dict, token: str = TOKEN) -> list[list[Sample]]:
+@pytest.fixture(scope="module")
+def engine(folder: Path, settings: Settings) -> Iterator[Engine]:
+    """Started as users start it, its processes spawned."""
+    with running_engines(folder, [settings], plugins=[], weights="checkpoint") as (engine,):
+        yield engine
+
+
+def ask(engine: Engine, *requests: dict, token: str | None = None) -> list[list[Sample]]:
     """Send requests at the same time; one connection pool, as the sampler has it."""
 
     async def run() -> list[list[Sample]]:
-        client = EngineClient(0, engine.socket, token, timeout=120)
+        client = EngineClient(0, engine.process.socket, token or engine.token, timeout=120)
         try:
             return await asyncio.gather(*[client.generate(**request) for request in requests])
         finally:
@@ -149,7 +126,7 @@ def reference(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_sampled_tokens(
-    engine: EngineProcess, checkpoint: Path, temperature: float
+    engine: Engine, checkpoint: Path, temperature: float
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     found = ask(
@@ -168,7 +145,7 @@ def test_logprobs_are_those_of_the_sampled_tokens(
     assert "stop" in ends, "no response ended: the log-prob of the end-of-sequence token went untested"
 
 
-def test_a_seed_gives_the_same_responses_again(engine: EngineProcess) -> None:
+def test_a_seed_gives_the_same_responses_again(engine: Engine) -> None:
     prompt = PROMPTS[0]
     alone = ask(engine, request(prompt))[0]
     crowd = ask(engine, *[request(p, seed=77) for p in PROMPTS], request(prompt))[-1]
@@ -184,33 +161,37 @@ def test_a_seed_gives_the_same_responses_again(engine: EngineProcess) -> None:
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
 
 
-def test_greedy_and_without_logprobs(engine: EngineProcess) -> None:
+def test_greedy_and_without_logprobs(engine: Engine) -> None:
     a, b = ask(engine, *[request(PROMPTS[0], temperature=0.0, n=1, seed=s, logprobs=False) for s in (1, 2)])
     assert a[0].tokens.tolist() == b[0].tokens.tolist()
     assert len(a[0].logprobs) == 0
 
 
-def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: EngineProcess) -> None:
+def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: Engine) -> None:
     with pytest.raises(EngineError, match=r"engine 0 answered /inference/v1/generate with status 401"):
         ask(engine, request(PROMPTS[0]), token="wrong")
     with pytest.raises(EngineError, match=r"engine 0 answered .* status 400"):
         ask(engine, request(PROMPTS[0], n=5))  # more than max_sequences
     with pytest.raises(EngineError, match=r"engine 0 answered .* status 4"):
         ask(engine, request([1] * 500))  # longer than the context
-    assert oct(engine.socket.stat().st_mode & 0o777) == "0o700"
+    assert oct(engine.process.socket.stat().st_mode & 0o777) == "0o700"
+
+
+def megatron_params(model: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights as one trainer rank holds them."""
+    layout = layout_for(read_model_shape(model))
+    cut = {"tensor": 1, "vocab_multiple": 1}
+    shapes = layout.stage_params(layers=range(layout.shape.num_layers), first=True, last=True, **cut)
+    params = {name: torch.empty(shape) for name, shape in shapes.items()}
+    load_hf_weights(model, params.items(), layout, tensor_rank=0, **cut)
+    return params
 
 
 @contextmanager
 def published(bridge: Path, model: Path) -> Iterator[Manifest]:
     """A checkpoint's weights as one trainer rank would publish them."""
     layout = layout_for(read_model_shape(model))
-    cut = {"tensor": 1, "vocab_multiple": 1}
-    shapes = layout.stage_params(layers=range(layout.shape.num_layers), first=True, last=True, **cut)
-    params = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_hf_weights(model, params.items(), layout, tensor_rank=0, **cut)
-    ranks = dict.fromkeys(("rank", "tensor_rank", "pipeline_rank", "data_rank", "context_rank"), 0)
-    placement = RankCoordinates(**ranks, **cut)
-    publisher = SharedMemoryPublisher(bridge, placement, params, layout, torch.float32)
+    publisher = SharedMemoryPublisher(bridge, ALONE, megatron_params(model), layout, torch.float32)
     try:
         manifest = publisher.publish(7)
         assert manifest is not None
@@ -220,7 +201,7 @@ def published(bridge: Path, model: Path) -> Iterator[Manifest]:
 
 
 def test_sampler_process(
-    engine: EngineProcess, folder: Path, settings: Settings, checkpoint: Path, tmp_path: Path
+    engine: Engine, folder: Path, settings: Settings, checkpoint: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
@@ -231,17 +212,13 @@ def test_sampler_process(
         {"format": "pt"},
     )
     log = (folder / "sampler.log").open("wb")
-    command = [
-        sys.executable,
-        "-m",
-        "rpg_megatron.rollout.sampler",
-        str(folder),
-        str(folder),
-        str(folder / "bridge"),
-    ]
-    process = subprocess.Popen(command, env=os.environ | {TOKEN_VARIABLE: TOKEN}, stdout=log, stderr=log)
+    work, token = engine.process.socket.parent, engine.token
+    command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(folder), str(work)]
+    process = subprocess.Popen(
+        [*command, str(engine.bridge)], env=os.environ | {TOKEN_VARIABLE: token}, stdout=log, stderr=log
+    )
     try:
-        with SamplerClient(folder / SOCKET, TOKEN) as sampler:
+        with SamplerClient(work / SOCKET, token) as sampler:
             before = sampler.state()
             batch = sampler.rollout(step=1, version=3)
             sampler.restore(before)
@@ -251,12 +228,12 @@ def test_sampler_process(
                 sampler.restore({"stream": before["stream"] | {"prompts": "other"}})
             process.send_signal(signal.SIGINT)
             assert sampler.state() != before
-            with published(folder / "bridge", other) as manifest:
+            with published(engine.bridge, other) as manifest:
                 reports = sampler.sync(manifest, version=7).reports
             moved = sampler.rollout(step=2, version=7)
         with pytest.raises(RuntimeError, match="refuses our token"):
-            SamplerClient(folder / SOCKET, "wrong")
-        second = SamplerClient(folder / SOCKET, TOKEN)
+            SamplerClient(work / SOCKET, "wrong")
+        second = SamplerClient(work / SOCKET, token)
         with second, pytest.raises(RuntimeError, match="unknown method 'nonsense'"):
             second._ask("nonsense")
         process.send_signal(signal.SIGTERM)
@@ -294,45 +271,36 @@ def test_sampler_process(
     assert all(len(r.responses) == len(r.lengths) == len(r.finishes) == 2 for r in results)
 
 
+@pytest.mark.long  # a whole start; test_bad_input has an engine that ends earlier, and units vLLM's traceback
 def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, checkpoint: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in checkpoint.iterdir():
-        content = file.read_bytes()
-        if file.name == "model.safetensors":
-            content = content[: len(content) // 2]
-        (model / file.name).write_bytes(content)
-    process = engine_in(tmp_path, settings_in(tmp_path, model))
-    process.start()
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    # The worker's own error, not what core and server make of it.
+    says = r"^engine 0 ended while starting: \S*SafetensorError: .*; the end of "
+    with (
+        pytest.raises(UserError, match=says),
+        running_engines(tmp_path, [settings_in(tmp_path, model)], plugins=[], weights="checkpoint"),
+    ):
+        pass
+
+
+def test_killed_engine_is_noticed_and_cleaned_up(engine: Engine) -> None:
+    """The last test on this engine: it does not survive."""
+    process = engine.process
+    assert process.alive()
+    assert process.healthy()
     leader = process.pid
     assert leader is not None
-    start = time.monotonic()
-    with pytest.raises(UserError) as error:
-        process.wait_healthy()
-    print(f"gave up after {time.monotonic() - start:.0f} s: {error.value}")
-    # The worker's own error, not what core and server make of it.
-    assert re.match(r"engine 0 ended while starting: \S*SafetensorError: .*; the end of ", str(error.value))
-    assert not group_members(leader)
-    assert not process.alive()
-    assert process.pid is None
-    assert not process.socket.exists()
-
-
-def test_killed_engine_is_noticed_and_cleaned_up(engine: EngineProcess) -> None:
-    """The last test on this engine: it does not survive."""
-    assert engine.alive()
-    assert engine.healthy()
-    leader = engine.pid
-    assert leader is not None
-    assert len(group_members(leader)) >= 3  # server, core, worker
+    assert len(members(leader)) >= 3  # server, core, resource tracker
     os.kill(leader, signal.SIGKILL)
     end = time.monotonic() + 5
-    while engine.alive() and time.monotonic() < end:
+    while process.alive() and time.monotonic() < end:
         time.sleep(0.05)
-    assert not engine.alive()
-    assert not engine.healthy()
+    assert not process.alive()
+    assert not process.healthy()
     with pytest.raises(EngineError, match="engine 0 does not listen"):
         ask(engine, request(PROMPTS[0]))
-    engine.stop()
-    assert not group_members(leader)
-    assert not engine.socket.exists()
+    process.stop()
+    assert not members(leader)
+    assert not process.socket.exists()

@@ -1,24 +1,21 @@
-"""Training end to end on a CPU: real Megatron ranks, a real vLLM server, the bridge between them.
+"""Training on a CPU: real Megatron ranks, a real vLLM server, the bridge between them.
 
 Proved: after every sync the engine's log-probs of the tokens it sampled equal the trainer's to 1e-3 in fp32,
 in each trainer layout (a few where time is short) and with the engine at TP2; engines that were fed from
 different layouts sample the same tokens, and the first update's gradient norm agrees over layouts to 1e-5; a
-whole run by the command line learns, leaves a run folder as documented, and its exported checkpoint gives the
-same log-probs in transformers and in vLLM. One engine serves all layouts, and trainer ranks start without the
-launcher there, to save time. Not covered: GPUs, several nodes, resuming.
+guard stops a run whose engine disagrees. One engine serves all layouts, and trainer ranks start without the
+launcher there, to save time. A whole run by the command line, whose export gives the same log-probs in
+transformers and in vLLM, is long: test_resume has such a run with all else that is asked of it here,
+test_rollout_engine has an export in vLLM, test_bad_input has an engine at TP2. Not covered: GPUs, several
+nodes, resuming.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import secrets
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,25 +23,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.config import load_settings
 from rpg_megatron.data.rollout_files import read_rollouts
 from rpg_megatron.engine.client import EngineClient, Sample
-from rpg_megatron.engine.command import TOKEN_VARIABLE
-from rpg_megatron.engine.process import EngineProcess, engine_socket
-from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
-from tests.support.ranks import free_port
+from tests.support.engine import Service, running_engines
+from tests.support.runs import QUICKSTART, SERVED
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
-SMALL = [
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "training.minibatches=2",
-    "training.tokens_per_microbatch=512",
-    "training.steps=2",
-    "engine.max_sequences=32",
-    "engine.kv_cache_gib=0.25",
-    "evaluation=null",
-]
 LAYOUTS = {
     "TP1": [],
     "TP2": ["parallel.tensor=2"],
@@ -56,97 +40,13 @@ LAYOUTS = {
     "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
 }
 FEW = ("TP1", "TP2+SP", "PP2xVPP2")
-"""What is trained where time is short; test_bridge_matrix has the rest of what a sync can meet."""
+"""What is trained where time is short; test_bridge_vllm has the rest of what a sync can meet."""
 
 
-@dataclass
-class Service:
-    """A running engine and sampler that trainer ranks can join."""
-
-    folder: Path
-    work: Path
-    bridge: Path
-    token: str
-    start: dict
-    """The sampler's state before any rollout."""
-
-
-def environment(token: str) -> dict[str, str]:
-    return {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def write_settings(folder: Path, overrides: list[str]) -> Settings:
-    settings = load_settings(QUICKSTART, [*SMALL, "parallel.tensor=1", *overrides])
-    folder.mkdir()
-    (folder / "config.yaml").write_text(settings.to_yaml())
-    return settings
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("training")
-    settings = write_settings(folder / "service", [])
-    token = secrets.token_urlsafe(16)
-    with (
-        tempfile.TemporaryDirectory(prefix="rpg-test-") as work,
-        tempfile.TemporaryDirectory(prefix="rpg-test-", dir="/dev/shm") as bridge,
-    ):
-        places = folder, Path(work), Path(bridge)
-        engine = EngineProcess(
-            settings,
-            0,
-            socket=engine_socket(places[1], 0),
-            log=folder / "engine.log",
-            bridge_dir=places[2],
-            token=token,
-        )
-        engine.start()
-        with (folder / "sampler.log").open("w") as log:
-            command = [
-                sys.executable,
-                "-m",
-                "rpg_megatron.rollout.sampler",
-                str(folder / "service"),
-                work,
-                bridge,
-            ]
-            sampler = subprocess.Popen(command, env=environment(token), stdout=log, stderr=subprocess.STDOUT)
-        try:
-            engine.wait_healthy()
-            with SamplerClient(places[1] / SOCKET, token) as client:
-                start = client.state()
-            yield Service(*places, token, start)
-        finally:
-            sampler.kill()
-            sampler.wait()
-            engine.stop()
-
-
-def start_ranks(service: Service, name: str, overrides: list[str]) -> tuple[list[int], str]:
+def start_ranks(service: Service, name: str, overrides: list[str]) -> tuple[list[int | None], str]:
     """Run trainer ranks against the service until they end; their exit codes and the ends of their logs."""
-    run = service.folder / name
-    settings = write_settings(run, overrides)
-    with SamplerClient(service.work / SOCKET, service.token) as client:
-        client.restore(service.start)
-    shared = environment(service.token) | {
-        "WORLD_SIZE": str(settings.parallel.world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [sys.executable, "-m", "rpg_megatron.training.rank"]
-    command += [str(run), str(service.work), str(service.bridge)]
-    ranks = []
-    for rank in range(settings.parallel.world):
-        with (run / f"rank_{rank}.log").open("w") as log:
-            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [p.wait(300) for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-            p.wait()
-    return codes, "\n".join((run / f"rank_{r}.log").read_text()[-2000:] for r in range(len(ranks)))
+    settings = load_settings(QUICKSTART, [*SERVED, *overrides])
+    return service.run_ranks("rpg_megatron.training.rank", settings, service.folder / name)
 
 
 def train(service: Service, name: str, overrides: list[str]) -> list[dict]:
@@ -217,16 +117,7 @@ def test_averaged_weights_a_held_anchor_and_a_correction(service: Service) -> No
     ]  # the initial weights; one step behind them; moved to the present ones
 
 
-def ask(client: EngineClient, prompt: np.ndarray, count: int) -> list[Sample]:
-    async def go() -> list[Sample]:
-        try:
-            return await client.generate(prompt, n=count, max_tokens=48, temperature=1.0, seed=5)
-        finally:
-            await client.close()
-
-    return asyncio.run(go())
-
-
+@pytest.mark.long  # two starts of an engine; the module's docstring says where its parts are proved
 def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     overrides = [
         f"runs={tmp_path}",
@@ -238,9 +129,7 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
         "evaluation.data.limit=40",
     ]
     command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(QUICKSTART), *overrides]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=560, env=environment(""), check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out accuracy" in done.stdout
 
@@ -259,30 +148,25 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     before = AutoModelForCausalLM.from_pretrained(QUICKSTART.parent / "quickstart" / "model").state_dict()
     assert any((before[k] != v.float()).any() for k, v in model.state_dict().items()), "nothing was learnt"
     settings = load_settings(QUICKSTART, [f"model.path={export}", "engine.kv_cache_gib=0.25"])
-    token = secrets.token_urlsafe(16)
     prompt = read_rollouts(run / "rollouts" / "step_000002.jsonl.zst")[0].prompt
-    with tempfile.TemporaryDirectory(prefix="rpg-test-") as work:
-        engine = EngineProcess(
-            settings,
-            0,
-            socket=engine_socket(Path(work), 0),
-            log=tmp_path / "engine.log",
-            bridge_dir=Path(work),
-            token=token,
-            weights="checkpoint",
-        )
-        engine.start()
-        try:
-            engine.wait_healthy()
-            samples = ask(EngineClient(0, engine.socket, token, timeout=120), prompt, 4)
-        finally:
-            engine.stop()
+    with running_engines(tmp_path, [settings], plugins=[], weights="checkpoint") as (engine,):
+        samples = ask(EngineClient(0, engine.process.socket, engine.token, timeout=120), prompt, 4)
     for sample in samples:
         whole = torch.tensor(np.concatenate([prompt, sample.tokens]), dtype=torch.long)
         with torch.no_grad():
             logits = model(whole[None, :-1]).logits[0, len(prompt) - 1 :]
         wanted = torch.log_softmax(logits, -1).gather(1, whole[len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(sample.logprobs, wanted.numpy(), atol=1e-4)
+
+
+def ask(client: EngineClient, prompt: np.ndarray, count: int) -> list[Sample]:
+    async def go() -> list[Sample]:
+        try:
+            return await client.generate(prompt, n=count, max_tokens=48, temperature=1.0, seed=5)
+        finally:
+            await client.close()
+
+    return asyncio.run(go())
 
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
@@ -295,9 +179,7 @@ def test_real_problems_take_the_same_path(tmp_path: Path) -> None:
     config = QUICKSTART.parent / "gsm8k_smoke.yaml"
     command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(config)]
     command += [f"data.path={GSM8K}", f"runs={tmp_path}", "name=gsm8k"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=560, env=environment(""), check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "gsm8k-001" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [0, 1, 2]

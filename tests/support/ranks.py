@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import multiprocessing.process
 import os
 import random
@@ -13,10 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,11 +44,29 @@ def run_ranks(
     """
     result = folder / "result.json"
     result.unlink(missing_ok=True)
+    codes, told = run_to_end(worker, world, folder, [str(folder), *args], timeout=timeout, fresh=fresh)
+    assert codes == [0] * world, told
+    return json.loads(result.read_text())
+
+
+def run_to_end(
+    worker: str,
+    world: int,
+    folder: Path,
+    arguments: list[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 240,
+    fresh: bool = False,
+) -> tuple[list[int | None], str]:
+    """Run a module as ``world`` ranks, as ``run_ranks`` does; their exit codes (None: none in time) and the
+    ends of their logs, which go to ``folder``.
+    """
     logs = [folder / f"rank_{r}.log" for r in range(world)]
     ranks: list[Any] = []
     start = _start_fresh if fresh else _start_forked
-    for log, environment in zip(logs, _environments(world), strict=True):
-        ranks.append(start(worker, [str(folder), *args], environment, log))
+    for log, own in zip(logs, _environments(world), strict=True):
+        ranks.append(start(worker, arguments, own | dict(environment or {}), log))
     end = time.monotonic() + timeout
     try:
         codes = [_wait(rank, end) for rank in ranks]
@@ -56,8 +75,7 @@ def run_ranks(
             rank.kill()
             _wait(rank, end + 60)
     told = "\n".join(f"--- rank {r}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
-    assert codes == [0] * world, told
-    return json.loads(result.read_text())
+    return codes, told
 
 
 def run_alone(worker: str, folder: Path, *arguments: str, timeout: float = 400) -> Any:
@@ -117,12 +135,17 @@ def _start_fresh(
         )
 
 
+def fork_server() -> Any:
+    """Context of torch's multiprocessing whose processes are forked from one that has imported Megatron."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rpg_megatron.policy.device", "rpg_megatron.training.run"])
+    return context
+
+
 def _start_forked(
     worker: str, arguments: list[str], environment: dict[str, str], log: Path
 ) -> multiprocessing.process.BaseProcess:
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["rpg_megatron.policy.device", "rpg_megatron.training.run"])
-    rank = server.Process(target=_be_rank, args=(worker, arguments, environment, log))
+    rank = fork_server().Process(target=_be_rank, args=(worker, arguments, environment, log))
     rank.start()
     return rank
 

@@ -7,21 +7,33 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
+from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST
 from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.system import process_groups
 from tests.support.commands import Command
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+SERVED = [
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "training.minibatches=2",
+    "training.tokens_per_microbatch=512",
+    "training.steps=2",
+    "parallel.tensor=1",
+    "engine.max_sequences=32",
+    "engine.kv_cache_gib=0.25",
+    "evaluation=null",
+]
+"""Two steps without evaluation: settings of the fixture ``service``."""
 
-
-STEPS = 12
-
-
+STEPS = 10
 SETTINGS = [
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=4",
@@ -35,8 +47,6 @@ SETTINGS = [
     "anchor={type: every, updates: 6}",
     "checkpoint={every: 2, keep: 1}",
 ]
-
-
 SAME = (
     "policy/",
     "kl/",
@@ -52,16 +62,139 @@ SAME = (
 """What does not depend on time or on how the engine happened to batch requests."""
 
 
+class TrainCommand(Command):
+    """``rpg-megatron train`` under way: finds its processes, waits for moments or holds them."""
+
+    def __init__(self, folder: Path, run: Path, *arguments: str):
+        """run: the folder that the run has or will have."""
+        super().__init__(folder, "train", str(QUICKSTART), *arguments)
+        self.run = run
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 600) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.out.read_text() + self.process.communicate()[1]
+            assert time.monotonic() < end, self.out.read_text()
+            time.sleep(0.005)
+
+    def wait_for_rollouts(self, step: int) -> None:
+        """Until the step's rollouts are written: scoring is done, the update begins."""
+        self.wait((self.run / "rollouts" / f"step_{step:06d}.jsonl.zst").exists)
+
+    def wait_for_engine(self, index: int = 0) -> int:
+        """Until its process is there: it takes most of a minute to start, so all that follows is seen."""
+        found: list[int | None] = [None]
+
+        def begun() -> bool:
+            found[0] = self.search("vllm.entrypoints", f"engine-{index}.sock")
+            return found[0] is not None
+
+        self.wait(begun)
+        self.bridge = next(f for f in self.folders() if f.is_relative_to("/dev/shm"))
+        assert found[0] is not None
+        return found[0]
+
+    def wait_for_first_rollout(self) -> None:
+        """Until the weights were published and taken back: every engine has been synced."""
+
+        def begun() -> bool:
+            with (self.bridge / "shard-00000.bin").open("rb") as file:
+                return int.from_bytes(file.read(8), "little", signed=True) < 0
+
+        self.wait(lambda: self.published() == 0)
+        self.wait(begun)
+
+    def published(self) -> int:
+        """Version that was published last, by the manifest."""
+        try:
+            return int(json.loads((self.bridge / MANIFEST).read_text())["version"])
+        except OSError:
+            return -1
+
+    def search(self, *words: str) -> int | None:
+        """The process whose command line has all the words, if there is one."""
+        for pid in self.processes():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+            except OSError:
+                continue
+            if all(word in line for word in words) and "reaper" not in line:
+                return pid
+        return None
+
+    def find(self, *words: str) -> int:
+        pid = self.search(*words)
+        assert pid is not None, f"no process {words}\n{self.out.read_text()}"
+        return pid
+
+    def engine(self, index: int = 0) -> int:
+        return self.find("vllm.entrypoints", f"engine-{index}.sock")
+
+    def sampler(self) -> int:
+        return self.find("rpg_megatron.rollout.sampler")
+
+    def rank(self, rank: int) -> int:
+        for pid in self.processes():
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment and os.getsid(pid) == pid:
+                return pid
+        raise AssertionError(f"no rank {rank}")
+
+    def wait_for_sync(self, version: int) -> None:
+        """Hold the sampler just before it begins the sync of a version; wake it with SIGCONT."""
+        self.wait_for_rollouts(version)
+        os.kill(self.sampler(), signal.SIGSTOP)
+        self.wait(lambda: self.published() == version)
+
+    def wait_for_restart(self, number: int, of: int = 3) -> None:
+        self.wait(lambda: f"restart {number} of {of}" in self.out.read_text())
+
+    def lose_rank_in_a_sync(self) -> None:
+        """After ``wait_for_sync``: kill rank 1, of which the run ends with one message and nothing left."""
+        with (self.run / "logs" / "rank_1.log").open("a") as log:
+            log.write("last words of rank 1\n")
+        files = self.shared_memory()
+        kill(self.rank(1))
+        os.kill(self.sampler(), signal.SIGCONT)
+        code, err = self.finish(180)
+        assert code == 1, err
+        assert "rank_1 was killed (SIGKILL" in err
+        assert "last words of rank 1" in err
+        self.assert_nothing_left()
+        assert [file for file in files if file.exists()] == []
+
+
+def kill(leader: int) -> None:
+    process_groups.send([leader], signal.SIGKILL)
+
+
+def kill_at_work(leader: int) -> None:
+    """Stop an engine, so that what is asked of it stays unanswered, then kill it."""
+    process_groups.send([leader], signal.SIGSTOP)
+    time.sleep(1.0)
+    kill(leader)
+
+
+def flip(file: Path) -> None:
+    """One bit, far from the start."""
+    with file.open("r+b") as shard:
+        at = HEADER_BYTES + (file.stat().st_size - HEADER_BYTES) // 2
+        shard.seek(at)
+        byte = shard.read(1)[0]
+        shard.seek(at)
+        shard.write(bytes([byte ^ 0x10]))
+
+
 class Run:
     """The same command, again and again."""
 
     def __init__(self, folder: Path, name: str):
         self.parent, self.name, self.folder = folder, name, folder / f"{name}-001"
-        self.now: Command | None = None
+        self.now: TrainCommand | None = None
 
-    def start(self, *more: str) -> Command:
+    def start(self, *more: str) -> TrainCommand:
         places = [f"runs={self.parent}", f"name={self.name}", *more]
-        self.now = Command(self.parent, "train", str(QUICKSTART), *SETTINGS, *places)
+        self.now = TrainCommand(self.parent, self.folder, *SETTINGS, *places)
         return self.now
 
     def rows(self) -> list[dict]:
@@ -124,10 +257,14 @@ class Run:
         assert code == 0, self.told() + err
         self.now.assert_nothing_left()
 
-    def assert_like(self, other: Run) -> None:
+    def assert_like(self, other: Run, lost_sync: int | None = None) -> None:
+        """lost_sync: the step in whose sync the only engine died, so that it took no bytes."""
         got, wanted = self.rows(), other.rows()
         assert [row["step"] for row in got] == [row["step"] for row in wanted] == list(range(STEPS + 1))
         for mine, theirs in zip(got, wanted, strict=True):
+            if mine["step"] == lost_sync:
+                assert mine["sync/bytes"] == 0
+                mine = mine | {"sync/bytes": theirs["sync/bytes"]}
             mine, theirs = ({k: v for k, v in row.items() if k.startswith(SAME)} for row in (mine, theirs))
             assert mine == theirs
         name = f"hf/step_{STEPS:06d}/model.safetensors"

@@ -1,7 +1,7 @@
 """The command line: what the user can mend is one line and exit code 2, a bug of ours keeps its traceback.
 
 Why: both at once is what makes an error message useful at night. Not covered: what the commands do
-(test_launch, tests/integration).
+(test_launcher, tests/integration).
 """
 
 from __future__ import annotations

@@ -91,14 +91,14 @@ def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
         ("parallel.sequence=true", "parallel.tensor of 2 or more"),
         (
             "parallel.virtual=2",
-            "parallel: virtual=2 interleaves pipeline stages and there is one; set pipeline",
+            "parallel: virtual=2 needs pipeline of 2 or more; raise pipeline",
         ),
         ("parallel.virtual=0", "parallel.virtual: Input should be greater than or equal to 1"),
         ("name=../up", "name"),
         ("training.steps=[", "not valid YAML"),
-        ("training=3", "training: must be a block of keys and values (got 3)"),
+        ("training=3", "training: must be a section of keys and values (got 3)"),
         ("training.steps=", "(got null)"),
-        ("training.foo=1", "unknown key 'training.foo'; training may have steps, minibatches"),
+        ("training.foo=1", "unknown key 'training.foo'; training has the keys steps, minibatches"),
         ("engine.arguments=--x", "engine.arguments: must be a list"),
         (f"training.steps={'9x' * 100_000}", f"(got '{'9x' * 39}9...)"),
     ],
@@ -189,21 +189,21 @@ def test_every_key_is_read_somewhere():
     ("override", "told"),
     [
         ("objective.clip.c=1.2", "must be greater than 1 + high"),
-        ("objective=rpg", "must be a block such as {type: rpg}"),
+        ("objective=rpg", "must be a section such as {type: rpg}"),
         ("objective=null", "objective: "),
-        ("objective.type=rgp", "'rgp' is not known; use one of rpg, grpo"),
+        ("objective.type=rgp", "'rgp' is unknown; use one of rpg, grpo"),
         ("objective={type: grpo, clip: {hgh: 2}}", "did you mean 'objective.clip.high'?"),
-        ("objective={type: grpo, divergence: fkl}", "does not go with the chosen objective.type"),
+        ("objective={type: grpo, divergence: fkl}", "does not exist for the chosen objective.type"),
         ("objective={type: gspo}", "set aggregation.type to sequence_mean"),
         ("aggregation.constant=5", "no effect unless aggregation.type is constant"),
         ("correction={type: truncate, low: 0.1}", "correction.low has no effect"),
         ("rollout.temperature=0", "greater than or equal to 0.01"),
         ("evaluation={data: {path: d}, temperature: 0, samples: 2}", "set samples to 1"),
-        ("evaluation={every: 5}", "either data, one held-out set, or sets"),
-        ("evaluation={data: {path: d}, sets: [{preset: amc23}]}", "either data, one held-out set, or sets"),
-        ("evaluation={sets: [{path: d}]}", "sets[0] has no name"),
-        ("evaluation={sets: [{preset: amc23}, {path: d, name: amc23}]}", "sets[1] is the second one"),
-        ("evaluation={name: a, sets: [{preset: amc23}]}", "name has no effect on sets"),
+        ("evaluation={every: 5}", "either data (one held-out set) or sets"),
+        ("evaluation={data: {path: d}, sets: [{preset: amc23}]}", "either data (one held-out set) or sets"),
+        ("evaluation={sets: [{path: d}]}", "sets[0] has neither a name"),
+        ("evaluation={sets: [{preset: amc23}, {path: d, name: amc23}]}", "sets[1] repeats the name amc23"),
+        ("evaluation={name: a, sets: [{preset: amc23}]}", "name has no effect with sets"),
         ("optimizer.type=schedule_free_adamw", "set distributed to false"),
     ],
 )
@@ -220,8 +220,8 @@ def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str,
     [
         ("model: {path: m}\ndata: [\n", "c.yaml:3: not valid YAML: "),
         ("model: {path: m}\ndata:\n\tpath: d\n", "c.yaml:3: not valid YAML: "),
-        ("model: {path: m}\ndata: {limit: 2}\n", "give path (a file), hub, preset or mixture"),
-        ("model: &m [&n [a, b, c]]\ndata: [*m, *m]\n", "model: must be a block of keys and values"),
+        ("model: {path: m}\ndata: {limit: 2}\n", "set path (a file), hub, preset or mixture"),
+        ("model: &m [&n [a, b, c]]\ndata: [*m, *m]\n", "model: must be a section of keys and values"),
     ],
 )
 def test_a_broken_file_is_one_short_line_with_the_place(tmp_path: Path, text: str, told: str) -> None:
@@ -258,7 +258,7 @@ def test_anchor_without_a_kl_term_is_refused(tmp_path: Path) -> None:
 def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\ndata: {path: d}\ntraining: {steps: 3}\ntraining: {minibatches: 2}\n")
-    with pytest.raises(UserError, match="'training' stands twice"):
+    with pytest.raises(UserError, match="'training' appears twice"):
         load_settings(file)
 
 

@@ -3,7 +3,7 @@
 Numbers are held against float64 within twice the error of plain float32 torch: chunk sizes that do and do not
 divide the tokens, temperatures, a padded vocabulary. Allocations of tensors are watched: two chunks of logits
 at most, and never anything of the size of all tokens' logits.
-Not covered: the vocabulary cut over ranks (tests/distributed/test_logprobs_cut.py), real sizes (long:
+Not covered: the vocabulary cut over ranks (test_vocab_parallel_logprobs), real sizes (long:
 tests/distributed/test_long_context.py), what a kernel takes and gives back inside one operation.
 """
 

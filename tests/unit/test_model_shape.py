@@ -104,7 +104,7 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
         ),
         (
             LLAMA | {"architectures": ["MistralForCausalLM"]},
-            "MistralForCausalLM has no layout; known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+            "MistralForCausalLM is not supported; supported: LlamaForCausalLM, Qwen2ForCausalLM",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 Why: a launcher that takes an interactive shell for a cluster waits for nodes that never come, and one that
 takes a cluster for a single node starts as many runs as there are nodes. Not covered: Slurm itself
-(tests/integration/test_slurm.py), launchers that talk to each other (test_launch_nodes.py).
+(tests/integration/test_slurm.py), launchers that talk to each other (test_launcher_nodes.py).
 """
 
 from __future__ import annotations

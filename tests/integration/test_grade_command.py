@@ -1,7 +1,7 @@
 """``rpg-megatron grade``: verdicts in the file's order, one summary, one message for a malformed line.
 
 Why: people grade files of other systems with it, and those hold anything. Not covered: hostile answers
-(test_rewards_hostile), the verdicts themselves (test_rewards_grader).
+(test_reward_pool_hostile), the verdicts themselves (test_math_grader).
 """
 
 from __future__ import annotations

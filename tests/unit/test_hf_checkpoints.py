@@ -1,17 +1,12 @@
 """A Hugging Face checkpoint survives the way into Megatron shards and out again, and a broken one is refused.
 
-Export runs with real gloo processes, because its point is who sends what to whom. Not covered: NCCL, files
-larger than memory, and that transformers loads the result (tests/integration does that with a real model).
+Not covered: an export by several ranks (tests/distributed/test_hf_export_ranks.py), files larger than memory.
 """
 
-import json
 import struct
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rpg_megatron.checkpoints.hf_export import export_hf
@@ -145,57 +140,6 @@ def test_a_model_built_with_other_sizes_is_refused(tmp_path):
         load_hf_weights(
             tmp_path, [("decoder.layers.9.input_layernorm.weight", torch.zeros(24))], layout, **kw
         )
-
-
-EXPORTED = {
-    "untied": tiny_shape(),
-    "tied": tiny_shape(tied_embeddings=True),
-    "qwen2, tied, layers 3 and 2": tiny_shape("qwen2", tied_embeddings=True, num_layers=5),
-    "llama, layers 3 and 2": tiny_shape("llama", num_layers=5),
-}
-
-
-def _export_rank(rank, world, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    for name, shape in EXPORTED.items():
-        layout = layout_for(shape)
-        place = grid(shape, 2, 2, vocab_multiple=16)[rank]
-        params = stage_values(layout, place, 2, random_state_dict(layout))
-        args = (folder / name, folder / "source", params, layout, place)
-        export_hf(*args, dtype=torch.bfloat16, max_shard_bytes=8000)
-    # Only rank 0 looks at the folder, but every rank has to hear of it, or the others wait for ever.
-    with pytest.raises(UserError, match="exists already"):
-        export_hf(*args, dtype=torch.bfloat16)
-    dist.destroy_process_group()
-
-
-def test_export_from_tp2_pp2_is_the_checkpoint_again(tmp_path):
-    write_checkpoint(tmp_path / "source", TINY, random_state_dict(layout_for(TINY)))
-    mp.spawn(_export_rank, (4, tmp_path), nprocs=4)
-    for name, shape in EXPORTED.items():
-        check_export(tmp_path / name, layout_for(shape))
-
-
-def check_export(out, layout):
-    sd = random_state_dict(layout)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    files = sorted(out.glob("*.safetensors"))
-    assert len(files) > 4, "more files than ranks, so that a rank assembles more than one"
-    assert {f.name for f in files} == set(index["weight_map"].values())
-    assert all(f.stat().st_size < 8000 + 3000 for f in files)
-    back = {}
-    for file in files:
-        back.update(load_file(file))
-        with safe_open(file, "pt") as f:
-            assert f.metadata() == {"format": "pt"}
-    assert list(index["weight_map"]) == list(sd)
-    assert back.keys() == sd.keys()
-    assert all(torch.equal(back[n], sd[n].bfloat16()) for n in sd)
-    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert (out / "tokenizer.json").exists()
-    assert (out / "merges.txt").exists()
-    assert not (out.parent / f".{out.name}.incomplete").exists()
-    verify_hf_checkpoint(out, layout)
 
 
 def test_export_in_one_process_and_replacing(tmp_path):

@@ -1,4 +1,4 @@
-"""One rank of test_offload: resume_worker on a machine whose CPU passes for a GPU and its host."""
+"""One rank of test_optimizer_offload: resume_worker on a machine whose CPU passes for a GPU and its host."""
 
 from __future__ import annotations
 

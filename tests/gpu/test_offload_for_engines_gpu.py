@@ -1,8 +1,8 @@
 """Parked optimizer state really frees the card, and after every turn the card holds what it held before.
 
 Why: memory that grows by a little in each step ends a run after hours. The same process as
-tests/distributed/test_parking, on one GPU: same bits, and allocated and reserved bytes that do not grow over
-five turns. Not covered: what engines hold (test_colocated_gpu).
+test_offload_for_engines, on one GPU: same bits, and allocated and reserved bytes that do not grow over five
+turns. Not covered: what engines hold (test_colocated_gpu).
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     }
     case = make_case(tmp_path / "model", {}, 0, settings)
     (tmp_path / "cases.json").write_text(json.dumps({"one GPU": case}))
-    (rank,) = run_ranks("tests.distributed.parking_worker", 1, tmp_path, "cuda", fresh=True)["one GPU"][
-        "ranks"
-    ]
+    worker = "tests.distributed.offload_for_engines_worker"
+    (rank,) = run_ranks(worker, 1, tmp_path, "cuda", fresh=True)["one GPU"]["ranks"]
     assert rank["returned"] == rank["apart"] == []
     assert rank["released"]
     here, away = rank["memory"]

@@ -2,7 +2,7 @@
 
 Why: a policy that is rewarded finds such texts by itself. Each must get a verdict, wrong unless it really is
 the answer; all of them together may take (hangs / workers, rounded up, + 1) deadlines, and leave nothing.
-Not covered: functions of the user's own (test_rewards_pool).
+Not covered: functions of the user's own (test_reward_pool).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of test_saving: saves while everything changes, then to a disk that does whatever disks do."""
+"""One rank of test_async_checkpoints: saves while everything changes, then to disks that do what disks do."""
 
 from __future__ import annotations
 

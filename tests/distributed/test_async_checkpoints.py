@@ -74,7 +74,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
         }
         (folder / "cases.json").write_text(json.dumps(cases))
         try:
-            yield folder, run_ranks("tests.distributed.saving_worker", 2, folder), small
+            yield folder, run_ranks("tests.distributed.async_checkpoint_worker", 2, folder), small
             assert not os.listdir(bridge)
         finally:
             if small:

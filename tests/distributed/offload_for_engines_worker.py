@@ -1,4 +1,4 @@
-"""One rank of test_parking: updates with and without the state's absence in between."""
+"""One rank of test_offload_for_engines: updates with and without the state's absence in between."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Why: a verifier that hangs, crashes or eats the memory must cost one answer and one deadline, never the run;
 and no process may stay behind, however the run ends. Not covered: which answers are hard, for that see
-test_rewards_hostile.
+test_reward_pool_hostile.
 """
 
 from __future__ import annotations

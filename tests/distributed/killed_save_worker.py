@@ -10,7 +10,7 @@ from rpg_megatron.checkpoints.run_folder import find_problems, list_steps
 from rpg_megatron.config import Settings
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.training.checkpoint_saver import Saver, load_run
-from tests.distributed.saving_worker import build, fill, numbers
+from tests.distributed.async_checkpoint_worker import build, fill, numbers
 
 
 def main() -> None:

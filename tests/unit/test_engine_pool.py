@@ -2,7 +2,7 @@
 
 Why: a response drawn with the random weights of an engine that has just come back would look like any other.
 Engines are stand-ins that answer from the seed; the test plays the launcher through its files. Not covered:
-real deaths (tests/integration/test_engine_recovery.py).
+real deaths (tests/integration/test_resume.py, test_engine_recovery.py).
 """
 
 from __future__ import annotations

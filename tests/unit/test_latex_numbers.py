@@ -1,7 +1,7 @@
 """Constants compared by value say what math-verify says, and stay silent where a text can be read two ways.
 
 Why: they decide before math-verify sees an answer. Not covered: math-verify's own readings
-(test_rewards_grader).
+(test_math_grader).
 """
 
 from __future__ import annotations

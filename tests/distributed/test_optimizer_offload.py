@@ -52,7 +52,7 @@ def test_the_same_updates_and_checkpoints_for_each_other(tmp_path: Path, data: i
         "another share, from off": make(0.25, "off second", ["another from off"]),
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    results = run_ranks("tests.distributed.offload_worker", data, tmp_path)
+    results = run_ranks("tests.distributed.optimizer_offload_worker", data, tmp_path)
     found = re.findall(r"update: (\d+) off, (\d+) on", (tmp_path / "rank_0.log").read_text())
     halves = [(int(off), int(on)) for off, on in found]
     assert len(halves) == 3 + 1 + 1  # and no update that nobody asked for

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rpg_megatron.bridge.checksum import MODULUS
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, PublishedTensor, Shard
@@ -23,6 +22,7 @@ from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import layout_for
 from tests.support.megatron_shards import grid, stage_values
+from tests.support.ranks import fork_server
 from tests.support.tiny_models import random_state_dict, tiny_shape
 
 SHAPE = tiny_shape(tied_embeddings=True)
@@ -53,7 +53,7 @@ def _rank(rank, folder, commands, answers, bucket_bytes, dtype):
 
 class Trainers:
     def __init__(self, folder: Path, bucket_bytes: int = 3000, dtype: torch.dtype = torch.float32):
-        context = mp.get_context("spawn")
+        context = fork_server()
         self.commands, self.answers = [context.Queue() for _ in range(2)], context.Queue()
         self.processes = [
             context.Process(target=_rank, args=(r, folder, self.commands, self.answers, bucket_bytes, dtype))

@@ -2,7 +2,7 @@
 them is malformed.
 
 Why: a run must not start on half a file, or learn from rows that are not what they seem, and the message
-must say file, row and remedy. Not covered: JSON lines row by row (test_data_prompts); downloads, for want of
+must say file, row and remedy. Not covered: JSON lines row by row (test_prompts); downloads, for want of
 a network: the hub's loader is shown a local folder instead.
 """
 
@@ -88,7 +88,7 @@ def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
     assert load_settings(file) == settings
     for override, told in (
         ("data={mixture: [{pth: a}]}", "did you mean 'data.mixture[0].path'"),
-        ("data={mixture: [{weight: 2}]}", "needs a path, a hub name or a preset"),
+        ("data={mixture: [{weight: 2}]}", "needs path, hub or preset"),
         ("data={}", "names no prompts"),
         ("data={path: a, preset: gsm8k, mixture: [{path: a}]}", "mixture replaces path"),
         ("data={path: a, hub: b/c}", "exclude each other"),

@@ -1,4 +1,4 @@
-"""One rank of test_logprobs_cut: the chunked head with its vocabulary cut over all ranks."""
+"""One rank of test_vocab_parallel_logprobs: the chunked head with its vocabulary cut over all ranks."""
 
 from __future__ import annotations
 

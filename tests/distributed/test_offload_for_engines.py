@@ -43,7 +43,7 @@ def test_what_was_parked_comes_back(tmp_path: Path) -> None:
         for name, (dtype, distributed) in CASES.items()
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    for name, result in run_ranks("tests.distributed.parking_worker", 2, tmp_path).items():
+    for name, result in run_ranks("tests.distributed.offload_for_engines_worker", 2, tmp_path).items():
         dtype, distributed = CASES[name]
         for rank in result["ranks"]:
             empty, held, again, left, weights = rank["bytes"]

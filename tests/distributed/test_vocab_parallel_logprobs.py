@@ -13,6 +13,6 @@ from tests.support.ranks import run_ranks
 
 
 def test_equals_float64_cut_over_two_ranks(tmp_path: Path) -> None:
-    result = run_ranks("tests.distributed.logprob_worker", 2, tmp_path)
+    result = run_ranks("tests.distributed.vocab_parallel_worker", 2, tmp_path)
     assert not result["problems"], "\n".join(result["problems"])
     assert result["largest"] == 50 * 1000

@@ -1,0 +1,267 @@
+"""Engines of tiny models, trainers for them, and what is asked of both: for the tests of the live bridge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.config import Settings
+from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.models.registry import layout_for
+from tests.support.engine import FORKED, Engine, running_engines
+from tests.support.megatron_shards import grid, stage_values
+from tests.support.ranks import run_ranks
+
+PROMPT = [3 + 7 * i % 90 for i in range(40)]
+COMMON: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 192,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": None,  # responses end at their limit
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
+    "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False)),
+    "llama 3, tied": lambda: LlamaForCausalLM(
+        LlamaConfig(**COMMON, tie_word_embeddings=True, rope_parameters=LLAMA3)
+    ),
+}
+
+
+def make_model(name: str, folder: Path) -> None:
+    """Write a random model whose norms are not ones and whose biases are not zeros."""
+    torch.manual_seed(0)
+    model = MODELS[name]().float()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                p.add_(0.2 * torch.randn_like(p))
+    model.save_pretrained(folder)
+
+
+def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:
+    """Settings of a run as a dictionary, for ranks that add their layout."""
+    return {
+        "device": "cpu",
+        "model": {"path": str(model), "vocab_multiple": 4},
+        "data": {"path": "unused", "max_prompt_tokens": 32},
+        "precision": {"dtype": "float32"},
+        "optimizer": {"distributed": False},
+        "rollout": {"prompts_per_step": 16, "temperature": 1.0, "max_response_tokens": 600},
+        "engine": {
+            "tensor": engine_tensor,
+            "max_sequences": 8,
+            "kv_cache_gib": 0.25,
+            "cpu_threads": 1,
+            "arguments": ["--skip-tokenizer-init"],  # there is none; requests are tokens
+        },
+    }
+
+
+def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights, all changed in a way that depends on the seed."""
+    g = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    return {n: w + 0.05 * torch.randn(w.shape, generator=g) for n, w in weights.items()}
+
+
+def hf_logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    return logits[:-1].gather(-1, torch.tensor(PROMPT)[1:, None])[:, 0]
+
+
+def _trainer_rank(rank, model, bridge, rendezvous, commands, answers):
+    """One of two Megatron-like ranks: publishes shards of the state dict it is told to."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    layout = layout_for(read_model_shape(model))
+    place = grid(layout.shape, 2, 1, vocab_multiple=8)[rank]
+    params = stage_values(layout, place, 1, state_dict(model, 0))
+    publishers = {
+        "shared_memory": SharedMemoryPublisher(bridge, place, params, layout, torch.float32),
+        "process_group": GroupPublisher(
+            "127.0.0.1", place, params, layout, torch.float32, timeout=60, bucket_bytes=1 << 16
+        ),
+    }
+    while (command := commands[rank].get()) is not None:
+        seed, version, transport = command
+        for publisher in publishers.values():
+            publisher.retract()
+        for name, value in stage_values(layout, place, 1, state_dict(model, seed)).items():
+            params[name].copy_(value)
+        answers.put((rank, publishers[transport].publish(version)))
+    for publisher in publishers.values():
+        publisher.close()
+    dist.destroy_process_group()
+
+
+class Trainers:
+    """Two processes that cut shards by other means than the layouts, and publish them when told to."""
+
+    def __init__(self, model: Path, bridge: Path, rendezvous: Path):
+        context = mp.get_context("spawn")
+        self.commands, self.answers = [context.Queue() for _ in range(2)], context.Queue()
+        self.processes = [
+            context.Process(
+                target=_trainer_rank, args=(r, model, bridge, rendezvous, self.commands, self.answers)
+            )
+            for r in range(2)
+        ]
+        for p in self.processes:
+            p.start()
+
+    def publish(self, seed, version, transport="shared_memory"):
+        for q in self.commands:
+            q.put((seed, version, transport))
+        answers = dict(self.answers.get(timeout=120) for _ in range(2))
+        return answers[0]
+
+    def stop(self):
+        for q in self.commands:
+            q.put(None)
+        for p in self.processes:
+            p.join(30)
+            if p.is_alive():
+                p.kill()
+
+
+@dataclass
+class Rig:
+    """An engine, and two processes that publish shards for it, of weights that follow from a seed."""
+
+    model: Path
+    engine: Engine
+    trainers: Trainers
+
+    def logprobs(self) -> torch.Tensor:
+        """Of the fixed prompt, by the engine."""
+        request = {
+            "model": "policy",
+            "prompt": PROMPT,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+            "return_tokens_as_token_ids": True,
+        }
+        status, text = self.engine.call("POST", "/v1/completions", request)
+        assert status == 200, text + self.engine.process.log.read_text()[-6000:]
+        found = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
+        return torch.tensor([x[str(t)]["logprob"] for t, x in zip(PROMPT[1:], found, strict=True)])
+
+    def error(self, seed: int) -> float:
+        """Largest difference of the engine's log-probs to transformers' with the weights of a seed."""
+        return (self.logprobs() - hf_logprobs(self.model, state_dict(self.model, seed))).abs().max().item()
+
+
+@contextmanager
+def bridge_engines(
+    folder: Path, name: str, tensors: Sequence[int], plugins: Sequence[str] = (FORKED,)
+) -> Iterator[list[Engine]]:
+    """Engines with random weights of their own, one for each number of workers; the model in ``model``."""
+    make_model(name, folder / "model")
+    settings = [Settings.model_validate(settings_for(folder / "model", tensor)) for tensor in tensors]
+    with running_engines(folder, settings, plugins=plugins) as engines:
+        for engine in engines:
+            assert engine.versions() == [None] * engine.tensor
+        yield engines
+
+
+@contextmanager
+def running_rig(folder: Path, engine: Engine) -> Iterator[Rig]:
+    """Trainers for one of ``bridge_engines``."""
+    trainers = Trainers(folder / "model", engine.bridge, folder / "rendezvous")
+    try:
+        yield Rig(folder / "model", engine, trainers)
+    finally:
+        trainers.stop()
+
+
+def check_matrix(
+    folder: Path,
+    engines: Sequence[Engine],
+    name: str,
+    worlds: dict[int, dict[str, dict[str, int]]],
+    perturbations: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Real Megatron ranks in each layout bring their weights into engines of one and of two workers by every
+    transport, with each number of ranks; then both compute the same.
+    """
+    weights = MODELS[name]().state_dict()
+    names = {n for n, _ in MODELS[name]().named_parameters()}
+    total = sum(4 * weights[n].numel() for n in names)
+    norms = sum(4 * weights[n].numel() for n in names if "norm" in n)
+    switched = 0
+    for world, layouts in worlds.items():
+        case = {
+            "token": engines[0].token,
+            "bridge": str(engines[0].bridge),
+            "engines": [engine.tensor for engine in engines],
+            "sockets": [str(engine.process.socket) for engine in engines],
+            "settings": settings_for(folder / "model", 1),
+            "layouts": layouts,
+            "perturbations": perturbations,
+            # The noise adds up, and rounding grows with the weights.
+            "noise": 0.05 if perturbations == 1 else 0.02,
+            "version": 100_000 * world,
+            "long_response": 500,
+            "head_start": 0.7,
+        }
+        (folder / "case.json").write_text(json.dumps(case))
+        results = run_ranks("tests.integration.sync_worker", world, folder, timeout=500 * perturbations)
+        for layout, result in results.items():
+            assert len(result["mismatch"]) == 2 * perturbations
+            assert max(result["mismatch"]) < 1e-3, layout
+            # Each worker gets what it keeps, once: norms are on every worker, all else on one.
+            assert result["bytes"] == [[total, total + norms]] * (2 * perturbations + 2), layout
+            read = dict(zip(("shared_memory", "process_group"), result["checked"], strict=False))
+            assert read == {"shared_memory": [total, total + norms], "process_group": [0, 0]}, layout
+            for switch, length, before in result["switched"]:
+                # The new weights' tokens are those from the switch on; all before must be the old ones'.
+                assert switch == 0 or before < 1e-4, f"{layout}: a token of neither weights"
+                switched += 0 < switch < length
+            with capsys.disabled():
+                worst = max(result["mismatch"])
+                print(f"\n{name}: {layout}: mismatch at most {worst:.1e}, switches {result['switched']}")
+    assert switched, "no response was under way when the weights changed"

@@ -1,0 +1,192 @@
+"""Real vLLM engines for tests: one way to start them, what to ask them by hand, ranks that train against one.
+
+Almost all of an engine's start is Python importing vLLM, twice for one worker and four times for two: vLLM
+spawns its core and workers on a CPU, in order to bind their threads, which ours are not. ``FORKED`` has it
+fork them instead, as it does by default on a GPU: half a start and less. Tests of how an engine starts and
+what it leaves behind do without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from rpg_megatron.bridge.controller import SyncReport, sync_engine
+from rpg_megatron.bridge.manifest import Manifest, read_manifest
+from rpg_megatron.config import Settings
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
+from rpg_megatron.system.process_groups import members
+from tests.support.ranks import run_to_end
+
+FORKED = """
+import os
+from vllm.platforms.cpu import CpuPlatform
+
+def register():
+    plain = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls, config):
+        plain(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+"""
+
+
+def install_plugin(folder: Path, name: str, code: str) -> Path:
+    """Make a vLLM plug-in, whose ``register`` changes what a test needs changed; returns the new folder, for
+    PYTHONPATH.
+    """
+    info = folder / f"{name}-0.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(code)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    return folder
+
+
+@dataclass
+class Engine:
+    """A running engine and what it was started with."""
+
+    process: EngineProcess
+    tensor: int
+    bridge: Path
+    token: str
+
+    def call(
+        self, method: str, path: str, body: Any = None, timeout: float = 60.0, token: str | None = ""
+    ) -> tuple[int, str]:
+        """Status and text of an answer. token: "" for the engine's own, None for none."""
+        token = self.token if token == "" else token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        transport = httpx.HTTPTransport(uds=str(self.process.socket))
+        with httpx.Client(transport=transport, timeout=timeout, headers=headers) as client:
+            answer = client.request(method, f"http://engine{path}", json=body)
+            return answer.status_code, answer.text
+
+    async def post(self, path: str, body: Any, timeout: float) -> tuple[int, str]:
+        return await asyncio.to_thread(self.call, "POST", path, body, timeout)
+
+    def rpc(self, method: str) -> list[Any]:
+        """What each worker answers to a method of the plug-in."""
+        status, text = self.call("POST", "/collective_rpc", {"method": method})
+        assert status == 200, text
+        return list(json.loads(text)["results"])
+
+    def versions(self) -> list[int | None]:
+        return [answer["version"] for answer in self.rpc("rpg_version")]
+
+    def sync(self, version: int, manifest: Manifest | None = None) -> SyncReport:
+        manifest = manifest or read_manifest(self.bridge / "manifest.json")
+        return asyncio.run(
+            sync_engine(self.post, manifest, version=version, engine_tensor=self.tensor, timeout=60)
+        )
+
+
+@contextmanager
+def running_engines(
+    folder: Path,
+    settings: Sequence[Settings],
+    *,
+    plugins: Sequence[str] = (FORKED,),
+    weights: Literal["dummy", "checkpoint"] = "dummy",
+) -> Iterator[list[Engine]]:
+    """Engines that share a bridge folder and a token, started at the same time; nothing of them is left.
+
+    Logs go to ``folder``; sockets and weights do not, whose paths must be short and whose place is memory.
+    """
+    token = secrets.token_urlsafe(16)
+    paths = [install_plugin(folder / f"plugin_{i}", f"plugin_{i}", code) for i, code in enumerate(plugins)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpg-test-")))
+        bridge = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpg-test-", dir="/dev/shm")))
+        engines = []
+        for index, own in enumerate(settings):
+            process = EngineProcess(
+                own,
+                index,
+                socket=engine_socket(work, index),
+                log=folder / f"engine_{index}.log",
+                bridge_dir=bridge,
+                token=token,
+                weights=weights,
+                extra={"PYTHONPATH": os.pathsep.join(map(str, paths))},
+            )
+            process.start()
+            stack.callback(_end, process, process.pid)
+            engines.append(Engine(process, own.engine.tensor, bridge, token))
+        for engine in engines:
+            engine.process.wait_healthy()
+        yield engines
+
+
+def _end(process: EngineProcess, leader: int) -> None:
+    process.stop()
+    assert members(leader) == []
+    assert process.pid is None
+    assert not process.socket.exists()
+
+
+@dataclass
+class Service:
+    """A running engine and sampler that trainer ranks can join."""
+
+    folder: Path
+    engine: Engine
+    start: dict[str, Any]
+    """The sampler's state before any rollout."""
+
+    @property
+    def work(self) -> Path:
+        return self.engine.process.socket.parent
+
+    def run_ranks(
+        self, worker: str, settings: Settings, run: Path, *more: str
+    ) -> tuple[list[int | None], str]:
+        """Run trainer ranks RUN WORK BRIDGE MORE to their end; exit codes and the ends of their logs."""
+        run.mkdir(exist_ok=True)
+        (run / "config.yaml").write_text(settings.to_yaml())
+        with SamplerClient(self.work / SOCKET, self.engine.token) as client:
+            client.restore(self.start)
+        arguments = [str(run), str(self.work), str(self.engine.bridge), *more]
+        token = {TOKEN_VARIABLE: self.engine.token}
+        return run_to_end(worker, settings.parallel.world, run, arguments, environment=token, timeout=400)
+
+
+@contextmanager
+def running_service(folder: Path, settings: Settings) -> Iterator[Service]:
+    """An engine and a sampler of these settings, for as many runs of trainer ranks as one likes."""
+    with running_engines(folder, [settings]) as (engine,):
+        (folder / "config.yaml").write_text(settings.to_yaml())
+        work = engine.process.socket.parent
+        command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(folder), str(work)]
+        with (folder / "sampler.log").open("w") as log:
+            sampler = subprocess.Popen(
+                [*command, str(engine.bridge)],
+                env=os.environ | {TOKEN_VARIABLE: engine.token},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            with SamplerClient(work / SOCKET, engine.token) as client:
+                start = client.state()
+            yield Service(folder, engine, start)
+        finally:
+            sampler.kill()
+            sampler.wait()

@@ -1,0 +1,56 @@
+"""What ``rpg-megatron audit`` takes from a run or a config file, and what it refuses before it starts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rpg_megatron import cli
+from rpg_megatron.commands.audit.command import plan_audit
+from rpg_megatron.config import UserError
+
+
+def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny-001"
+    for step in (1, 2, 10):
+        (run / "hf" / f"step_{step:06d}").mkdir(parents=True)
+    (run / "rollouts").mkdir()
+    for step in (9, 10):
+        (run / "rollouts" / f"step_{step:06d}.jsonl.zst").touch()
+    shutil.copyfile(config_file, run / "config.yaml")
+    shutil.copyfile(config_file.parent / "train.jsonl", run / "train.jsonl")
+    settings, request = plan_audit(run, ["seed=5"])
+    assert settings.model.path == run / "hf" / "step_000010"
+    assert (settings.name, settings.runs, settings.seed) == ("tiny-audit", run.parent, 5)
+    assert request["rollouts"] == str(run / "rollouts" / "step_000010.jsonl.zst")
+    assert [Path(p).name for p in request["others"].values()] == ["model", "step_000001", "step_000002"]
+    settings, request = plan_audit(config_file, None)
+    assert (settings.name, request) == ("tiny-audit", {})
+    with pytest.raises(UserError, match=r"holds no config\.yaml; give a config file, or the folder of a run"):
+        plan_audit(tmp_path, None)
+
+
+def test_what_cannot_be_audited_is_said_before_anything_starts(
+    config_file: Path, tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    def refusal(*options: str) -> str:
+        result = CliRunner().invoke(cli.app, ["audit", str(config_file), *options])
+        assert isinstance(result.exception, UserError), result
+        return str(result.exception)
+
+    larger = make_checkpoint(tmp_path / "larger", num_hidden_layers=3)
+    assert "is another model than model.path (num_layers 3, not 2)" in refusal("--engine-model", str(larger))
+    nowhere = tmp_path / "nowhere"
+    assert f"--engine-model: {nowhere} is not a directory" in refusal("--engine-model", str(nowhere))
+    assert "make it, or choose another" in refusal("--json", str(tmp_path / "no" / "file"))
+    settings = yaml.safe_load(config_file.read_text()) | {
+        "data": {"path": "missing.jsonl", "max_prompt_tokens": 9}
+    }
+    config_file.write_text(yaml.safe_dump(settings))
+    assert "missing.jsonl" in refusal()
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,133 @@
+"""What a run shows: progress on terminals of any width and in files, and its summary.
+
+Why: the line of a step is what a user watches for days; it must not break off, lie or be shown twice. Not
+covered: a launcher that shows it (tests/integration/test_launcher.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rpg_megatron.config import UserError
+from rpg_megatron.launcher.progress import Progress, clock
+from rpg_megatron.launcher.summary import summarise
+from rpg_megatron.rollout.sampler_client import EVENTS
+from rpg_megatron.system.events import EventSender
+
+
+def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: Path):
+    file = tmp_path / "out"
+    with file.open("w") as out:
+        progress = Progress(tmp_path, steps=4, console=Console(file=out, width=40))
+        sender = EventSender(tmp_path / EVENTS)
+        sender.send({"kind": "phase", "name": "loading", "done": 0, "total": 1})
+        sender.send({"kind": "step", "row": {"step": 0, "eval/heldout/avg@1": 0.25}, "steps": 4})
+        sender.send({"kind": "step", "row": {"no": "step"}, "steps": 4})
+        sender.send({"kind": "nonsense"})
+        row = {
+            "step": 1,
+            "reward/mean": -0.5,
+            "reward/accuracy": 0.25,
+            "policy/entropy": 1.0,
+            "time/step": 30.0,
+        }
+        row |= {"mismatch/logp_max": 1e-5, "throughput/tokens_per_second": 8000.0}
+        sender.send({"kind": "step", "row": row, "steps": 4})
+        progress.pump(0.5)
+        progress.close()
+    lines = file.read_text().splitlines()
+    assert lines[:2] == ["loading", "step 0/4  evaluation: heldout/avg@1 25.0%"]
+    assert lines[2:] == [
+        "step 1/4  reward -0.500  accuracy 25.0%  entropy 1.000  mismatch 1.0e-05  tokens/s 8,000  left 1:30"
+    ]
+    assert progress.started_training
+
+
+@pytest.mark.parametrize(("width", "last"), [(80, "tokens/s"), (40, "entropy"), (20, "reward")])
+def test_a_narrow_terminal_shows_fewer_numbers_and_those_whole(tmp_path: Path, width: int, last: str):
+    with (tmp_path / "out").open("w") as out:
+        console = Console(file=out, width=width, force_terminal=True, color_system=None)
+        progress = Progress(tmp_path, steps=10, console=console)
+        row = {"reward/mean": -0.281, "reward/accuracy": 0.359, "policy/entropy": 0.151}
+        row |= {"step": 9, "mismatch/logp_max": 5.0e-6, "throughput/tokens_per_second": 1837.0}
+        EventSender(tmp_path / EVENTS).send({"kind": "step", "row": row, "steps": 10})
+        progress.pump(0.5)
+        progress.close()
+    *_, head, numbers = (tmp_path / "out").read_text().splitlines()
+    whole = ["9/10", "-0.281", "35.9%", "0.151", "5.0e-06", "1,837"]
+    assert head.split()[-1] == last
+    assert numbers.split() == whole[: len(head.split())]
+
+
+def test_a_long_phase_says_how_far_it_is_where_that_is_asked(tmp_path: Path):
+    with (tmp_path / "out").open("w") as out:
+        progress = Progress(tmp_path, steps=0, console=Console(file=out, width=40), line_seconds=0.0)
+        sender = EventSender(tmp_path / EVENTS)
+        for done in (0, 2, 4):
+            sender.send({"kind": "phase", "name": "evaluation", "done": done, "total": 4})
+        progress.pump(0.5)
+        progress.close()
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines == ["evaluation", "evaluation 2/4  left 0:00", "evaluation 4/4  left 0:00"]
+
+
+def test_the_summary_tells_of_each_held_out_set(tmp_path: Path):
+    facts = {
+        "accuracy_before": {"aime24": 0.1, "amc23": 0.5},
+        "accuracy_after": {"aime24": 0.2, "amc23": 0.4},
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(facts))
+    lines = [line.split(maxsplit=2) for line in summarise(tmp_path).splitlines() if "before" in line]
+    assert lines == [
+        ["accuracy,", "aime24", "10.0% before, 20.0% after (+10.0 points)"],
+        ["accuracy,", "amc23", "50.0% before, 40.0% after (-10.0 points)"],
+    ]
+
+
+def test_a_step_whose_event_was_lost_is_read_from_the_metrics_and_shown_once(tmp_path: Path):
+    metrics, file = tmp_path / "metrics.jsonl", tmp_path / "out"
+    with file.open("w") as out:
+        progress = Progress(tmp_path, steps=4, metrics=metrics, console=Console(file=out, width=40))
+        sender = EventSender(tmp_path / EVENTS)
+        metrics.write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
+        sender.send({"kind": "step", "row": {"step": 1, "reward/mean": 0.5}, "steps": 4})
+        progress.pump(0.3)
+        with metrics.open("a") as more:
+            more.write('ard/mean": -1}\n')
+        progress.pump(0.1)
+        progress.close()
+    lines = file.read_text().splitlines()
+    assert [line[:25] for line in lines] == ["step 1/4  reward +0.500  ", "step 2/4  reward -1.000  "]
+
+
+def test_live_progress_draws_and_leaves_the_rows(tmp_path: Path):
+    file = tmp_path / "out"
+    with file.open("w") as out:
+        progress = Progress(tmp_path, steps=4, console=Console(file=out, width=100, force_terminal=True))
+        sender = EventSender(tmp_path / EVENTS)
+        sender.send({"kind": "phase", "name": "rollout", "done": 3, "total": 8})
+        progress.pump(0.3)
+        sender.send({"kind": "step", "row": {"step": 1, "reward/mean": 0.5}, "steps": 4})
+        progress.pump(0.3)
+        progress.close()
+    text = file.read_text()
+    assert "3/8" in text
+    assert "+0.500" in text.rpartition("reward")[2]
+
+
+def test_an_event_socket_that_is_taken_is_one_message(tmp_path: Path):
+    (tmp_path / EVENTS).write_text("")
+    with pytest.raises(UserError, match=EVENTS):
+        Progress(tmp_path, steps=1)
+
+
+def test_summary_without_facts_still_says_where_things_are(tmp_path: Path):
+    assert str(tmp_path / "metrics.jsonl") in summarise(tmp_path)
+
+
+def test_clock():
+    assert [clock(s) for s in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
