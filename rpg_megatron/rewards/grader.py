@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rpg_megatron.rewards import normalize
 from rpg_megatron.rewards.compare import compare
 from rpg_megatron.rewards.extraction import STYLES, Style, find_answer
+from rpg_megatron.rewards.latex_numbers import compare_constants
 from rpg_megatron.rewards.pool import Outcome, WorkerPool
 
 DEADLINE = 5.0
@@ -82,6 +83,9 @@ def grade_by_rules(extracted: str | None, answer: str) -> Verdict | None:
         return Verdict(False, extracted, f"not the same text, and longer than {LONGEST} characters")
     if _depth(extracted) > DEEPEST:
         return Verdict(False, extracted, f"not the same text, and more than {DEEPEST} brackets deep")
+    equal = compare_constants(extracted, answer)  # the quick way for constants that are plain LaTeX
+    if equal is not None:
+        return Verdict(equal, extracted, "the same value" if equal else "another value")
     equal = compare(answer, extracted)
     if equal is None:
         return None

@@ -19,13 +19,18 @@ __all__ = ["LONGEST", "answers_match", "as_number", "canonical", "is_simple", "n
 LONGEST = 1000
 """An answer with more characters is compared without normalisation."""
 
-_PLAIN = re.compile(r"\s*\$?([+-]?[0-9]{1,64}(?:\.[0-9]{1,64})?)\$?\s*")
+_PLAIN = re.compile(
+    r"\s*\\?\$?([+-]?(?:[0-9]{1,3}(?:,[0-9]{3}){1,20}|[0-9]{1,64}))(?:\.(?:0{0,64}|([0-9]{1,64})))?\$?\s*"
+)
 
 
-def plain_number(answer: str) -> Fraction | None:
+def plain_number(answer: str) -> Fraction | int | None:
     """The value of digits alone, with a point or a sign; the quick way for most answers."""
-    match = _PLAIN.fullmatch(answer) if len(answer) < 80 else None
-    return Fraction(match[1]) if match else None
+    match = _PLAIN.fullmatch(answer) if len(answer) < 100 else None
+    if match is None:
+        return None
+    whole = match[1].replace(",", "")
+    return Fraction(f"{whole}.{match[2]}") if match[2] else int(whole)
 
 
 def answers_match(a: str, b: str) -> bool:

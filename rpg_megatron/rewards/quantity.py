@@ -27,6 +27,8 @@ def as_number(text: str) -> Fraction | None:
     match = _PLAIN.fullmatch(text)
     if match is None:
         return None
+    if text.isdigit():
+        return Fraction(int(text))
     denominator = Fraction(match[2]) if match[2] else Fraction(1)
     return Fraction(match[1]) / denominator if denominator else None
 

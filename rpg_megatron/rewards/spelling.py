@@ -132,6 +132,9 @@ _TEXT = (
     r"text|textbf|textit|textrm|textsf|texttt|textup|textnormal|mathrm|mathsf|mathit|mathtt|mbox|hbox|emph"
 )
 _WRAPPER = re.compile(rf"\\(?:{_TEXT})\s*\{{([^{{}}]*)\}}")
+_WRAPPERS = re.compile(
+    rf"\\(?:{_TEXT}|boxed|fbox|underline|phantom|mathord|mathbf|boldsymbol|bm|vec|hat|over|bar)"
+)
 _BOX = re.compile(r"\\(?:boxed|fbox|underline|phantom|mathord)\s*\{([^{}]*)\}")
 _OPERATOR = re.compile(r"\\operatorname\*?\s*\{([a-zA-Z]+)\}")
 _COLOUR = re.compile(r"\\(?:text)?color\s*(?:\[[a-z]*\])?\{[^{}]*\}")
@@ -158,6 +161,8 @@ _EXP = re.compile(r"\\?(?<![A-Za-z])exp\s*\(([^()]*)\)")
 _INFINITY = re.compile(r"(?<![\\A-Za-z])(?:\+\s*)?(?:inf|infinity)(?![A-Za-z])", re.IGNORECASE)
 _POWER = re.compile(r"\^\s*\(([^()]*)\)|\^(-?\d{2,}|-\d)")
 _POWER_OF_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\^)")
+_LETTERS_OR_SIGNS = re.compile(r"[A-Za-z^<>={*~]|!=|\d ")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 _RELATIONS = (("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), (r"\not=", r"\ne "), (r"\not =", r"\ne "))
 
 _GROUPS = re.compile(r"(?<![\d.,])(\d{1,3}(?:[ ]\d{3})+)(?![\d,]|[ ]\d|\.\d+[ ,]\d)")
@@ -185,21 +190,33 @@ def spell(text: str) -> str:
     if "\\" in text or "~" in text:
         text = _latex(text)
     text = text.replace(r"\%", "%").replace("{}", "")
+    if not _LETTERS_OR_SIGNS.search(text):
+        return _without_stop(text.strip())
     for written, spelt in _RELATIONS:
         text = text.replace(written, spelt)
-    text = _SQRT.sub(lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}", text)
-    text = _EXP.sub(r"e^{\1}", text)
-    text = _INFINITY.sub(r"\\infty ", text)
-    text = _FUNCTION.sub(r"\\\1 ", text)
-    text = text.replace("**", "^")
-    text = _POWER.sub(lambda m: f"^{{{m[1] or m[2]}}}", text)
-    text = _POWER_OF_TEN.sub(r"\\times ", text)
-    text = _SHORT_GROUP.sub(r"\1\2", text)
+    if "sqrt" in text or "exp" in text:
+        text = _SQRT.sub(lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}", text)
+        text = _EXP.sub(r"e^{\1}", text)
+    if _WORD.search(text):
+        text = _FUNCTION.sub(r"\\\1 ", _INFINITY.sub(r"\\infty ", text))
+    if "^" in text or "**" in text:
+        text = text.replace("**", "^")
+        text = _POWER.sub(lambda m: f"^{{{m[1] or m[2]}}}", text)
+        text = _POWER_OF_TEN.sub(r"\\times ", text)
+    if "{" in text:
+        text = _SHORT_GROUP.sub(r"\1\2", text)
+        if "{,}" in text:
+            text = _BRACED_COMMA.sub(".", _BRACED_GROUPS.sub(lambda m: m[1].replace("{,}", ""), text))
     text = " ".join(text.split())
-    text = _BRACED_COMMA.sub(".", _BRACED_GROUPS.sub(lambda m: m[1].replace("{,}", ""), text))
-    text = _GROUPS.sub(lambda m: m[1].replace(" ", ""), text)
-    text = _E_NOTATION.sub(lambda m: f"{m[1]} \\times 10^{{{int(m[2])}}}", text)
-    text = text.strip()
+    if " " in text:
+        text = _GROUPS.sub(lambda m: m[1].replace(" ", ""), text)
+    if "e" in text or "E" in text:
+        text = _E_NOTATION.sub(lambda m: f"{m[1]} \\times 10^{{{int(m[2])}}}", text)
+    return _without_stop(text)
+
+
+def _without_stop(text: str) -> str:
+    """Without punctuation at its end; the dots of 0.333... stay."""
     return text if text.endswith("...") else text.rstrip(".,;: ").strip()
 
 
@@ -233,9 +250,9 @@ def _markdown(text: str) -> str:
         text = text.replace("`", "")
     if "~~" in text:
         text = _STRUCK.sub(" ", text)
-    text = _EMPHASIS.sub(r"\2", text)
-    text = text.strip(" \t\r\n")
-    text = text.lstrip("*_ ").rstrip("*_ ")
+    if "*" in text or "__" in text:
+        text = _EMPHASIS.sub(r"\2", text)
+    text = text.strip(" \t\r\n*_")
     if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
         text = text[1:-1]
     return text.strip()
@@ -254,23 +271,25 @@ def _dollars(text: str) -> str:
 def _latex(text: str) -> str:
     text = text.replace("\\\\", "\\cr " if "\\begin" in text else " ")
     text = re.sub(r"\\[()\[\]](?!\d+(?:pt|em|ex|mm)\b)", " ", text)
-    text = _OPERATOR.sub(r"\\\1", text)
-    text = _COLOUR.sub("", text)
-    for _ in range(8):  # innermost braces first; bounded, because any text may come
+    if "color" in text or "operatorname" in text:
+        text = _COLOUR.sub("", _OPERATOR.sub(r"\\\1", text))
+    for _ in range(8 if _WRAPPERS.search(text) else 0):  # innermost braces first; any text may come
         shorter = _BOX.sub(r"\1", _BAR.sub(r"\1", _ACCENT.sub(_accent, _WRAPPER.sub(r" \1 ", text))))
         if shorter == text:
             break
         text = shorter
     text = _COMMAND.sub(_command, text)
     text = _SPACE.sub(lambda m: "" if m[0] == "\\!" else " ", text)
-    text = _REAL.sub(r"(-\\infty,\\infty)", text)
-    text = _ROOT.sub(r"\\sqrt\1{\2}", text)
-    for _ in range(6):  # from the inside, as an argument may hold fractions
+    if "math" in text or "real" in text or "\\R" in text:
+        text = _REAL.sub(r"(-\\infty,\\infty)", text)
+    if "\\sqrt" in text:
+        text = _ROOT.sub(r"\\sqrt\1{\2}", text)
+    for _ in range(6 if "\\frac" in text else 0):  # from the inside, as an argument may hold fractions
         longer = _SECOND.sub(r"\1{\2}", _FRACTION.sub(_numerator, text))
         if longer == text:
             break
         text = longer
-    return _LOG_ARGUMENT.sub(r"\1(\2)", text)
+    return _LOG_ARGUMENT.sub(r"\1(\2)", text) if "log_" in text else text
 
 
 def _command(match: re.Match[str]) -> str:
