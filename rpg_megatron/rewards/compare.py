@@ -32,7 +32,8 @@ _ALGEBRA = re.compile(
     r"(?:\\(?:frac|sqrt|cdot|times|div|pi|binom|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|exp"
     r"|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|psi|tau|omega|Delta|Omega|Gamma|infty"
     r"|lfloor|rfloor|lceil|rceil)(?![A-Za-z])"
-    r"|(?<![A-Za-z])[A-Za-z]{1,4}(?![A-Za-z])|[0-9+\-*/^_(){}\[\]|!,' ])+"
+    r"|(?<![A-Za-z])(?!(?:of|to|is|or|and|out|the|not|for|per)(?![A-Za-z]))"
+    r"[A-Za-z]{1,3}(?![A-Za-z])|[0-9+\-*/^_(){}\[\]|!,']|(?<!\d) | (?!\d))+"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _OPERATORS = re.compile(r"\\(?:sum|prod|int|lim)")

@@ -240,6 +240,8 @@ def _many(text: str) -> list[Reading] | None:
     if inside is not None:
         kind, content = inside
         items = [t for t in split_top(content, re.compile(r"\s*[,;]\s*")) if t]
+        if kind == "set" and len(items) == 1 and not text.startswith("\\"):  # {5} may be a group
+            return [Many("set", _expand(items)), *read_part(content)]
         if kind == "set":
             return [Many("set", _expand(items))]
         if len(items) > 1:
