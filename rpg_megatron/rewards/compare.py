@@ -226,7 +226,7 @@ def _cells(matrix: Matrix) -> list[str]:
 def _regions(a: Region, b: Region, algebra: Algebra | None) -> bool | None:
     first, second = merged(a), merged(b)
     if first is not None and second is not None:
-        return first == second
+        return bool(first) and first == second
     if len(a.atoms) != 1 or len(b.atoms) != 1:
         return False
     (x,), (y,) = a.atoms, b.atoms

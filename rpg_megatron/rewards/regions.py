@@ -99,6 +99,9 @@ def _atoms(text: str) -> list[Atom] | None:
     ends = _comma(match[2])
     if ends is None:
         return None
+    low, high = bound(ends[0]), bound(ends[1])
+    if low is not None and high is not None and low >= high:  # (3,1) is a point, no interval
+        return None
     return [Atom(ends[0], match[1] == "[", ends[1], match[3] == "]")]
 
 
