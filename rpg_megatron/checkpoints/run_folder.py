@@ -67,7 +67,7 @@ def find_problems(folder: Path) -> list[str]:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """What ``state.json`` of a whole checkpoint holds. Raises UserError if it is of another version."""
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state["format"] != FORMAT:
         raise UserError(
             f"{folder}: a checkpoint of format {state['format']}, this version reads {FORMAT}; continue it "

@@ -28,6 +28,8 @@ class HeldAnchor:
             host_memory.host_tensor(p.shape, p.dtype, pinned=p.device.type == "cuda") for p in self._params
         ]
         self.refreshes = -1
+        self._updates = 0
+        self._kl: float | None = None
         self._take()
 
     @contextmanager
@@ -71,7 +73,7 @@ class HeldAnchor:
         self._wait()
         self.refreshes += 1
         self._updates = 0
-        self._kl: float | None = None
+        self._kl = None
 
     @torch.no_grad()
     def _swap(self) -> None:

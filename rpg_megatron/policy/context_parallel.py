@@ -62,5 +62,5 @@ def gather_places(mine: Tensor, places: Tensor, *, summed: bool) -> Tensor:
     """
     if places.size(0) == 1:
         return mine
-    whole: Tensor = _Gather.apply(mine, places, summed)
+    whole: Tensor = _Gather.apply(mine, places, summed)  # type: ignore[no-untyped-call]  # torch's own
     return whole

@@ -69,7 +69,7 @@ def start_device(device: str) -> torch.device:
         torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.current_stream = lambda device=None: _NoStream()  # type: ignore[assignment,return-value]
-        _Redirect().__enter__()
+        _Redirect().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         import megatron.core.tensor_parallel.random as megatron_random
 
         # Activation recompute saves this state; the CPU generator's is saved by Megatron itself.

@@ -146,7 +146,9 @@ class EmulatedProduct(torch.nn.Module):
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         x = input.flatten(0, -2)
-        y = _Product.apply(x, weight, bias, self, self.scales(x, weight))
+        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]  # torch's own
+            x, weight, bias, self, self.scales(x, weight)
+        )
         return y.view(*input.shape[:-1], -1)
 
     def scales(self, x: Tensor, w: Tensor) -> Any:

@@ -146,7 +146,10 @@ def token_logprobs(
         raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
     first = 0 if group is None else group.rank() * weight.size(0)
     valid = min(max(vocab - first, 0), weight.size(0))
-    return _ChunkedLogProbs.apply(hidden, weight, targets, first, valid, temperature, chunk, group)
+    result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's own
+        hidden, weight, targets, first, valid, temperature, chunk, group
+    )
+    return result
 
 
 def logprob_head(

@@ -21,9 +21,9 @@ from rpg_megatron.policy.context_parallel import zigzag_places
 class PackedSequences(PackedSeqParams):
     """Megatron's description of a packed row, whole even where the row is cut over context ranks."""
 
-    lengths: list[int] = field(default_factory=list)
+    lengths: list[int] = field(kw_only=True)
     """Places of each sequence, filling included, as plain integers."""
-    places: Tensor | None = None
+    places: Tensor = field(kw_only=True)
     """int64 [context, t / context]: the places of the row that each context rank holds."""
 
 

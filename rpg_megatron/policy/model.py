@@ -311,4 +311,6 @@ def named_parameters(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, torch.nn
         layers = chunk.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0
         for name, parameter in chunk.named_parameters():
-            yield _LOCAL_LAYER.sub(lambda m, first=first: f"{m[1]}{int(m[2]) + first}", name), parameter
+            if match := _LOCAL_LAYER.match(name):
+                name = f"{match[1]}{int(match[2]) + first}{name[match.end() :]}"
+            yield name, parameter

@@ -52,7 +52,7 @@ class CpuAdam(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # Megatron passes no closure
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             if not group["params"]:  # as the fused optimizers: an empty group does not count steps

@@ -199,7 +199,7 @@ class Policy:
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         # The norm counts only once what tensor-parallel ranks hold alike: each looks at all that it holds.
-        sums = torch.stack([p.main_grad.sum() for _, p in self.named_parameters()])
+        sums = torch.stack([_gradient(p).sum() for _, p in self.named_parameters()])
         finite = torch.isfinite(sums).all().view(1)
         spoilt = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
         dist.all_reduce(spoilt, op=dist.ReduceOp.MAX)
@@ -210,7 +210,7 @@ class Policy:
 
     def spoilt_gradients(self) -> list[str]:
         """This rank's parameters whose gradient was not finite in the last update. Not collective."""
-        return [name for name, p in self.named_parameters() if not torch.isfinite(p.main_grad).all()]
+        return [name for name, p in self.named_parameters() if not torch.isfinite(_gradient(p)).all()]
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -251,7 +251,7 @@ class Policy:
         return results
 
     def _forward(self, pack: MicroBatch, model: torch.nn.Module) -> Tensor:
-        return model(
+        output: Tensor = model(
             pack.tokens,
             pack.positions,
             None,
@@ -260,6 +260,7 @@ class Policy:
             output_processor=logprob_head,
             output_processor_context=replace(self._head, label_range=pack.label_range),
         )
+        return output
 
     def _scored(self, iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
         pack = next(iterator)  # type: ignore[call-overload]
@@ -298,6 +299,12 @@ class Policy:
         ratio_max, loss, count, tokens, *values = torch.cat([largest, sums]).tolist()
         means = {name: value / max(tokens, 1) for name, value in zip(_MEANS, values, strict=True)}
         return UpdateStats(int(tokens), loss / max(count, 1), means, ratio_max, grad_norm, skipped)
+
+
+def _gradient(p: Any) -> Tensor:
+    """The accumulated gradient, which Megatron's DDP keeps as an attribute of the parameter."""
+    gradient: Tensor = p.main_grad
+    return gradient
 
 
 def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Tensor]:

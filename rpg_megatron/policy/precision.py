@@ -84,7 +84,7 @@ def loadable(params: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple
     For a parameter in FP8 it is the bfloat16 tensor, in host memory, that Megatron's optimizer starts from.
     """
     for name, p in params:
-        yield name, p.get_high_precision_init_val() if is_float8tensor(p) else p
+        yield name, _initial_value(p) if is_float8tensor(p) else p
 
 
 @torch.no_grad()
@@ -92,7 +92,13 @@ def quantise(params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
     """After loading: give the parameters in FP8 the values that were loaded."""
     for _, p in params:
         if is_float8tensor(p):
-            p.copy_(p.get_high_precision_init_val())
+            p.copy_(_initial_value(p))
+
+
+def _initial_value(p: Any) -> Tensor:
+    """The bfloat16 tensor that Transformer Engine keeps with an FP8 parameter, for the optimizer."""
+    value: Tensor = p.get_high_precision_init_val()
+    return value
 
 
 class ExportedWeights:

@@ -136,7 +136,7 @@ class CudaIpcPublisher:
                     self._handles[address] = _export(storage)
                 found.handles.append(self._handles[address])
                 found.sizes.append(storage.nbytes())
-            found.places[name] = index[address], param.storage_offset() * param.element_size()
+            found.places[name] = index[address], int(param.storage_offset()) * param.element_size()
         return found
 
     def _shards(self, source: int) -> Iterator[Shard]:

@@ -122,7 +122,7 @@ class Link:
         try:
             if meeting.place["backend"] == "gloo":
                 self._device, self._pinned = torch.device("cpu"), device.type == "cuda"
-                options = dist.ProcessGroupGloo._Options()
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
                 options._devices = [_gloo_device(str(meeting.place["address"]))]
                 options._timeout = timeout
                 self._group: Any = dist.ProcessGroupGloo(store, side, 2, options)

@@ -69,7 +69,7 @@ class LoadRecorder[Key: Hashable](TorchDispatchMode):
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], targets: Mapping[Key, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._sources = {_storage(t): (name, t) for name, t in sources.items()}
         self._targets = {_storage(t): key for key, t in targets.items()}
         self.copies: list[tuple[Key, SliceCopy]] = []

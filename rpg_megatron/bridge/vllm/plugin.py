@@ -114,6 +114,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
     def receive_weights(self, update_info: PullUpdate, ack: dict[str, Any] | None = None) -> None:
         """One phase; may raise, unlike ``update_weights``. ``ack`` is filled with what was done."""
         ack = {} if ack is None else ack
+        plan: ModelPlan | None
         session = (update_info.session, update_info.version)
         if update_info.phase == "check":
             self._checked = None

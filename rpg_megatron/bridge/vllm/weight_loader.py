@@ -82,7 +82,7 @@ class ModelPlan:
         return sum(item[name] * box.numel for name, box in self.boxes())
 
 
-def record_plan(model: torch.nn.Module, device: torch.device, signature: Signature) -> ModelPlan:
+def record_plan(model: Any, device: torch.device, signature: Signature) -> ModelPlan:
     """Run the model's own ``load_weights`` on tensors without memory; the model is as before on return.
 
     Raises ShardError if a published tensor does not fit the model, or a module is left without weights.
@@ -126,7 +126,7 @@ def record_plan(model: torch.nn.Module, device: torch.device, signature: Signatu
 
 @torch.no_grad()
 def load_published(
-    model: torch.nn.Module, model_config: Any, device: torch.device, plan: ModelPlan, reader: Reader
+    model: Any, model_config: Any, device: torch.device, plan: ModelPlan, reader: Reader
 ) -> None:
     """Put the open publication's weights into the model. A failure leaves it half loaded."""
     with torch.device(device):
@@ -177,7 +177,7 @@ def _plans_by_layer(recorder: LoadRecorder[tuple[torch.nn.Module, str]]) -> dict
 def _check_complete(
     model: torch.nn.Module,
     plans: dict[torch.nn.Module, LayerPlan],
-    live: dict[torch.nn.Module, dict[str, torch.nn.Parameter]],
+    live: dict[torch.nn.Module, dict[str, torch.Tensor]],
 ) -> list[torch.nn.Module]:
     """Refuse plans that leave part of a parameter unwritten; returns the modules that share a planned one.
 
@@ -207,7 +207,7 @@ def _check_complete(
     return shared
 
 
-def _keeps_layout(plan: LayerPlan, live: dict[str, torch.nn.Parameter], device: torch.device) -> bool:
+def _keeps_layout(plan: LayerPlan, live: dict[str, torch.Tensor], device: torch.device) -> bool:
     """Whether copying into the live parameters is all that loading this module amounts to."""
     if _is_processed(plan.layer, device):
         return False
@@ -295,7 +295,7 @@ def _copy_slices(plan: LayerPlan, reader: Reader) -> None:
             target[position.slices()].copy_(part, non_blocking=True)
 
 
-def _load_whole(model: torch.nn.Module, model_config: Any, reader: Reader) -> None:
+def _load_whole(model: Any, model_config: Any, reader: Reader) -> None:
     """Let the model's loaders cut full tensors: copies, since padded layers read theirs only in finalize."""
     assert reader.manifest is not None
     initialize_layerwise_reload(model)
@@ -322,7 +322,7 @@ def _sharing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return out
 
 
-def _process(layer: torch.nn.Module) -> None:
+def _process(layer: Any) -> None:
     """A module's own work after loading: re-packing, quantising."""
     method = getattr(layer, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):

@@ -59,6 +59,7 @@ def _pack_one(tokens: Tensor) -> PackedSequences:
         max_seqlen_q=length,
         max_seqlen_kv=length,
         lengths=[length],
+        places=torch.arange(length, device=tokens.device)[None],
     )
 
 
