@@ -257,7 +257,7 @@ def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str
     """Say whose part of a tensor is damaged: by reading it once more here, where memory is shared."""
     if manifest.transport != "shared_memory":  # a GPU's memory cannot be read again from here
         ranks = {manifest.shards[b.shard].rank for b in manifest.tensors[name].boxes}
-        read = {int(a.get("givers", {}).get(str(rank), rank)) for a in acks for rank in ranks}
+        read = {int(a.get("ranks_read", {}).get(str(rank), rank)) for a in acks for rank in ranks}
         return f" (from trainer ranks {', '.join(map(str, sorted(read)))})"
     from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 

@@ -14,12 +14,12 @@ from rpg_megatron.bridge.checksum import checksums
 from rpg_megatron.bridge.manifest import Manifest, PublishedBox, PublishedTensor, Shard
 from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_sources
+from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.dtypes import dtype_name
 
 Sums = dict[tuple[str, int], int]
-"""Checksum of one rank's boxes, by (HF name, index among the tensor's sources)."""
+"""Checksum of one rank's boxes, by (HF name, index among the tensor's owners)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PublishPlan:
     """The same on every rank, or on every rank of a node, but for ``rank`` itself."""
 
     rank: int
-    sources: dict[str, list[SliceOwner]]
+    owners: dict[str, list[SliceOwner]]
     """For every HF tensor the pieces that make it up, each with the one rank that gives it."""
     shapes: dict[tuple[int, str], tuple[int, ...]]
     """Shape of each parameter, by (rank, Megatron name)."""
@@ -41,24 +41,20 @@ class PublishPlan:
     @property
     def ranks(self) -> list[int]:
         """The ranks that give at least one piece, in order."""
-        return sorted({s.rank for found in self.sources.values() for s in found})
+        return sorted({s.rank for owners in self.owners.values() for s in owners})
 
-    def mine(self) -> list[tuple[str, int, str, Piece]]:
-        """What this rank gives: (HF name, index among the tensor's sources, parameter, piece)."""
-        return self.of(self.rank)
-
-    def of(self, rank: int) -> list[tuple[str, int, str, Piece]]:
-        """What a source rank gives; its replicas hold the same."""
+    def slices_of(self, rank: int) -> list[tuple[str, int, str, Piece]]:
+        """What a source rank sends: (HF name, index among the tensor's owners, parameter, piece)."""
         return [
             (name, i, s.param, s.piece)
-            for name, found in self.sources.items()
-            for i, s in enumerate(found)
+            for name, owners in self.owners.items()
+            for i, s in enumerate(owners)
             if s.rank == rank
         ]
 
     def sum_boxes(self, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Sums:
         """Checksums of this rank's pieces, as they are when stored in ``dtype``."""
-        mine = self.mine()
+        mine = self.slices_of(self.rank)
         sums = checksums(
             (params[param].detach()[piece.local.slices()].to(dtype), piece.hf.start)
             for _, _, param, piece in mine
@@ -66,8 +62,8 @@ class PublishPlan:
         return {(name, i): number for (name, i, _, _), number in zip(mine, sums, strict=True)}
 
 
-def agree(
-    placement: RankCoordinates, params: Mapping[str, torch.Tensor], layout: ModelMapping, node: str = ""
+def make_publish_plan(
+    coordinates: RankCoordinates, params: Mapping[str, torch.Tensor], mapping: ModelMapping, node: str = ""
 ) -> PublishPlan:
     """Tell all ranks what this one holds. Collective over the default process group.
 
@@ -75,19 +71,19 @@ def agree(
     the same agree among themselves, so that each node's engines read from ranks of that node.
     Raises an error on every rank if the ranks of a node together do not hold the model.
     """
-    holding = RankShards(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    gathered = gather_objects((holding, node))
+    shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
+    gathered = gather_objects((shards, node))
     peers = [h for h, where in gathered if where == node]
-    sources = run_together(lambda: assign_sources(layout, peers))
+    owners = run_together(lambda: assign_owners(mapping, peers))
     held: dict[tuple[int, int], list[int]] = {}
-    for h in peers:
-        held.setdefault((h.placement.pipeline_rank, h.placement.tensor_rank), []).append(h.placement.rank)
+    for c in (h.coordinates for h in peers):
+        held.setdefault((c.pipeline_rank, c.tensor_rank), []).append(c.rank)
     return PublishPlan(
-        placement.rank,
-        sources,
-        {(h.placement.rank, n): s for h in peers for n, s in h.params},
+        coordinates.rank,
+        owners,
+        {(h.coordinates.rank, n): s for h in peers for n, s in h.params},
         {min(ranks): tuple(sorted(ranks)) for ranks in held.values()},
-        min(h.placement.rank for h in peers),
+        min(h.coordinates.rank for h in peers),
         len(peers) == len(gathered),
     )
 
@@ -97,9 +93,9 @@ def node_name(folder: Path) -> str:
     return f"{socket.gethostname()}:{folder}"
 
 
-def describe(
-    agreement: PublishPlan,
-    layout: ModelMapping,
+def build_manifest(
+    plan: PublishPlan,
+    mapping: ModelMapping,
     dtype: torch.dtype,
     shards: tuple[Shard, ...],
     where: Mapping[tuple[int, str], tuple[int, int]],
@@ -118,14 +114,14 @@ def describe(
             tuple(
                 PublishedBox(
                     *where[s.rank, s.param],
-                    agreement.shapes[s.rank, s.param],
+                    plan.shapes[s.rank, s.param],
                     s.piece.local,
                     s.piece.hf,
                     sums[s.rank][name, i],
                 )
-                for i, s in enumerate(agreement.sources[name])
+                for i, s in enumerate(plan.owners[name])
             ),
         )
-        for name, shape in layout.hf_tensors().items()
+        for name, shape in mapping.hf_tensors().items()
     }
     return Manifest(shards=shards, tensors=tensors, **found_by)

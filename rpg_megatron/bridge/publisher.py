@@ -46,9 +46,9 @@ def published(publisher: Publisher, version: int) -> Iterator[Manifest | None]:
 def open_publisher(
     settings: BridgeSettings,
     folder: Path,
-    placement: RankCoordinates,
+    coordinates: RankCoordinates,
     params: Mapping[str, torch.Tensor],
-    layout: ModelMapping,
+    mapping: ModelMapping,
     dtype: torch.dtype,
     *,
     adopt: bool,
@@ -65,9 +65,9 @@ def open_publisher(
 
         return GroupPublisher(
             settings.address or os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
-            placement,
+            coordinates,
             params,
-            layout,
+            mapping,
             dtype,
             timeout=settings.timeout,
             bucket_bytes=settings.bucket_mib * 1024**2,
@@ -76,7 +76,7 @@ def open_publisher(
     if settings.transport == "cuda_ipc":
         from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
 
-        return CudaIpcPublisher(folder, placement, params, layout, dtype)
+        return CudaIpcPublisher(folder, coordinates, params, mapping, dtype)
     from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 
-    return SharedMemoryPublisher(folder, placement, params, layout, dtype, adopt=adopt)
+    return SharedMemoryPublisher(folder, coordinates, params, mapping, dtype, adopt=adopt)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from rpg_megatron.checkpoints.hf_files import COPIED, INDEX, SINGLE
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_sources
+from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, dtype_name
 
@@ -33,7 +33,7 @@ class _Plan:
     """What every rank computes alike: the files, and for each tensor who sends which piece."""
 
     shards: list[list[str]]
-    sources: dict[str, list[SliceOwner]]
+    owners: dict[str, list[SliceOwner]]
     shapes: dict[str, tuple[int, ...]]
 
 
@@ -42,8 +42,8 @@ def export_hf(
     out_dir: Path,
     source_dir: Path,
     params: Mapping[str, torch.Tensor],
-    layout: ModelMapping,
-    placement: RankCoordinates,
+    mapping: ModelMapping,
+    coordinates: RankCoordinates,
     *,
     dtype: torch.dtype,
     max_shard_bytes: int = 5 * 1024**3,
@@ -57,18 +57,18 @@ def export_hf(
     The folder appears under its name only when it is complete; a killed export leaves
     ``.NAME.incomplete``, which the next one removes. ``replace`` allows an existing ``out_dir`` to be
     replaced.
-    Raises UserError on every rank if ``out_dir`` exists or cannot be written, LayoutError if tensors are
+    Raises UserError on every rank if ``out_dir`` exists or cannot be written, MappingError if tensors are
     incomplete.
     """
     if dtype_name(dtype) not in WEIGHT_DTYPES:
         raise UserError(f"export dtype {dtype_name(dtype)} is not one of {', '.join(WEIGHT_DTYPES)}")
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     part = out_dir.parent / f".{out_dir.name}.incomplete"
-    holding = RankShards(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    holdings = gather_objects(holding)
-    shapes = layout.hf_tensors()
+    held = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
+    gathered = gather_objects(held)
+    shapes = mapping.hf_tensors()
     sizes = {n: math.prod(s) * dtype.itemsize for n, s in shapes.items()}
-    plan = _Plan(group_shards(sizes, max_shard_bytes), assign_sources(layout, holdings), shapes)
+    plan = _Plan(group_shards(sizes, max_shard_bytes), assign_owners(mapping, gathered), shapes)
     names = _file_names(len(plan.shards))
 
     run_together(lambda: _prepare(out_dir, part, replace) if rank == 0 else None)
@@ -103,19 +103,19 @@ def _assemble_round(
             name = shard[i]
             if assembler == rank:
                 out[name] = torch.empty(plan.shapes[name], dtype=dtype)
-            for tag, source in enumerate(plan.sources[name]):
-                if rank not in (assembler, source.rank):
+            for tag, owner in enumerate(plan.owners[name]):
+                if rank not in (assembler, owner.rank):
                     continue
-                piece = source.piece
-                if source.rank == rank:
-                    values = params[source.param].detach()[piece.local.slices()].to(dtype)
+                piece = owner.piece
+                if owner.rank == rank:
+                    values = params[owner.param].detach()[piece.local.slices()].to(dtype)
                     if assembler == rank:
                         out[name][piece.hf.slices()].copy_(values)
                     else:
                         ops.append(dist.P2POp(dist.isend, values.contiguous(), assembler, tag=tag))
                 else:
                     buffer = torch.empty(piece.hf.extent, dtype=dtype, device=_device(params))
-                    ops.append(dist.P2POp(dist.irecv, buffer, source.rank, tag=tag))
+                    ops.append(dist.P2POp(dist.irecv, buffer, owner.rank, tag=tag))
                     landing.append((out[name][piece.hf.slices()], buffer))
         if ops:
             for work in dist.batch_isend_irecv(ops):

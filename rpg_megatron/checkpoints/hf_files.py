@@ -101,18 +101,18 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def verify_hf_checkpoint(
-    model_dir: Path, layout: ModelMapping, *, one_dtype: bool = False
+    model_dir: Path, mapping: ModelMapping, *, one_dtype: bool = False
 ) -> dict[str, StoredTensor]:
-    """Check that a checkpoint holds exactly the tensors of the layout; returns where each of them lies.
+    """Check that a checkpoint holds exactly the tensors of the mapping; returns where each of them lies.
 
     A ``lm_head.weight`` next to tied embeddings is ignored, as transformers ignores it. ``one_dtype``: all
     tensors must be of one type, for uses that keep it.
     Raises one UserError that lists every missing, unexpected and wrong-shaped tensor, or the corrupt files.
     """
     stored = list_checkpoint(model_dir)
-    if layout.shape.tied_embeddings:
+    if mapping.shape.tied_embeddings:
         stored.pop("lm_head.weight", None)
-    wanted = layout.hf_tensors()
+    wanted = mapping.hf_tensors()
     problems = []
     if missing := [n for n in wanted if n not in stored]:
         problems.append(f"missing: {_some(missing)}")
@@ -137,8 +137,8 @@ def verify_hf_checkpoint(
         problems.append(f"not {usual}, as {count} tensors are; save the model in one type: {_some(others)}")
     if problems:
         raise UserError(
-            f"{model_dir}: the weights do not fit its config.json ({layout.shape.family}, "
-            f"{layout.shape.num_layers} layers)\n  " + "\n  ".join(problems)
+            f"{model_dir}: the weights do not fit its config.json ({mapping.shape.family}, "
+            f"{mapping.shape.num_layers} layers)\n  " + "\n  ".join(problems)
         )
     return stored
 

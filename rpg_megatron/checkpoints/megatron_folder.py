@@ -93,7 +93,7 @@ def hash_files(
 
 def write_manifest(
     folder: Path,
-    facts: CheckpointMetadata,
+    metadata: CheckpointMetadata,
     count: Callable[[int], None] = lambda n: None,
     known: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
@@ -112,7 +112,7 @@ def write_manifest(
             )
     names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     files |= hash_files(folder, sorted(names - files.keys()), count)
-    text = json.dumps({"format": _FORMAT, **asdict(facts), "files": dict(sorted(files.items()))}, indent=2)
+    text = json.dumps({"format": _FORMAT, **asdict(metadata), "files": dict(sorted(files.items()))}, indent=2)
     with (folder / MANIFEST).open("w", encoding="utf-8") as f:
         f.write(text + "\n")
         f.flush()
@@ -120,7 +120,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str, Any]]] | None:
-    """Facts and files (name -> bytes, sha256), or None where Megatron-LM wrote the checkpoint by itself.
+    """Metadata and files (name -> bytes, sha256), or None where Megatron-LM wrote the checkpoint by itself.
 
     Raises UserError if the file is there and broken.
     """
@@ -131,8 +131,8 @@ def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str,
             raise UserError(
                 f"{file}: format {raw['format']}, this version reads {_FORMAT}; update the package"
             )
-        facts = CheckpointMetadata(**{name: raw[name] for name in CheckpointMetadata.__dataclass_fields__})
-        return facts, {
+        metadata = CheckpointMetadata(**{name: raw[name] for name in CheckpointMetadata.__dataclass_fields__})
+        return metadata, {
             str(n): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for n, f in raw["files"].items()
         }
     except FileNotFoundError:

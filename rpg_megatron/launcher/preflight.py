@@ -21,7 +21,7 @@ from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.data.problems import read_counted
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
-from rpg_megatron.models.registry import check_layout, layout_for
+from rpg_megatron.models.registry import check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -97,7 +97,7 @@ def check_model(path: Path) -> ModelShape:
         raise UserError(
             f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
         )
-    verify_hf_checkpoint(path, layout_for(shape))
+    verify_hf_checkpoint(path, mapping_for(shape))
     return shape
 
 
@@ -175,7 +175,7 @@ def check_shared_memory(
         raise UserError(
             f"{folder} is missing or not writable; weights pass from trainer to engine through it"
         )
-    numbers = sum(_product(dims) for dims in layout_for(shape).hf_tensors().values())
+    numbers = sum(_product(dims) for dims in mapping_for(shape).hf_tensors().values())
     needed = numbers * ITEM_BYTES[settings.precision.dtype] + _SPARE
     free = shutil.disk_usage(folder).free
     if free < needed:

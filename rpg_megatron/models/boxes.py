@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
-class LayoutError(ValueError):
-    """Shards and Hugging Face tensors do not fit together: a wrong placement, or a bug in a layout."""
+class MappingError(ValueError):
+    """Shards and Hugging Face tensors do not match: wrong rank coordinates, or a bug in a mapping."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,19 @@ class Piece:
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:
-    """Raise LayoutError unless ``boxes`` hold every element of the tensor exactly once."""
+    """Raise MappingError unless ``boxes`` hold every element of the tensor exactly once."""
     full = Box.whole(shape)
     ordered = sorted(boxes, key=lambda b: b.start)
     for i, box in enumerate(ordered):
         try:
             box.offset_in(full)
         except ValueError:
-            raise LayoutError(f"{name}: {box} reaches outside the tensor's shape {tuple(shape)}") from None
+            raise MappingError(f"{name}: {box} reaches outside the tensor's shape {tuple(shape)}") from None
         for later in ordered[i + 1 :]:
             if box.start and later.start[0] >= box.end[0]:
                 break  # sorted by the first dimension: nothing further on can overlap this one
             if box.intersect(later) is not None:
-                raise LayoutError(f"{name}: {box} and {later} overlap; some elements have two owners")
+                raise MappingError(f"{name}: {box} and {later} overlap; some elements have two owners")
     held = sum(b.numel for b in ordered)
     if held != full.numel:
-        raise LayoutError(f"{name}: {full.numel - held} of {full.numel} elements are held by no rank")
+        raise MappingError(f"{name}: {full.numel - held} of {full.numel} elements are held by no rank")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.boxes import LayoutError, Piece
+from rpg_megatron.models.boxes import MappingError, Piece
 from rpg_megatron.models.partition import (
     GatedMLPMapping,
     Part,
@@ -47,7 +47,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class DenseLayout:
+class DenseMapping:
     """The box table of one model; see ``ModelMapping`` for the contract."""
 
     shape: ModelShape
@@ -80,7 +80,7 @@ class DenseLayout:
         return {n: self.local_shape(n, tensor=tensor, vocab_multiple=vocab_multiple) for n in names}
 
     def local_shape(self, param_name: str, *, tensor: int, vocab_multiple: int) -> Shape:
-        """Shape of one parameter on one rank. LayoutError if the name is unknown."""
+        """Shape of one parameter on one rank. MappingError if the name is unknown."""
         s = self.shape
         if param_name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             return (s.padded_vocab(tensor, vocab_multiple) // tensor, s.hidden_size)
@@ -108,7 +108,7 @@ class DenseLayout:
         match = _LAYER.fullmatch(param_name)
         part = match and self.layer.get(FUSED.get(match[2], match[2]))
         if not match or part is None:
-            raise LayoutError(
-                f"{param_name}: the {self.shape.family} layout knows no such parameter of a GPTModel"
+            raise MappingError(
+                f"{param_name}: the {self.shape.family} mapping has no such parameter of a GPTModel"
             )
         return int(match[1]), part

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.dense import DENSE_LAYER, DenseLayout
+from rpg_megatron.models.dense import DENSE_LAYER, DenseMapping
 
 
-def llama_layout(shape: ModelShape) -> DenseLayout:
+def llama_mapping(shape: ModelShape) -> DenseMapping:
     """The table of one Llama model."""
-    return DenseLayout(shape, DENSE_LAYER)
+    return DenseMapping(shape, DENSE_LAYER)

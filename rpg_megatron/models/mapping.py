@@ -36,12 +36,12 @@ class ModelMapping(Protocol):
         ...
 
     def local_shape(self, param_name: str, *, tensor: int, vocab_multiple: int) -> Shape:
-        """Shape of one parameter on one rank. LayoutError if the name is unknown."""
+        """Shape of one parameter on one rank. MappingError if the name is unknown."""
         ...
 
     def pieces(self, param_name: str, *, tensor: int, tensor_rank: int, vocab_multiple: int) -> list[Piece]:
         """The parts of one local parameter and where they lie in HF tensors; padding rows have none.
 
-        LayoutError if the name is unknown.
+        MappingError if the name is unknown.
         """
         ...

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.dense import DENSE_LAYER, DenseLayout
+from rpg_megatron.models.dense import DENSE_LAYER, DenseMapping
 from rpg_megatron.models.partition import QKVMapping
 
 
-def qwen2_layout(shape: ModelShape) -> DenseLayout:
+def qwen2_mapping(shape: ModelShape) -> DenseMapping:
     """The table of one dense Qwen2 model."""
-    return DenseLayout(shape, {**DENSE_LAYER, "self_attention.linear_qkv.bias": QKVMapping("bias")})
+    return DenseMapping(shape, {**DENSE_LAYER, "self_attention.linear_qkv.bias": QKVMapping("bias")})

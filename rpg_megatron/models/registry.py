@@ -10,24 +10,26 @@ from collections.abc import Callable
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.llama import llama_layout
+from rpg_megatron.models.llama import llama_mapping
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.qwen2 import qwen2_layout
-from rpg_megatron.models.qwen3 import qwen3_layout
+from rpg_megatron.models.qwen2 import qwen2_mapping
+from rpg_megatron.models.qwen3 import qwen3_mapping
 
-LAYOUTS: dict[str, Callable[[ModelShape], ModelMapping]] = {
-    "llama": llama_layout,
-    "qwen2": qwen2_layout,
-    "qwen3": qwen3_layout,
+MAPPINGS: dict[str, Callable[[ModelShape], ModelMapping]] = {
+    "llama": llama_mapping,
+    "qwen2": qwen2_mapping,
+    "qwen3": qwen3_mapping,
 }
 """Family, as ``read_model_shape`` finds it -> its table."""
 
 
-def layout_for(shape: ModelShape) -> ModelMapping:
+def mapping_for(shape: ModelShape) -> ModelMapping:
     """The table for a model. Raises UserError if its family has none."""
-    if shape.family not in LAYOUTS:
-        raise UserError(f"model family {shape.family!r} has no layout; known: {', '.join(sorted(LAYOUTS))}")
-    return LAYOUTS[shape.family](shape)
+    if shape.family not in MAPPINGS:
+        raise UserError(
+            f"model family {shape.family!r} is not supported; supported: {', '.join(sorted(MAPPINGS))}"
+        )
+    return MAPPINGS[shape.family](shape)
 
 
 def check_layout(shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1) -> None:

@@ -112,7 +112,7 @@ class MicroBatch:
             start += length
 
 
-def make_pack(
+def make_micro_batch(
     trajectories: Sequence[Trajectory],
     device: torch.device,
     *,

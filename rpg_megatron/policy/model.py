@@ -77,7 +77,7 @@ class Mesh:
         """One rank of each data-parallel replica: of the ranks that hold its results, the first."""
         return self.last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
-    def placement(self, vocab_multiple: int) -> RankCoordinates:
+    def coordinates(self, vocab_multiple: int) -> RankCoordinates:
         """What this rank's weights depend on; see ``RankCoordinates``."""
         return RankCoordinates(
             rank=self.rank,

@@ -22,7 +22,7 @@ from rpg_megatron.objectives import LossOutput, unnormalised_kl
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
 from rpg_megatron.policy.logprobs import logprob_head
-from rpg_megatron.policy.microbatch import MicroBatch, ResponseTokens, make_pack
+from rpg_megatron.policy.microbatch import MicroBatch, ResponseTokens, make_micro_batch
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.policy.optimizer import (
@@ -68,7 +68,7 @@ class _Head:
     chunk: int
     vocab: int
     label_range: tuple[int, int] | None = None
-    """Of the pack at hand."""
+    """Of the micro_batch at hand."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Policy:
 
     def pack(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
         """A micro-batch on this rank's device."""
-        return make_pack(
+        return make_micro_batch(
             trajectories,
             self.device,
             align=self._align,
@@ -159,27 +159,27 @@ class Policy:
             mask_truncated=self.settings.training.mask_truncated,
         )
 
-    def logprobs(self, packs: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs and entropies at every place of every pack: [2, t] each, float32, nats.
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs and entropies at every place of every micro_batch: [2, t] each, float32, nats.
 
         Without gradient. All ranks of a data-parallel replica get them.
         """
         for model in self._models:
             model.eval()
         with torch.no_grad():
-            outputs = self._run(self._scored, packs, forward_only=True)[: len(packs)]
-        flat = torch.empty(2, sum(p.size for p in packs), dtype=torch.float32, device=self.device)
+            outputs = self._run(self._scored, micro_batches, forward_only=True)[: len(micro_batches)]
+        flat = torch.empty(2, sum(p.size for p in micro_batches), dtype=torch.float32, device=self.device)
         if self.mesh.last_stage:
             torch.cat(outputs, dim=1, out=flat)
         if self.mesh.pipeline > 1:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast(flat, src=last, group=mpu.get_pipeline_model_parallel_group())
-        return list(flat.split([p.size for p in packs], dim=1))
+        return list(flat.split([p.size for p in micro_batches], dim=1))
 
     def update(
-        self, packs: Sequence[MicroBatch], loss: TokenLoss, aggregator: Aggregator, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: TokenLoss, aggregator: Aggregator, lr: float
     ) -> UpdateStats:
-        """One optimizer update on a mini-batch: this rank's packs, as many as every other data rank has.
+        """One optimizer update on a mini-batch: this rank's micro-batches, as many on each data rank.
 
         The loss is the mean, as ``aggregator`` counts, over the whole mini-batch, wherever it lies.
         If the gradient is not finite on any rank, weights and optimizer stay as they are on all of them.
@@ -190,10 +190,11 @@ class Policy:
         self._optimizer.zero_grad()
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
-            pack = next(iterator)  # type: ignore[call-overload]
-            return self._forward(pack, model), lambda output: self._sum_loss(output, pack, loss, aggregator)
+            micro_batch = next(iterator)  # type: ignore[call-overload]
+            output = self._forward(micro_batch, model)
+            return output, lambda output: self._sum_loss(output, micro_batch, loss, aggregator)
 
-        reports = self._run(step, packs, forward_only=False)
+        reports = self._run(step, micro_batches, forward_only=False)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.prepare_grads()
@@ -229,20 +230,20 @@ class Policy:
             use_training_point(self._optimizer, False)
 
     def _run(
-        self, step: Callable[..., object], packs: Sequence[MicroBatch], *, forward_only: bool
+        self, step: Callable[..., object], micro_batches: Sequence[MicroBatch], *, forward_only: bool
     ) -> list[Any]:
-        """Megatron's schedule; what ``step`` leaves of each pack, in their order, on the last stage.
+        """Run Megatron's pipeline schedule; returns ``step``'s result of each micro-batch, on the last stage.
 
-        Interleaved, it wants a multiple of the pipeline size: empty packs fill up, the same number on every
-        data rank, and come last in the result.
+        The interleaved schedule needs a multiple of the pipeline size: empty micro-batches are appended, the
+        same number on every data rank; their results come last.
         """
         if len(self._models) > 1:
-            packs = [*packs, *[self.pack([])] * (-len(packs) % self.mesh.pipeline)]
+            micro_batches = [*micro_batches, *[self.pack([])] * (-len(micro_batches) % self.mesh.pipeline)]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(packs) for _ in self._models],
+            data_iterator=[iter(micro_batches) for _ in self._models],
             model=self._models,
-            num_microbatches=len(packs),
+            num_microbatches=len(micro_batches),
             seq_length=1,  # with the next, ignored: lengths vary
             micro_batch_size=1,
             forward_only=forward_only,
@@ -250,37 +251,37 @@ class Policy:
         )
         return results
 
-    def _forward(self, pack: MicroBatch, model: torch.nn.Module) -> Tensor:
+    def _forward(self, micro_batch: MicroBatch, model: torch.nn.Module) -> Tensor:
         output: Tensor = model(
-            pack.tokens,
-            pack.positions,
+            micro_batch.tokens,
+            micro_batch.positions,
             None,
-            labels=pack.labels,
-            packed_seq_params=pack.packed,
+            labels=micro_batch.labels,
+            packed_seq_params=micro_batch.packed,
             output_processor=logprob_head,
-            output_processor_context=replace(self._head, label_range=pack.label_range),
+            output_processor_context=replace(self._head, label_range=micro_batch.label_range),
         )
         return output
 
     def _scored(self, iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
-        pack = next(iterator)  # type: ignore[call-overload]
+        micro_batch = next(iterator)  # type: ignore[call-overload]
 
         def whole(output: Tensor, non_loss_data: bool) -> Tensor:
-            return gather_places(output.detach().t(), pack.packed.places, summed=False).t().clone()
+            return gather_places(output.detach().t(), micro_batch.packed.places, summed=False).t().clone()
 
-        return self._forward(pack, model), whole
+        return self._forward(micro_batch, model), whole
 
     def _sum_loss(
-        self, output: Tensor, pack: MicroBatch, loss: TokenLoss, aggregator: Aggregator
+        self, output: Tensor, micro_batch: MicroBatch, loss: TokenLoss, aggregator: Aggregator
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's contract where it divides by a global count: (sum, count, report).
 
         Context ranks all compute the loss of whole sequences and each passes on the gradient of its places;
         Megatron adds gradients and counts up over them, so only the first one counts.
         """
-        tokens = pack.response_tokens()
-        logp = gather_places(output[0], pack.packed.places, summed=False)
-        out = loss(logp.index_select(0, pack.learnt), tokens)
+        tokens = micro_batch.response_tokens()
+        logp = gather_places(output[0], micro_batch.packed.places, summed=False)
+        out = loss(logp.index_select(0, micro_batch.learnt), tokens)
         total, count = aggregator(out.per_token, tokens.sequences, tokens.sequence_count)
         report = _report(out, total, count)
         # int: Megatron adds the counts up in an integer tensor.

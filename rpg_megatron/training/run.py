@@ -70,7 +70,7 @@ class RankRun:
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
-        self._placement = mesh.placement(settings.model.vocab_multiple)
+        self._placement = mesh.coordinates(settings.model.vocab_multiple)
         publisher = open_publisher(
             settings.bridge,
             bridge,

@@ -13,7 +13,7 @@ from rpg_megatron.bridge.publisher import open_publisher, published
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
@@ -71,7 +71,7 @@ def main() -> None:
     start_process_group(device)
     mesh = start_mesh(settings.parallel)
     shape = read_model_shape(settings.model.path)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     phase("mesh")
 
     def load(policy: Policy) -> None:
@@ -88,7 +88,7 @@ def main() -> None:
 
     policy = Policy(settings, shape, mesh, device, load)
     phase("optimizer")
-    placement = mesh.placement(settings.model.vocab_multiple)
+    placement = mesh.coordinates(settings.model.vocab_multiple)
     publisher = open_publisher(
         settings.bridge,
         Path(case["bridge"]),

@@ -22,7 +22,7 @@ from rpg_megatron.bridge.publisher import open_publisher, published
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, Sample
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
@@ -118,9 +118,9 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
     settings = Settings.model_validate({**case["settings"], "parallel": parallel})
     mesh = start_mesh(settings.parallel)
     shape = read_model_shape(settings.model.path)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     policy = checkpoint_policy(settings, mesh, device)
-    placement = mesh.placement(settings.model.vocab_multiple)
+    placement = mesh.coordinates(settings.model.vocab_multiple)
     params = dict(policy.named_parameters())
     publishers = {
         kind: open_publisher(

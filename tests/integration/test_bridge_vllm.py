@@ -32,7 +32,7 @@ from rpg_megatron.checkpoints.hf_import import verify_hf_checkpoint
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_rig import Rig, bridge_engines, check_matrix, make_model, running_rig, state_dict
 from tests.support.engine import FORKED
 from tests.support.megatron_shards import grid, stage_values
@@ -279,7 +279,7 @@ def test_a_failing_apply_is_not_resumed(rig):
 
 def test_transformers_loads_an_export(tmp_path):
     make_model("qwen3, tied", tmp_path / "model")
-    layout = layout_for(read_model_shape(tmp_path / "model"))
+    layout = mapping_for(read_model_shape(tmp_path / "model"))
     weights = state_dict(tmp_path / "model", 1)
     (place,) = grid(layout.shape, 1, 1, vocab_multiple=8)
     export_hf(

@@ -28,7 +28,7 @@ from rpg_megatron.bridge.transports.process_group_publisher import GroupPublishe
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import read_model_shape
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.engine import FORKED, Engine, running_engines
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.ranks import run_ranks
@@ -114,7 +114,7 @@ def _trainer_rank(rank, model, bridge, rendezvous, commands, answers):
     """One of two Megatron-like ranks: publishes shards of the state dict it is told to."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    layout = layout_for(read_model_shape(model))
+    layout = mapping_for(read_model_shape(model))
     place = grid(layout.shape, 2, 1, vocab_multiple=8)[rank]
     params = stage_values(layout, place, 1, state_dict(model, 0))
     publishers = {

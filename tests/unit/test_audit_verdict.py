@@ -23,7 +23,7 @@ from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChec
 from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import LOGITS, Trace, all_sites, split_site
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.tiny_models import FAMILIES, random_state_dict, tiny_shape, write_checkpoint
 
 Weights = dict[str, torch.Tensor]
@@ -32,7 +32,7 @@ LENGTHS = [9, 14, 5]
 
 def weights_of(shape: ModelShape, seed: int = 0) -> Weights:
     """Random weights that keep activations near 1; norms that are not all ones."""
-    found = random_state_dict(layout_for(shape), seed=seed)
+    found = random_state_dict(mapping_for(shape), seed=seed)
     return {n: 1 + 0.1 * w if w.dim() == 1 and "norm" in n else 0.25 * w for n, w in found.items()}
 
 

@@ -29,7 +29,7 @@ from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 from rpg_megatron.bridge.transports.process_group_reader import _Receiver
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import stage_values
 from tests.support.tiny_models import TINY, random_state_dict
 
@@ -103,7 +103,7 @@ def test_a_link_has_one_receive_under_way() -> None:
     assert link.most == 1
 
 
-LAYOUT = layout_for(TINY)
+LAYOUT = mapping_for(TINY)
 WANTED = [(name, Box.whole(shape)) for name, shape in LAYOUT.hf_tensors().items()]
 
 
@@ -144,7 +144,7 @@ class Node:
         found.open(manifest.place, manifest.version)
         ack = {"rank": 0, "sums": found.check(WANTED)}
         assert found.manifest is not None
-        ack["givers"] = {str(source): rank for source, rank in found.givers.items()}
+        ack["ranks_read"] = {str(source): rank for source, rank in found.ranks_read.items()}
         return {copy.rank for copy in self.opened}, ack
 
     def _all(self, step: Callable[[int], Any]) -> list[Any]:

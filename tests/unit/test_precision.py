@@ -29,7 +29,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher import preflight
 from rpg_megatron.launcher.preflight import check, check_precision
 from rpg_megatron.policy import optimizer, precision
-from rpg_megatron.policy.microbatch import make_pack
+from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
 
 CUDA = torch.device("cuda")
@@ -133,7 +133,7 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
             for i, n in enumerate(lengths)
         ]
         for rank in range(context):
-            pack = make_pack(
+            pack = make_micro_batch(
                 trajectories, torch.device("cpu"), align=align, context=context, context_rank=rank
             )
             here = pack.tokens.shape[1]

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
-from rpg_megatron.bridge.publish_plan import Sums, agree, describe, node_name
+from rpg_megatron.bridge.publish_plan import Sums, build_manifest, make_publish_plan, node_name
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
@@ -42,24 +42,24 @@ class CudaIpcPublisher:
     def __init__(
         self,
         folder: Path,
-        placement: RankCoordinates,
+        coordinates: RankCoordinates,
         params: Mapping[str, torch.Tensor],
-        layout: ModelMapping,
+        mapping: ModelMapping,
         dtype: torch.dtype,
     ) -> None:
         """folder: private folder for the manifest, the engines' RPG_BRIDGE_DIR.
 
         params: live parameters of element type ``dtype`` by Megatron name, on a GPU.
         On several nodes each has all of the weights, and a folder of its own.
-        Raises UserError if parameters are of another type, LayoutError if the ranks of a node together do not
-        hold the model.
+        Raises UserError if parameters are of another type, MappingError if the ranks of a node do not
+        hold the whole model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
-        self.placement, self.layout, self.dtype = placement, layout, dtype
+        self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
         self._params = params
-        self._agreement = agree(placement, params, layout, node_name(self.folder))
-        replicas = self._agreement.replicas
-        self._source = next(source for source, ranks in replicas.items() if placement.rank in ranks)
+        self._plan = make_publish_plan(coordinates, params, mapping, node_name(self.folder))
+        replicas = self._plan.replicas
+        self._source = next(source for source, ranks in replicas.items() if coordinates.rank in ranks)
         """The rank whose part this one's memory holds: itself, or one of the node's first replica."""
         self._handles: dict[int, tuple[str, str]] = {}
         self._told: _Memory | None = None
@@ -76,40 +76,40 @@ class CudaIpcPublisher:
 
         def own() -> tuple[Sums, _Memory]:
             torch.cuda.synchronize()
-            return self._agreement.sum_boxes(self._params, self.dtype), self._memory()
+            return self._plan.sum_boxes(self._params, self.dtype), self._memory()
 
         sums, memory = run_together(own)
         # Where things lie is as good as always what all know since the first time.
-        gathered = gather_objects((self.placement.rank, sums, None if memory == self._told else memory))
+        gathered = gather_objects((self.coordinates.rank, sums, None if memory == self._told else memory))
         self._told = memory
-        if self.placement.rank != self._agreement.lead:
+        if self.coordinates.rank != self._plan.lead:
             return None
         self._known |= {rank: memory for rank, _, memory in gathered if memory is not None}
         shards: list[Shard] = []
         where: dict[tuple[int, str], tuple[int, int]] = {}
-        for rank in self._agreement.ranks:
+        for rank in self._plan.ranks:
             for param, (index, offset) in self._known[rank].places.items():
                 where[rank, param] = len(shards) + index, offset
             shards += self._shards(rank)
         path = self.folder / MANIFEST
-        manifest = describe(
-            self._agreement,
-            self.layout,
+        manifest = build_manifest(
+            self._plan,
+            self.mapping,
             self.dtype,
             tuple(shards),
             where,
             {rank: found for rank, found, _ in gathered},
             transport="cuda_ipc",
             # On several nodes each engine looks into its own folder.
-            place={"manifest": str(path) if self._agreement.alone else MANIFEST},
+            place={"manifest": str(path) if self._plan.alone else MANIFEST},
             version=version,
         )
         atomic_write_text(path, manifest.to_json(), private=True)
-        return manifest if self.placement.rank == 0 else None
+        return manifest if self.coordinates.rank == 0 else None
 
     def retract(self) -> None:
         """From here on the weights may change: engines that still read notice it."""
-        if self.placement.rank == self._agreement.lead:
+        if self.coordinates.rank == self._plan.lead:
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class CudaIpcPublisher:
         self.retract()
 
     def _check_types(self) -> None:
-        found = {str(self._params[p].dtype) for _, _, p, _ in self._agreement.of(self._source)}
+        found = {str(self._params[p].dtype) for _, _, p, _ in self._plan.slices_of(self._source)}
         if wrong := sorted(found - {str(self.dtype)}):
             raise UserError(f"parameters are {', '.join(wrong)}, engines are to receive {self.dtype}")
 
@@ -125,7 +125,7 @@ class CudaIpcPublisher:
         """Where this rank holds what its source gives."""
         found = _Memory([], [], {})
         index: dict[int, int] = {}
-        for _, _, name, _ in self._agreement.of(self._source):
+        for _, _, name, _ in self._plan.slices_of(self._source):
             param = self._params[name]
             storage = param.untyped_storage()
             address = storage.data_ptr()
@@ -144,7 +144,7 @@ class CudaIpcPublisher:
         own = self._known[source]
         alike = [
             (rank, self._known[rank])
-            for rank in self._agreement.replicas[source]
+            for rank in self._plan.replicas[source]
             # Replicas lay their memory out alike; one that did not could not be read by the source's offsets.
             if (self._known[rank].sizes, self._known[rank].places) == (own.sizes, own.places)
         ]

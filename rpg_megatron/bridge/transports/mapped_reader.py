@@ -41,7 +41,7 @@ class Reader(Protocol):
     """Of the open publication."""
 
     @property
-    def givers(self) -> dict[int, int]:
+    def ranks_read(self) -> dict[int, int]:
         """Of each rank that the open publication names, the one that is read: itself, or one that holds the
         same.
         """
@@ -131,14 +131,14 @@ class ShardReader:
         self._files: list[torch.Tensor] = []
         self._path, self._written = self.root, 0
         self._opened_gpu: dict[Copy, torch.Tensor] = {}
-        self.givers: dict[int, int] = {}
+        self.ranks_read: dict[int, int] = {}
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
         """Map the files of a manifest, after checking place, owner and version.
 
         Raises ShardError with the reason; views of an earlier publication stay valid.
         """
-        self.manifest, self._files, self.givers = None, [], {}
+        self.manifest, self._files, self.ranks_read = None, [], {}
         path = self.root / str(place.get("manifest", ""))  # of an absolute path, that one
         real = path.resolve()
         if not real.is_relative_to(self.root):
@@ -155,7 +155,7 @@ class ShardReader:
                 kept = self._opened_gpu
                 self._opened_gpu = {c: kept[c] if c in kept else open_memory(c) for c in copies}
                 self._files = [self._opened_gpu[c] for c in copies]
-                self.givers = {s.rank: c.rank for s, c in zip(manifest.shards, copies, strict=True)}
+                self.ranks_read = {s.rank: c.rank for s, c in zip(manifest.shards, copies, strict=True)}
             except HandleError as e:
                 raise ShardError(str(e)) from None
         else:

@@ -98,7 +98,7 @@ class Rendezvous:
     def _sign(self, inbox: str, body: str) -> str:
         return hmac.new(self._secret, f"{inbox}|{body}".encode(), hashlib.sha256).hexdigest()
 
-    def again(self) -> Rendezvous:
+    def reconnect(self) -> Rendezvous:
         """Another connection to the same store: one serves one thread at a time."""
         return Rendezvous.join(self.place)
 
@@ -114,16 +114,16 @@ class LinkError(Exception):
 class Link:
     """One direction of weights: the sender is a trainer rank, the receiver an engine worker."""
 
-    def __init__(self, meeting: Rendezvous, name: str, side: int, device: torch.device) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, side: int, device: torch.device) -> None:
         self._peer = 1 - side
         self._device, self._pinned = device, False
-        timeout = timedelta(seconds=float(meeting.place["timeout"]))
-        store = dist.PrefixStore(f"link/{name}", meeting.store)
+        timeout = timedelta(seconds=float(rendezvous.place["timeout"]))
+        store = dist.PrefixStore(f"link/{name}", rendezvous.store)
         try:
-            if meeting.place["backend"] == "gloo":
+            if rendezvous.place["backend"] == "gloo":
                 self._device, self._pinned = torch.device("cpu"), device.type == "cuda"
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
-                options._devices = [_gloo_device(str(meeting.place["address"]))]
+                options._devices = [_gloo_device(str(rendezvous.place["address"]))]
                 options._timeout = timeout
                 self._group: Any = dist.ProcessGroupGloo(store, side, 2, options)
             else:

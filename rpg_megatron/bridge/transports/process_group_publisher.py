@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rpg_megatron.bridge.manifest import Manifest, Shard
-from rpg_megatron.bridge.publish_plan import agree, describe, node_name
+from rpg_megatron.bridge.publish_plan import build_manifest, make_publish_plan, node_name
 from rpg_megatron.bridge.transports.buckets import BucketPart, largest, room_of
 from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError, Rendezvous
 from rpg_megatron.models.boxes import Box, Piece
@@ -44,9 +44,9 @@ class GroupPublisher:
     def __init__(
         self,
         address: str,
-        placement: RankCoordinates,
+        coordinates: RankCoordinates,
         params: Mapping[str, torch.Tensor],
-        layout: ModelMapping,
+        mapping: ModelMapping,
         dtype: torch.dtype,
         *,
         timeout: float,
@@ -61,36 +61,37 @@ class GroupPublisher:
         one GPU ("Duplicate GPU detected"), so messages then go through host memory, over gloo; and workers
         ask the ranks of their own node for whatever those hold.
         """
-        self.placement, self.layout, self.dtype = placement, layout, dtype
+        self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
         self._params = params
         self._device = next((p.device for p in params.values()), torch.device("cpu"))
-        self._agreement = agree(placement, params, layout)
+        self._plan = make_publish_plan(coordinates, params, mapping)
         backend = "nccl" if self._device.type == "cuda" and colocated_in is None else "gloo"
         hosted = run_together(
             lambda: (
-                Rendezvous.host(address, timeout=timeout, backend=backend) if placement.rank == 0 else None
+                Rendezvous.host(address, timeout=timeout, backend=backend) if coordinates.rank == 0 else None
             )
         )
         nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "")
-        replicas = self._agreement.replicas if colocated_in else {}
+        replicas = self._plan.replicas if colocated_in else {}
         near = {str(source): [(rank, nodes[rank]) for rank in ranks] for source, ranks in replicas.items()}
         known = {"bucket_bytes": bucket_bytes, "replicas": near}
         place = gather_objects(hosted.place | known if hosted else None)[0]
-        self._meeting = run_together(lambda: hosted or Rendezvous.join(place))
-        self._meeting.place = place
-        self._source = next((s for s, ranks in replicas.items() if placement.rank in ranks), placement.rank)
+        self._rendezvous = run_together(lambda: hosted or Rendezvous.join(place))
+        self._rendezvous.place = place
+        own = coordinates.rank
+        self._source = next((s for s, ranks in replicas.items() if own in ranks), own)
         """The rank whose part this one serves: its own, or that of one that holds the same."""
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
-        for name, _, param, piece in self._agreement.of(self._source):
+        for name, _, param, piece in self._plan.slices_of(self._source):
             self._pieces.setdefault(name, []).append((param, piece))
-        sizes = dict.fromkeys(self._agreement.ranks, 0)
-        for found in self._agreement.sources.values():
-            for s in found:
+        sizes = dict.fromkeys(self._plan.ranks, 0)
+        for owners in self._plan.owners.values():
+            for s in owners:
                 sizes[s.rank] += s.piece.hf.numel * dtype.itemsize
         self._shards = tuple(Shard(r, size) for r, size in sizes.items())
         index = {s.rank: i for i, s in enumerate(self._shards)}
         self._where = {
-            (s.rank, s.param): (index[s.rank], 0) for found in self._agreement.sources.values() for s in found
+            (s.rank, s.param): (index[s.rank], 0) for owners in self._plan.owners.values() for s in owners
         }
         self._links: dict[str, _Sender] = {}
         self._published: torch.cuda.Event | None = None
@@ -112,24 +113,24 @@ class GroupPublisher:
         if version < 0:
             raise ValueError(f"version {version}: must not be negative")
         self.retract()
-        while self._meeting.take(inbox(version, self.placement.rank)):
+        while self._rendezvous.take(inbox(version, self.coordinates.rank)):
             pass  # of a worker whose controller gave up when this version was published before
-        sums = run_together(lambda: self._agreement.sum_boxes(self._params, self.dtype))
-        gathered = gather_objects((self.placement.rank, sums))
+        sums = run_together(lambda: self._plan.sum_boxes(self._params, self.dtype))
+        gathered = gather_objects((self.coordinates.rank, sums))
         manifest = None
-        if self.placement.rank == 0:
-            manifest = describe(
-                self._agreement,
-                self.layout,
+        if self.coordinates.rank == 0:
+            manifest = build_manifest(
+                self._plan,
+                self.mapping,
                 self.dtype,
                 self._shards,
                 self._where,
                 dict(gathered),
                 transport="process_group",
-                place=self._meeting.place,
+                place=self._rendezvous.place,
                 version=version,
             )
-        run_together(lambda: self._meeting.store.set("manifest", manifest.to_json()) if manifest else None)
+        run_together(lambda: self._rendezvous.store.set("manifest", manifest.to_json()) if manifest else None)
         if self._device.type == "cuda":
             self._published = torch.cuda.current_stream(self._device).record_event()
         if self.nbytes:
@@ -163,15 +164,15 @@ class GroupPublisher:
     def _listen(self, version: int) -> None:
         """Take requests as they come, and answer each in a thread of its own."""
         try:
-            meeting = self._meeting.again()
+            rendezvous = self._rendezvous.reconnect()
             while not self._stopping.is_set():
-                request = meeting.take(inbox(version, self.placement.rank))
+                request = rendezvous.take(inbox(version, self.coordinates.rank))
                 if request is None:
                     self._stopping.wait(_POLL_SECONDS)
                 else:
                     self._start(self._answer, request, version)
         except (OSError, RuntimeError) as e:
-            logger.warning("rank %d serves no more: %s", self.placement.rank, e)
+            logger.warning("rank %d serves no more: %s", self.coordinates.rank, e)
 
     @torch.no_grad()
     def _answer(self, request: dict[str, Any], version: int) -> None:
@@ -183,7 +184,7 @@ class GroupPublisher:
                 if sender is None:
                     if request["buckets"] is None:
                         raise LinkError("the link was given up; the worker's next check makes a new one")
-                    link = self._meeting.again().connect(name, SENDER, self._device)
+                    link = self._rendezvous.reconnect().connect(name, SENDER, self._device)
                     sender = self._links[name] = _Sender(link, self._device)
                 with sender.on_own_stream(self._published):
                     if request["buckets"] is not None:
@@ -194,7 +195,7 @@ class GroupPublisher:
                 with sender.on_own_stream(self._published):
                     sender.stream(self._params, self.dtype)
         except Exception as e:
-            logger.warning("rank %d, link %s: %s: %s", self.placement.rank, name, type(e).__name__, e)
+            logger.warning("rank %d, link %s: %s: %s", self.coordinates.rank, name, type(e).__name__, e)
             if (broken := self._links.pop(name, None)) is not None:
                 broken.link.close()
 
@@ -209,7 +210,7 @@ class GroupPublisher:
             if cut is not None and cut.hf == wanted:
                 return BucketPart(name, wanted, wanted.numel * self.dtype.itemsize), param, cut.local
         raise ValueError(
-            f"a worker asks rank {self.placement.rank} for {name} {wanted}, which it does not hold"
+            f"a worker asks rank {self.coordinates.rank} for {name} {wanted}, which it does not hold"
         )
 
 

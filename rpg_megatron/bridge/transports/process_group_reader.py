@@ -42,7 +42,7 @@ class GroupReader:
         """device: where slices go, the engine's. node: its ``node_name``, to find trainer ranks nearby."""
         self.manifest: Manifest | None = None
         self._device, self._node = device, node
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._links: dict[int, _Receiver] = {}
         self._made = 0
@@ -52,16 +52,16 @@ class GroupReader:
     def open(self, place: dict[str, Any], version: int) -> Manifest:
         """Fetch the manifest from the trainers' store. Raises ShardError with the reason."""
         self.manifest = None
-        if self._meeting is None or self._meeting.place != place:
+        if self._rendezvous is None or self._rendezvous.place != place:
             self.close()
             try:
-                self._meeting = Rendezvous.join(place)
+                self._rendezvous = Rendezvous.join(place)
             except OSError as e:
                 raise ShardError(str(e)) from None
         try:
-            if not self._meeting.store.check(["manifest"]):
+            if not self._rendezvous.store.check(["manifest"]):
                 raise ShardError("the trainers have published nothing yet")
-            manifest = parse_manifest(self._meeting.store.get("manifest").decode(), place)
+            manifest = parse_manifest(self._rendezvous.store.get("manifest").decode(), place)
         except RuntimeError as e:
             self.close()
             raise ShardError(f"the trainers' store does not answer ({e})") from None
@@ -90,12 +90,12 @@ class GroupReader:
             self._links.pop(shard).close()
         try:
             for shard, buckets in streams.items():
-                self._hail(shard, buckets)
+                self._connect(shard, buckets)
             for shard in streams:
-                self._links[shard].expect_greeting(manifest.version)
+                self._links[shard].finish_handshake(manifest.version)
         except BaseException as e:
             # Links that answered may be in the middle of something; the next check makes new ones.
-            self._hang_up()
+            self._close_links()
             if isinstance(e, LinkError | RuntimeError):
                 raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
             raise
@@ -145,7 +145,7 @@ class GroupReader:
         return {name: found for name, found in self._sums.items() if found[1]}
 
     @property
-    def givers(self) -> dict[int, int]:
+    def ranks_read(self) -> dict[int, int]:
         """Of each source rank, the one that is asked."""
         manifest = self._opened()
         return {s.rank: self._nearest(s.rank, manifest.place) for s in manifest.shards}
@@ -153,21 +153,21 @@ class GroupReader:
     def release(self) -> None:
         """An update stopped half way: what is still under way must not be taken for the next one's."""
         if any(receiver.busy for receiver in self._links.values()):
-            self._hang_up()
+            self._close_links()
 
     def close(self) -> None:
         """Hang up and forget the publication."""
-        self._hang_up()
-        self.manifest, self._meeting = None, None
+        self._close_links()
+        self.manifest, self._rendezvous = None, None
 
     def _opened(self) -> Manifest:
         if self.manifest is None:
             raise ShardError("no publication is open")
         return self.manifest
 
-    def _hail(self, shard: int, buckets: list[Bucket]) -> None:
+    def _connect(self, shard: int, buckets: list[Bucket]) -> None:
         """Greet a rank, over a new link if there is none, and tell it what to send if that is new."""
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         receiver = self._links.get(shard)
         new = receiver is None
         name = f"{self._name}-{self._made}" if receiver is None else receiver.name
@@ -176,16 +176,16 @@ class GroupReader:
         self._ask(shard, {"kind": "hello", "link": name, "buckets": lists})
         if new:
             self._made += 1
-            self._links[shard] = _Receiver(self._meeting.connect(name, RECEIVER, self._device), name)
+            self._links[shard] = _Receiver(self._rendezvous.connect(name, RECEIVER, self._device), name)
         if changed:
             self._links[shard].plan(buckets)
 
     def _ask(self, shard: int, request: dict[str, Any]) -> None:
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         manifest = self._opened()
         key = inbox(manifest.version, self._nearest(manifest.shards[shard].rank, manifest.place))
         try:
-            self._meeting.ask(key, request)
+            self._rendezvous.ask(key, request)
         except RuntimeError as e:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
 
@@ -198,7 +198,7 @@ class GroupReader:
         ranks = near or [rank for rank, _ in replicas]
         return int(ranks[zlib.crc32(self._name.encode()) % len(ranks)])
 
-    def _hang_up(self) -> None:
+    def _close_links(self) -> None:
         for receiver in self._links.values():
             receiver.close()
         self._links.clear()
@@ -227,7 +227,7 @@ class _Receiver:
         size = largest(buckets)
         self._buffers = [self._link.buffer(size) for _ in range(min(2, len(buckets)))]
 
-    def expect_greeting(self, version: int) -> None:
+    def finish_handshake(self, version: int) -> None:
         """Hear what the rank serves. Raises LinkError if that is not what the manifest says."""
         message = self._link.buffer(16)
         self._link.finish(self._link.receive(message))

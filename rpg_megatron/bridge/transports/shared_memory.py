@@ -23,7 +23,7 @@ import torch
 
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
-from rpg_megatron.bridge.publish_plan import Sums, agree, describe, node_name
+from rpg_megatron.bridge.publish_plan import Sums, build_manifest, make_publish_plan, node_name
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
@@ -60,9 +60,9 @@ class SharedMemoryPublisher:
     def __init__(
         self,
         folder: Path,
-        placement: RankCoordinates,
+        coordinates: RankCoordinates,
         params: Mapping[str, torch.Tensor],
-        layout: ModelMapping,
+        mapping: ModelMapping,
         dtype: torch.dtype,
         *,
         adopt: bool = True,
@@ -74,16 +74,16 @@ class SharedMemoryPublisher:
         adopt: move parameters of that dtype into the file for good (``param.data`` is set anew); others, and
         all if false, are copied into it by each ``publish``. False where somebody else holds views of their
         memory, as Megatron's distributed optimizer does.
-        Raises UserError if there is no room or the folder is not private, LayoutError if the ranks of a node
+        Raises UserError if there is no room or the folder is not private, MappingError if the ranks of a node
         together do not hold the model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
-        self.placement, self.layout, self.dtype = placement, layout, dtype
+        self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
         self._params = params
         self._map: mmap.mmap | None = None
         self._shards: dict[str, torch.Tensor] = {}
         self._adopted: set[str] = set()
-        self._agreement = agree(placement, params, layout, node_name(self.folder))
+        self._plan = make_publish_plan(coordinates, params, mapping, node_name(self.folder))
         self._offsets, sizes = self._lay_out()
         self._files = tuple(Shard(r, size, f"shard-{r:05d}.bin") for r, size in sorted(sizes.items()))
         run_together(lambda: self._create(adopt))
@@ -91,7 +91,7 @@ class SharedMemoryPublisher:
     @property
     def nbytes(self) -> int:
         """Size of this rank's file; 0 for ranks that are no source."""
-        return next((f.size for f in self._files if f.rank == self.placement.rank), 0)
+        return next((f.size for f in self._files if f.rank == self.coordinates.rank), 0)
 
     @torch.no_grad()
     def publish(self, version: int) -> Manifest | None:
@@ -103,28 +103,28 @@ class SharedMemoryPublisher:
         if version < 0:
             raise ValueError(f"version {version}: must not be negative")
         sums = run_together(lambda: self._fill(version))
-        gathered = gather_objects((self.placement.rank, sums))
+        gathered = gather_objects((self.coordinates.rank, sums))
         return run_together(lambda: self._write_manifest(version, dict(gathered)))
 
     def _write_manifest(self, version: int, sums: dict[int, Sums]) -> Manifest | None:
-        if self.placement.rank != self._agreement.lead:
+        if self.coordinates.rank != self._plan.lead:
             return None
         path = self.folder / MANIFEST
         index = {f.rank: i for i, f in enumerate(self._files)}
-        manifest = describe(
-            self._agreement,
-            self.layout,
+        manifest = build_manifest(
+            self._plan,
+            self.mapping,
             self.dtype,
             self._files,
             {key: (index[key[0]], offset) for key, offset in self._offsets.items()},
             sums,
             transport="shared_memory",
             # On several nodes each engine looks into its own folder.
-            place={"manifest": str(path) if self._agreement.alone else MANIFEST},
+            place={"manifest": str(path) if self._plan.alone else MANIFEST},
             version=version,
         )
         atomic_write_text(path, manifest.to_json(), private=True)
-        return manifest if self.placement.rank == 0 else None
+        return manifest if self.coordinates.rank == 0 else None
 
     def retract(self) -> None:
         """From here on the weights may change: engines that still read notice it. Not collective."""
@@ -144,12 +144,12 @@ class SharedMemoryPublisher:
                 self._map.close()
             self._map = None
             self._path.unlink(missing_ok=True)
-        if self.placement.rank == self._agreement.lead:
+        if self.coordinates.rank == self._plan.lead:
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
     @property
     def _path(self) -> Path:
-        return self.folder / f"shard-{self.placement.rank:05d}.bin"
+        return self.folder / f"shard-{self.coordinates.rank:05d}.bin"
 
     @torch.no_grad()
     def _create(self, adopt: bool) -> None:
@@ -174,7 +174,7 @@ class SharedMemoryPublisher:
         self._word = memory[:8].view(torch.int64)
         self._word.fill_(WRITING)
         for (rank, name), offset in self._offsets.items():
-            if rank == self.placement.rank:
+            if rank == self.coordinates.rank:
                 param = self._params[name]
                 nbytes = self.dtype.itemsize * param.numel()
                 shard = memory[offset : offset + nbytes].view(self.dtype).view(param.shape)
@@ -199,7 +199,7 @@ class SharedMemoryPublisher:
                 )
         sums = {
             (hf_name, i): checksum(self._shards[param][piece.local.slices()], piece.hf.start)
-            for hf_name, i, param, piece in self._agreement.mine()
+            for hf_name, i, param, piece in self._plan.slices_of(self.coordinates.rank)
         }
         self._word.fill_(version)
         return sums
@@ -208,11 +208,11 @@ class SharedMemoryPublisher:
         """Byte offset of each published (rank, parameter) in its file, and the files' sizes by rank."""
         offsets: dict[tuple[int, str], int] = {}
         sizes: dict[int, int] = {}
-        for found in self._agreement.sources.values():
-            for source in found:
-                key = (source.rank, source.param)
+        for owners in self._plan.owners.values():
+            for owner in owners:
+                key = (owner.rank, owner.param)
                 if key not in offsets:
-                    offsets[key] = sizes.setdefault(source.rank, HEADER_BYTES)
-                    nbytes = self.dtype.itemsize * math.prod(self._agreement.shapes[key])
-                    sizes[source.rank] += -(-nbytes // ALIGNMENT) * ALIGNMENT
+                    offsets[key] = sizes.setdefault(owner.rank, HEADER_BYTES)
+                    nbytes = self.dtype.itemsize * math.prod(self._plan.shapes[key])
+                    sizes[owner.rank] += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return offsets, sizes

@@ -38,7 +38,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.registry import check_layout, layout_for
+from rpg_megatron.models.registry import check_layout, mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 TOLERANCE = 1e-5
@@ -128,7 +128,7 @@ def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
     """
     shape = _read_shape(hf)
     check_layout(shape, tensor, pipeline)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     stored = verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(iter(stored.values())).dtype
     return Source(shape, layout, SAFETENSORS[dtype], hf, hf, tensor, pipeline)
@@ -158,7 +158,7 @@ def open_megatron(
     facts = manifest[0] if manifest else CheckpointMetadata("", "", 1, 1)
     tensor, pipeline = tensor or facts.tensor, pipeline or facts.pipeline
     check_layout(shape, tensor, pipeline)
-    return Source(shape, layout_for(shape), facts.dtype, source, folder, tensor, pipeline)
+    return Source(shape, mapping_for(shape), facts.dtype, source, folder, tensor, pipeline)
 
 
 def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> Report:

@@ -25,7 +25,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, torch_dtype
@@ -37,7 +37,7 @@ class Conversion:
     def __init__(self, job: Job, tell: Callable[..., None]) -> None:
         self._job, self._tell = job, tell
         self._shape = read_model_shape(Path(job.config))
-        self._layout = layout_for(self._shape)
+        self._layout = mapping_for(self._shape)
         self._parallel = ParallelSettings(tensor=job.tensor, pipeline=job.pipeline)
         self._mesh = start_mesh(self._parallel)
         self._baseline = memory()[0]

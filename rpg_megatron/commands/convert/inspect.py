@@ -21,7 +21,7 @@ from rpg_megatron.checkpoints.megatron_folder import (
 )
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 
@@ -102,7 +102,7 @@ def _inspect_hf(folder: Path) -> Inspection:
         Row(n, SAFETENSORS.get(t.dtype, t.dtype), list(t.shape), t.file.name) for n, t in stored.items()
     ]
     if stored:
-        _attempt(found, lambda: verify_hf_checkpoint(folder, layout_for(shape)))
+        _attempt(found, lambda: verify_hf_checkpoint(folder, mapping_for(shape)))
     found.checked = "files are as long as their headers say; tensors are those of config.json"
     return found
 
@@ -139,7 +139,7 @@ def _attempt[T](found: Inspection, step: Callable[[], T]) -> T | None:
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
-    tensors = layout_for(shape).hf_tensors().values()
+    tensors = mapping_for(shape).hf_tensors().values()
     return asdict(shape) | {"parameters": sum(math.prod(t) for t in tensors)}
 
 

@@ -22,7 +22,7 @@ from rpg_megatron.commands.plan.plan import count, gib
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.preflight import check_batch, check_data, check_model, check_parallel
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 SPEED_BYTES = 32 * 1024**2
@@ -154,7 +154,7 @@ def disk_bytes(subject: Subject) -> int:
     assert subject.shape is not None
     settings = subject.settings
     numbers = 0
-    for dims in layout_for(subject.shape).hf_tensors().values():
+    for dims in mapping_for(subject.shape).hf_tensors().values():
         size = 1
         for dim in dims:
             size *= dim

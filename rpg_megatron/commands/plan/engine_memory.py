@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rpg_megatron.config import ModelShape, Settings, UserError
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 VOCAB_PADDING = 64
@@ -95,7 +95,7 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
     vocabulary is padded.
     """
     total = 0
-    for name, dims in layout_for(shape).hf_tensors().items():
+    for name, dims in mapping_for(shape).hf_tensors().items():
         size = math.prod(dims)
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             rows = -(-shape.vocab_size // VOCAB_PADDING) * VOCAB_PADDING

@@ -24,7 +24,7 @@ from rpg_megatron.commands.plan.fused_activations import (
 )
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Phase = Literal["always", "update", "reduce", "optimizer", "log-probs"]
@@ -147,7 +147,7 @@ def rank_memory(
     parallel, dtype = settings.parallel, settings.precision.dtype
     w = widths(shape, parallel, dtype)
     tokens, replicas = -(-sum(lengths) // parallel.context), parallel.data * parallel.context
-    shapes = {n: math.prod(s) for n, s in stage_shapes(layout_for(shape), settings, stage).items()}
+    shapes = {n: math.prod(s) for n, s in stage_shapes(mapping_for(shape), settings, stage).items()}
     count, largest = sum(shapes.values()), max(shapes.values())
     weights, gradients, state = state_bytes(
         dtype, distributed=settings.optimizer.distributed, replicas=replicas
