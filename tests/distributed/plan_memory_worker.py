@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from rpg_megatron.bridge.publisher import open_publisher, published
+from rpg_megatron.bridge.publisher import published
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
@@ -20,6 +20,7 @@ from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
+from rpg_megatron.training.weight_sync import open_publisher
 
 
 def resident(key: str) -> int:

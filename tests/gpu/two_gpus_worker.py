@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_policies import SHAPES
-from rpg_megatron.bridge.publish_plan import node_name
+from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher, gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from rpg_megatron.bridge import publish_plan
+from rpg_megatron.bridge import publisher
 from rpg_megatron.bridge.controller import _verdict, compare_checksums
 from rpg_megatron.bridge.manifest import Copy, Manifest
 from rpg_megatron.bridge.transports import cuda_ipc, mapped_reader
@@ -119,7 +119,7 @@ class Node:
         self.sent: list[int] = []
         self._rank = threading.local()
         self._memory: dict[str, torch.Tensor] = {}
-        for module in (publish_plan, cuda_ipc, sys.modules[cuda_ipc.run_together.__module__]):
+        for module in (publisher, cuda_ipc, sys.modules[cuda_ipc.run_together.__module__]):
             monkeypatch.setattr(module, "gather_objects", self._gather)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(cuda_ipc, "_export", self._export)

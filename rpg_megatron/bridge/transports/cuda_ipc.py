@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
-from rpg_megatron.bridge.publish_plan import Sums, build_manifest, make_publish_plan, node_name
+from rpg_megatron.bridge.publisher import Sums, build_manifest, make_publish_plan, node_name
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rpg_megatron.bridge.manifest import Manifest, Shard
-from rpg_megatron.bridge.publish_plan import build_manifest, make_publish_plan, node_name
+from rpg_megatron.bridge.publisher import build_manifest, make_publish_plan, node_name
 from rpg_megatron.bridge.transports.buckets import BucketPart, largest, room_of
 from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError, Rendezvous
 from rpg_megatron.models.boxes import Box, Piece

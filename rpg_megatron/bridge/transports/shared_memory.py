@@ -23,7 +23,7 @@ import torch
 
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
-from rpg_megatron.bridge.publish_plan import Sums, build_manifest, make_publish_plan, node_name
+from rpg_megatron.bridge.publisher import Sums, build_manifest, make_publish_plan, node_name
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates

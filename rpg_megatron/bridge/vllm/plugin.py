@@ -35,7 +35,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.bridge.publish_plan import node_name
+from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
