@@ -1,4 +1,4 @@
-"""Llama 2 and 3: the plain dense layer. The rope scaling of Llama 3.1 and later has no weights."""
+"""Llama 2 and 3: the common dense layer. The RoPE scaling of Llama 3.1 and later has no weights."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from rpg_megatron.models.dense import DENSE_LAYER, DenseMapping
 
 
 def llama_mapping(shape: ModelShape) -> DenseMapping:
-    """The table of one Llama model."""
+    """The mapping of a Llama model."""
     return DenseMapping(shape, DENSE_LAYER)

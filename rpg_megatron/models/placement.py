@@ -1,4 +1,4 @@
-"""Which rank holds which part of a model, and which of those that hold the same gives it. No torch here."""
+"""Which rank holds which slice of a model, and which rank sends it where several hold it. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rpg_megatron.models.mapping import ModelMapping
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where one training process stands in the parallel grid, as far as its weights depend on it."""
+    """A trainer rank's position in the parallel layout, as far as its weights depend on it."""
 
     rank: int
     """Rank in the (default) process group."""
@@ -22,12 +22,12 @@ class RankCoordinates:
     data_rank: int
     context_rank: int
     vocab_multiple: int
-    """The vocabulary is padded so that each tensor rank holds a multiple of so many rows."""
+    """The vocabulary is padded so that each tensor rank holds a multiple of this number of rows."""
 
 
 @dataclass(frozen=True)
 class RankShards:
-    """One process's placement and the names and shapes of its parameters: what ranks tell each other."""
+    """A rank's coordinates and the names and shapes of its parameters, as exchanged between ranks."""
 
     coordinates: RankCoordinates
     params: tuple[tuple[str, tuple[int, ...]], ...]
@@ -35,7 +35,7 @@ class RankShards:
 
 @dataclass(frozen=True)
 class SliceOwner:
-    """One piece of an HF tensor and the one process that sends it."""
+    """One slice of an HF tensor and the rank that sends it."""
 
     rank: int
     param: str
@@ -45,7 +45,7 @@ class SliceOwner:
 def local_pieces(
     mapping: ModelMapping, coordinates: RankCoordinates, param: str, shape: Sequence[int]
 ) -> list[Piece]:
-    """``mapping.pieces`` of one parameter, after checking that it has the shape the mapping expects.
+    """``mapping.pieces`` of one parameter, after a check of its shape.
 
     Raises MappingError that names the rank and the parameter.
     """
@@ -64,17 +64,18 @@ def local_pieces(
     )
 
 
-def assign_owners(mapping: ModelMapping, all_shards: Iterable[RankShards]) -> dict[str, list[SliceOwner]]:
-    """For every HF tensor the pieces that make it up, each with one owner; in ``mapping.hf_tensors()`` order.
+def assign_owners(mapping: ModelMapping, everyone: Iterable[RankShards]) -> dict[str, list[SliceOwner]]:
+    """HF tensor name -> the slices that make up the tensor, each with one owner; in ``mapping.hf_tensors()``
+    order.
 
-    What several ranks hold alike (norms under tensor parallelism, a tied output layer on the last stage,
-    everything under data and context parallelism) is taken from the first of them, by stage, then tensor
-    rank. The same all_shards give every rank the same answer.
-    Raises MappingError if a tensor is incomplete, or a parameter has an unexpected name or shape.
+    Of several ranks that hold the same slice (norms under tensor parallelism, a tied output layer on the last
+    stage, everything under data and context parallelism), the first is chosen, by stage, then tensor rank.
+    The result is the same on every rank. Raises MappingError if a tensor is incomplete, or a parameter has an
+    unexpected name or shape.
     """
     owners: dict[str, dict[Box, SliceOwner]] = {name: {} for name in mapping.hf_tensors()}
     first: dict[tuple[int, int], RankShards] = {}
-    for shards in sorted(all_shards, key=lambda h: h.coordinates.rank):
+    for shards in sorted(everyone, key=lambda s: s.coordinates.rank):
         first.setdefault((shards.coordinates.pipeline_rank, shards.coordinates.tensor_rank), shards)
     for _, shards in sorted(first.items()):
         for param, shape in shards.params:

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): biases on the query, key and value projections, and on nothing else."""
+"""Qwen2 and Qwen2.5 (dense): biases on the query, key and value projections only."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from rpg_megatron.models.partition import QKVMapping
 
 
 def qwen2_mapping(shape: ModelShape) -> DenseMapping:
-    """The table of one dense Qwen2 model."""
+    """The mapping of a dense Qwen2 model."""
     return DenseMapping(shape, {**DENSE_LAYER, "self_attention.linear_qkv.bias": QKVMapping("bias")})

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): a norm over each query and key head; no biases."""
+"""Qwen3 (dense): a norm on each query and key head; no biases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rpg_megatron.models.partition import ReplicatedMapping
 
 
 def qwen3_mapping(shape: ModelShape) -> DenseMapping:
-    """The table of one dense Qwen3 model."""
+    """The mapping of a dense Qwen3 model."""
     norms = {
         "self_attention.q_layernorm.weight": ReplicatedMapping("self_attn.q_norm.weight", per_head=True),
         "self_attention.k_layernorm.weight": ReplicatedMapping("self_attn.k_norm.weight", per_head=True),

@@ -170,10 +170,10 @@ def test_another_model_is_refused_by_the_check(rig):
     rig.trainers.publish(seed=7, version=26)
     file = rig.engine.bridge / "manifest.json"
     for change, says in (
-        (lambda t: t.pop("model.norm.weight"), r"nothing published feeds model\.norm"),
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm \(weight\): no published tensor"),
         (
             lambda t: t.update({"model.norm.weight": t["model.layers.0.self_attn.k_proj.bias"]}),
-            r"model\.norm\.weight \[64\]: the engine's model does not take it",
+            r"model\.norm\.weight \[64\]: the engine's model cannot load it",
         ),
     ):
         raw = json.loads(file.read_text())
@@ -198,7 +198,7 @@ def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovere
     for change, says in (
         ({"phase": "apply"}, "was not checked"),
         ({"phase": "check", "surplus": 1}, "surplus"),
-        ({"phase": "check", "transport": "pigeon"}, "knows no transport 'pigeon'"),
+        ({"phase": "check", "transport": "pigeon"}, "unknown transport 'pigeon'"),
     ):
         body = {"update_info": {**info, **change}}
         assert rig.engine.call("POST", "/update_weights", body)[0] == 200, "a worker must never raise"

@@ -246,7 +246,7 @@ def test_shard_grouping_keeps_order_and_bounds_size():
         ({"ffn_hidden_size": 41}, 2, 1, 1, "41 feed-forward columns"),
         ({}, 1, 5, 1, "4 layers, fewer than pipeline=5: each stage needs one"),
         ({}, 1, 2, 3, "4 layers, fewer than pipeline=2 x virtual=3: each stage needs one"),
-        ({}, 1, 2, 0, "parallel sizes start at 1, got tensor=1, pipeline=2, virtual=0"),
+        ({}, 1, 2, 0, "parallel sizes must be at least 1, got tensor=1, pipeline=2, virtual=0"),
         ({}, 3, 5, 1, r"attention heads.*key/value heads.*layers.*that fit this model: 1, 2, 4, 8"),
         (
             {"num_heads": 6, "num_kv_heads": 2},

@@ -1,11 +1,11 @@
-"""Memory of one GPU in two processes: CUDA IPC handles of the trainer's parameters.
+"""Transport ``cuda_ipc``: engines on the node read the trainers' parameters in GPU memory, by CUDA IPC
+handles.
 
-Nothing is copied to publish: engines on the same node read the live parameters, on the GPU where they lie or,
-between GPUs that reach each other, over their link. Each worker reads the replica on its own GPU where there
-is one: a process that opens memory of another card takes room on that card. A handle is JSON, so that reading
-one runs no code.
+Publishing copies nothing. A worker reads the live parameters on its own GPU if a replica is there, since a
+process that opens memory of another GPU needs memory on that GPU; else from another GPU by peer access.
+Handles are JSON, not pickle, so reading one runs no code.
 
-Not for memory from torch's expandable segments (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``).
+Does not support torch's expandable segments (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``).
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.files import atomic_write_text
 
 _BYTES = (1, 4, 6)
-"""Which parts of ``UntypedStorage._share_cuda_()`` are bytes; the others are numbers and a truth value."""
+"""Indices of the bytes in the result of ``UntypedStorage._share_cuda_()``; the rest are numbers and a bool.
+"""
 
 
 class HandleError(Exception):
-    """Memory cannot be opened by its handle."""
+    """GPU memory cannot be opened by its handle."""
 
 
 class CudaIpcPublisher:
-    """Lets engines on this node read this rank's parameters on their GPU; see ``Publisher``."""
+    """``Publisher`` whose engines read this rank's parameters in GPU memory."""
 
     def __init__(
         self,
@@ -49,10 +50,9 @@ class CudaIpcPublisher:
     ) -> None:
         """folder: private folder for the manifest, the engines' RPG_BRIDGE_DIR.
 
-        params: live parameters of element type ``dtype`` by Megatron name, on a GPU.
-        On several nodes each has all of the weights, and a folder of its own.
-        Raises UserError if parameters are of another type, MappingError if the ranks of a node do not
-        hold the whole model.
+        params: live parameters of element type ``dtype`` by Megatron name, on a GPU. With several nodes, each
+        node publishes all weights, in a folder of its own. Raises UserError if parameters have another dtype,
+        MappingError if the ranks of a node do not hold the whole model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
         self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
@@ -60,7 +60,8 @@ class CudaIpcPublisher:
         self._plan = make_publish_plan(coordinates, params, mapping, node_name(self.folder))
         replicas = self._plan.replicas
         self._source = next(source for source, ranks in replicas.items() if coordinates.rank in ranks)
-        """The rank whose part this one's memory holds: itself, or one of the node's first replica."""
+        """The sending rank whose parameters this rank holds: itself, or a rank of the node's first replica.
+        """
         self._handles: dict[int, tuple[str, str]] = {}
         self._told: _Memory | None = None
         self._known: dict[int, _Memory] = {}
@@ -68,10 +69,10 @@ class CudaIpcPublisher:
 
     @torch.no_grad()
     def publish(self, version: int) -> Manifest | None:
-        """Let engines read the present weights; returns the manifest on rank 0, else None.
+        """Let engines read the current weights; returns the manifest (of the first node) on rank 0.
 
-        Every replica can be read; checksums are those of the node's first one, so what an engine reads of
-        another proves that the two are alike. On several nodes the manifest is that of the first one.
+        Engines may read any replica. Checksums are those of the node's first replica, so reading another one
+        also verifies that both are equal.
         """
 
         def own() -> tuple[Sums, _Memory]:
@@ -79,7 +80,7 @@ class CudaIpcPublisher:
             return self._plan.sum_boxes(self._params, self.dtype), self._memory()
 
         sums, memory = run_together(own)
-        # Where things lie is as good as always what all know since the first time.
+        # Addresses rarely change, so they are sent only when they did.
         gathered = gather_objects((self.coordinates.rank, sums, None if memory == self._told else memory))
         self._told = memory
         if self.coordinates.rank != self._plan.lead:
@@ -100,7 +101,7 @@ class CudaIpcPublisher:
             where,
             {rank: found for rank, found, _ in gathered},
             transport="cuda_ipc",
-            # On several nodes each engine looks into its own folder.
+            # With several nodes, each engine reads the manifest in its own node's folder.
             place={"manifest": str(path) if self._plan.alone else MANIFEST},
             version=version,
         )
@@ -108,7 +109,7 @@ class CudaIpcPublisher:
         return manifest if self.coordinates.rank == 0 else None
 
     def retract(self) -> None:
-        """From here on the weights may change: engines that still read notice it."""
+        """From here on the weights may change; engines that are still reading detect it."""
         if self.coordinates.rank == self._plan.lead:
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
@@ -119,10 +120,13 @@ class CudaIpcPublisher:
     def _check_types(self) -> None:
         found = {str(self._params[p].dtype) for _, _, p, _ in self._plan.slices_of(self._source)}
         if wrong := sorted(found - {str(self.dtype)}):
-            raise UserError(f"parameters are {', '.join(wrong)}, engines are to receive {self.dtype}")
+            raise UserError(
+                f"bridge.transport: cuda_ipc needs parameters of {self.dtype}, they are {', '.join(wrong)}; "
+                "use another transport"
+            )
 
     def _memory(self) -> _Memory:
-        """Where this rank holds what its source gives."""
+        """Where this rank holds the published parameters."""
         found = _Memory([], [], {})
         index: dict[int, int] = {}
         for _, _, name, _ in self._plan.slices_of(self._source):
@@ -131,7 +135,7 @@ class CudaIpcPublisher:
             address = storage.data_ptr()
             if address not in index:
                 index[address] = len(found.sizes)
-                # Once for each piece of memory: every export would add to a chain that torch keeps.
+                # Export each storage once: torch keeps a record of every export.
                 if address not in self._handles:
                     self._handles[address] = _export(storage)
                 found.handles.append(self._handles[address])
@@ -140,12 +144,12 @@ class CudaIpcPublisher:
         return found
 
     def _shards(self, source: int) -> Iterator[Shard]:
-        """A source's pieces of memory, each with its copies."""
+        """The storages of a sending rank, each with its copies."""
         own = self._known[source]
         alike = [
             (rank, self._known[rank])
             for rank in self._plan.replicas[source]
-            # Replicas lay their memory out alike; one that did not could not be read by the source's offsets.
+            # Skip replicas with another memory layout: the sender's offsets would be wrong for them.
             if (self._known[rank].sizes, self._known[rank].places) == (own.sizes, own.places)
         ]
         for i, size in enumerate(own.sizes):
@@ -154,14 +158,14 @@ class CudaIpcPublisher:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Where a rank's parameters lie."""
+    """Where a rank's parameters are in GPU memory."""
 
     sizes: list[int]
-    """Bytes of each piece of memory."""
+    """Bytes of each storage."""
     handles: list[tuple[str, str]]
-    """UUID of its GPU, and its handle."""
+    """(UUID of the GPU, CUDA IPC handle) of each storage."""
     places: dict[str, tuple[int, int]]
-    """Of each parameter, by name: in which piece it lies, and at which byte it begins."""
+    """Megatron name -> (index of the storage, byte offset in it)."""
 
 
 def _export(storage: torch.UntypedStorage) -> tuple[str, str]:
@@ -174,10 +178,10 @@ def _export(storage: torch.UntypedStorage) -> tuple[str, str]:
 
 
 def choose_copies(shards: Sequence[Shard], gpu: str) -> list[Copy]:
-    """Of each shard the copy that a worker on a GPU (its UUID) reads: that on its own GPU, if there is one.
+    """The copy of each shard that a worker reads: the one on its own GPU (a UUID), if there is one.
 
-    What its GPU does not hold it reads from the same replica, so that each card is read by the workers of one
-    replica; and a worker on none of these GPUs from one replica throughout, which workers share out.
+    Other shards are read from the same replica, so that a GPU is read by the workers of one replica only. A
+    worker on none of these GPUs reads a single replica; such workers are spread over the replicas.
     """
     near = [i for shard in shards for i, copy in enumerate(shard.copies) if copy.gpu == gpu]
     replica = near[0] if near else zlib.crc32(gpu.encode())
@@ -193,7 +197,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def open_memory(copy: Copy) -> torch.Tensor:
-    """The memory of a copy, as bytes on its GPU. Raises HandleError if this process cannot reach it."""
+    """The memory of a copy as uint8 on its GPU. Raises HandleError if this process cannot open it."""
     arguments = [_find_gpu(copy.gpu), *json.loads(copy.handle)]
     for i in _BYTES:
         arguments[i] = base64.b64decode(arguments[i])
@@ -207,10 +211,10 @@ def open_memory(copy: Copy) -> torch.Tensor:
 
 
 def _find_gpu(uuid: str) -> int:
-    """Number of a GPU in this process: processes may see different GPUs, in different order."""
+    """Device index of a GPU in this process; other processes may number GPUs differently."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return index
     raise HandleError(
-        f"GPU {uuid} of the trainer is hidden from this engine; let engines see all GPUs of the node"
+        f"the trainer's GPU {uuid} is not visible to this engine; let engines see all GPUs of the node"
     )

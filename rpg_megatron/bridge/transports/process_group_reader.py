@@ -1,10 +1,10 @@
-"""Engine side of the live bridge where it shares no memory with the trainers: slices arrive as messages.
+"""Transport ``process_group``, engine side: receives slices as messages from trainer ranks, by gloo or NCCL.
 
-*Check* connects to every trainer rank that holds something for this worker, tells it what, and hears which
-version it serves; nothing is moved. *Apply* streams: a message is unpacked into the model while the next
-is on its way, each slice is summed as it passes, and no byte comes twice. So weights that were damaged on the
-way are known only when they are in the model: the controller compares the sums before it lets the engine
-serve again.
+*Check* connects to every trainer rank that holds slices for this worker, requests them, and receives the
+version that the rank serves; no weights are moved. *Apply* streams: one message is unpacked into the model
+while the next one arrives. Every byte is sent once, and checksums are computed on the way into the model. So
+damage in transit is detected after the weights are loaded: the controller compares the checksums before the
+engine serves again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from rpg_megatron.system.dtypes import torch_dtype
 
 
 class GroupReader:
-    """Reads publications of a ``GroupPublisher``; see ``Reader`` for the contract."""
+    """``Reader`` of weights that a ``GroupPublisher`` serves."""
 
     def __init__(self, device: torch.device, node: str = "") -> None:
-        """device: where slices go, the engine's. node: its ``node_name``, to find trainer ranks nearby."""
+        """device: the engine's, where slices go. node: its ``node_name``, to find trainer ranks on the same
+        node.
+        """
         self.manifest: Manifest | None = None
         self._device, self._node = device, node
         self._rendezvous: Rendezvous | None = None
@@ -50,7 +52,7 @@ class GroupReader:
         self._most = 0
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
-        """Fetch the manifest from the trainers' store. Raises ShardError with the reason."""
+        """Fetch the manifest from the trainers' key-value store. Raises ShardError with the reason."""
         self.manifest = None
         if self._rendezvous is None or self._rendezvous.place != place:
             self.close()
@@ -75,14 +77,15 @@ class GroupReader:
         return manifest
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
-        """Make sure that every rank concerned is there and will send what these reads need; moves nothing.
+        """Connect to every rank that holds some of ``wanted`` and request it; no weights are moved yet.
 
-        Raises ShardError that names the rank. Returns no sums: nothing was read yet.
+        Returns no checksums, since nothing is read. Raises ShardError that names the rank.
         """
         manifest = self._opened()
         self._sums = {}
         budget = int(manifest.place["bucket_bytes"])
-        # Two buckets for each rank that sends share the memory; which ranks those are does not hang on sizes.
+        # The memory is divided into two buckets for each sending rank; which ranks send does not depend on
+        # sizes.
         ranks = plan_streams(manifest, wanted, 1 << 62)
         self._most = max(1, budget // (2 * max(len(ranks), 1)))
         streams = plan_streams(manifest, wanted, self._most)
@@ -94,7 +97,7 @@ class GroupReader:
             for shard in streams:
                 self._links[shard].finish_handshake(manifest.version)
         except BaseException as e:
-            # Links that answered may be in the middle of something; the next check makes new ones.
+            # Links may be in the middle of a transfer; the next check opens new ones.
             self._close_links()
             if isinstance(e, LinkError | RuntimeError):
                 raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
@@ -102,7 +105,7 @@ class GroupReader:
         return {}
 
     def begin(self) -> None:
-        """Ask all ranks to send. Raises ShardError."""
+        """Request the transfer from all ranks. Raises ShardError."""
         manifest = self._opened()
         for shard, receiver in self._links.items():
             self._ask(shard, {"kind": "stream", "link": receiver.name})
@@ -115,13 +118,13 @@ class GroupReader:
     def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
         """The parts of a box of an HF tensor: (view into a message, its box in the HF tensor).
 
-        Boxes must be asked for in the order that ``check`` was told, and a view is gone when the next part is
-        asked for. Raises ShardError.
+        Boxes must be requested in the order given to ``check``, and a view is valid until the next part is
+        requested. Raises ShardError.
         """
         manifest = self._opened()
         for shard, part in split_box(manifest, hf_name, wanted, self._most):
             try:
-                raw = self._links[shard].take(part).to(self._device)  # over gloo it is in host memory
+                raw = self._links[shard].take(part).to(self._device)  # with gloo it is in host memory
             except LinkError as e:
                 raise ShardError(f"{manifest.shards[shard]} broke off at {hf_name}: {e}") from None
             values = raw.view(torch_dtype(manifest.tensors[hf_name].dtype)).view(part.box.extent)
@@ -141,12 +144,12 @@ class GroupReader:
         return out
 
     def end(self) -> Sums:
-        """Checksum and bytes of each tensor as it came through since ``begin``."""
+        """Checksum and bytes of each tensor received since ``begin``."""
         return {name: found for name, found in self._sums.items() if found[1]}
 
     @property
     def ranks_read(self) -> dict[int, int]:
-        """Of each source rank, the one that is asked."""
+        """Rank named by the manifest -> rank that the slices are requested from."""
         manifest = self._opened()
         return {s.rank: self._nearest(s.rank, manifest.place) for s in manifest.shards}
 
@@ -156,7 +159,7 @@ class GroupReader:
             self._close_links()
 
     def close(self) -> None:
-        """Hang up and forget the publication."""
+        """Close all links and the open version."""
         self._close_links()
         self.manifest, self._rendezvous = None, None
 
@@ -166,7 +169,9 @@ class GroupReader:
         return self.manifest
 
     def _connect(self, shard: int, buckets: list[Bucket]) -> None:
-        """Greet a rank, over a new link if there is none, and tell it what to send if that is new."""
+        """Start the handshake with a rank, on a new link if there is none; sends the list of slices if it
+        changed.
+        """
         assert self._rendezvous is not None
         receiver = self._links.get(shard)
         new = receiver is None
@@ -190,8 +195,8 @@ class GroupReader:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
 
     def _nearest(self, source: int, place: dict[str, Any]) -> int:
-        """The rank to ask for what a source rank gives: of those that hold the same, one of this node; else
-        another one for each worker, so that not all ask the first.
+        """The rank to request a sending rank's slices from: a replica on this node, else one chosen by this
+        worker's name, so that workers are spread over the replicas.
         """
         replicas = place.get("replicas", {}).get(str(source), [(source, "")])
         near = [rank for rank, node in replicas if node == self._node]
@@ -205,7 +210,7 @@ class GroupReader:
 
 
 class _Receiver:
-    """This worker's end of one link."""
+    """The engine worker's end of one link."""
 
     def __init__(self, link: Link, name: str) -> None:
         self.name = name
@@ -222,13 +227,13 @@ class _Receiver:
         return self._coming is not None
 
     def plan(self, buckets: list[Bucket]) -> None:
-        """What will come from now on; memory for two messages."""
+        """Set what will be received from now on; allocates two messages."""
         self.buckets = buckets
         size = largest(buckets)
         self._buffers = [self._link.buffer(size) for _ in range(min(2, len(buckets)))]
 
     def finish_handshake(self, version: int) -> None:
-        """Hear what the rank serves. Raises LinkError if that is not what the manifest says."""
+        """Receive what the rank serves. Raises LinkError if it differs from the manifest."""
         message = self._link.buffer(16)
         self._link.finish(self._link.receive(message))
         served, total = message.view(torch.int64).tolist()
@@ -237,20 +242,20 @@ class _Receiver:
             raise LinkError(f"it serves {total} bytes of version {served}, expected {expected} of {version}")
 
     def begin(self) -> None:
-        """Be ready for the first message."""
+        """Start receiving the first message."""
         self._next = 0
         self._parts.clear()
         self._post()
 
     def take(self, part: BucketPart) -> torch.Tensor:
-        """The bytes of the next part, which must be this one. Raises LinkError."""
+        """The bytes of ``part``, which must be the next one. Raises LinkError."""
         if not self._parts:
             if self._coming is None:
-                raise LinkError(f"nothing more is to come, asked for {part.hf_name} {part.box}")
+                raise LinkError(f"all messages were received, but {part.hf_name} {part.box} is requested")
             bucket, message, work = self._coming
             self._link.finish(work)
-            # All of the message before is used, so its memory takes the next one. Not earlier: on a GPU a
-            # receive that waits for the one before it may hold up other links in the same hardware queue, and
+            # The previous message is used up, so its memory can receive the next one. Not earlier: on a GPU,
+            # a receive that waits for the one before it may block other links in the same hardware queue, and
             # with them the rank that this one waits for.
             self._post()
             at = 0
@@ -263,11 +268,11 @@ class _Receiver:
         return values
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the link."""
         self._link.close()
 
     def _post(self) -> None:
-        """Begin to receive the next message, if there is one."""
+        """Start receiving the next message, if there is one."""
         self._coming = None
         if self._next < len(self.buckets):
             bucket = self.buckets[self._next]

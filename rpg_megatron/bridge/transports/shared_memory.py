@@ -1,11 +1,12 @@
-"""Trainer side of the live bridge on one node's CPUs: the weights lie in files in shared memory.
+"""Transport ``shared_memory``, trainer side: weights in memory-mapped files in /dev/shm, read by engines on
+the node.
 
-They do not only lie there for a sync: the parameters themselves are moved into the files, once, and training
-goes on in them. So publishing copies nothing, and engines read the memory that the optimizer writes; a word
-at the start of each file says whether they may.
+The parameters themselves are moved into the files once, and training continues in them. Publishing therefore
+copies nothing: engines read the memory that the optimizer writes. The version word at the start of each file
+says whether they may.
 
-Plain files in a private folder, not ``multiprocessing.shared_memory``: there a reader's normal exit removes
-the writer's segment. Files stay until their owner removes them, so a publication outlives trainers that were
+These are plain files in a private folder, not ``multiprocessing.shared_memory``, where a reader's normal exit
+removes the writer's segment. They stay until their owner removes them, so they survive trainers that were
 killed.
 """
 
@@ -31,30 +32,31 @@ from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.files import atomic_write_text
 
 ALIGNMENT = 64
-"""Shards begin at multiples of a cache line, so that any element type can be viewed in place."""
+"""Byte alignment of parameters in a file (a cache line), so that any element type can be viewed in place."""
 
 
 def require_private_folder(folder: Path) -> Path:
     """Create the folder with mode 0700 if it is missing; returns its real path.
 
-    Raises UserError if it belongs to another user or others may enter it: the weights in it are trusted.
+    Raises UserError if it belongs to another user or is accessible to others: readers trust the weights in
+    it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = folder.stat()
     if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise UserError(
-            f"{folder}: must belong to this user with mode 0700 (is {stat.S_IMODE(info.st_mode):04o}); "
-            "make a new folder for the bridge"
+            f"{folder}: must belong to this user with mode 0700 (now {stat.S_IMODE(info.st_mode):04o}); "
+            "use a new folder for the bridge"
         )
     return folder.resolve()
 
 
 class SharedMemoryPublisher:
-    """Lets engines on this node read this rank's parameters, version after version.
+    """``Publisher`` whose engines read this rank's parameters in place.
 
-    Every rank constructs one and calls every method (collectives over the default process group). What
-    several ranks of a node hold alike is published once, and those that give nothing hold no file. On several
-    nodes each has all of the weights, in a folder of its own.
+    Every rank constructs one and calls every method (collectives over the default process group). Parameters
+    that several ranks of a node hold are published by one of them; ranks that send nothing have no file. With
+    several nodes, each node publishes all weights in a folder of its own.
     """
 
     def __init__(
@@ -67,15 +69,14 @@ class SharedMemoryPublisher:
         *,
         adopt: bool = True,
     ) -> None:
-        """Agree on who publishes what, and create this rank's file (space is reserved at once).
+        """Make the publish plan and create this rank's file, with its space reserved.
 
-        folder: private folder in /dev/shm, the engines' RPG_BRIDGE_DIR. params: live parameters by
-        Megatron name, layers numbered through the whole model. dtype: what engines are to receive.
-        adopt: move parameters of that dtype into the file for good (``param.data`` is set anew); others, and
-        all if false, are copied into it by each ``publish``. False where somebody else holds views of their
-        memory, as Megatron's distributed optimizer does.
-        Raises UserError if there is no room or the folder is not private, MappingError if the ranks of a node
-        together do not hold the model.
+        folder: private folder in /dev/shm, the engines' RPG_BRIDGE_DIR. params: live parameters by Megatron
+        name, layers numbered through the whole model. dtype: what engines receive. adopt: move parameters of
+        that dtype into the file for good (sets ``param.data``); all other parameters, and all of them if
+        False, are copied into the file by each ``publish``. Must be False if other objects hold views of the
+        parameters' memory, as Megatron's distributed optimizer does. Raises UserError if there is no space or
+        the folder is not private, MappingError if the ranks of a node do not hold the whole model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
         self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
@@ -90,15 +91,16 @@ class SharedMemoryPublisher:
 
     @property
     def nbytes(self) -> int:
-        """Size of this rank's file; 0 for ranks that are no source."""
+        """Bytes of this rank's file; 0 for ranks that send nothing."""
         return next((f.size for f in self._files if f.rank == self.coordinates.rank), 0)
 
     @torch.no_grad()
     def publish(self, version: int) -> Manifest | None:
-        """Let engines read the present weights; returns the manifest on rank 0, else None.
+        """Let engines read the current weights as ``version``; returns the manifest (of the first node) on
+        rank 0.
 
-        On several nodes it is that of the first one. The weights must not change before ``retract``. Blocks
-        until every rank is done. A failure on one rank is raised on all.
+        The weights must not change before ``retract``. Returns when every rank is done. A failure on one rank
+        is raised on all.
         """
         if version < 0:
             raise ValueError(f"version {version}: must not be negative")
@@ -119,7 +121,7 @@ class SharedMemoryPublisher:
             {key: (index[key[0]], offset) for key, offset in self._offsets.items()},
             sums,
             transport="shared_memory",
-            # On several nodes each engine looks into its own folder.
+            # With several nodes, each engine reads the manifest in its own node's folder.
             place={"manifest": str(path) if self._plan.alone else MANIFEST},
             version=version,
         )
@@ -127,20 +129,20 @@ class SharedMemoryPublisher:
         return manifest if self.coordinates.rank == 0 else None
 
     def retract(self) -> None:
-        """From here on the weights may change: engines that still read notice it. Not collective."""
+        """From here on the weights may change; engines that are still reading detect it. Not collective."""
         if self._map is not None:
             self._word.fill_(WRITING)
 
     def close(self) -> None:
-        """Remove this rank's file, and on a node's first rank the manifest.
+        """Remove this rank's file and, on the plan's lead rank, the manifest.
 
-        Memory that is still in use, by adopted parameters or by readers, lives on without a name.
+        Memory that adopted parameters or readers still use stays allocated, without a file name.
         """
         self.retract()
         self._shards = {}
         if self._map is not None:
             del self._word
-            with suppress(BufferError):  # somebody still holds a view; memory goes when that one goes
+            with suppress(BufferError):  # a view is still alive; the memory is freed with it
                 self._map.close()
             self._map = None
             self._path.unlink(missing_ok=True)
@@ -155,7 +157,7 @@ class SharedMemoryPublisher:
     def _create(self, adopt: bool) -> None:
         if not self.nbytes:
             return
-        # A file of this name is left from a trainer that was killed; engines that mapped it keep its memory.
+        # An existing file is left from a trainer that was killed; engines that mapped it keep its memory.
         self._path.unlink(missing_ok=True)
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
@@ -166,7 +168,7 @@ class SharedMemoryPublisher:
             self._path.unlink()
             raise UserError(
                 f"{self.folder}: no room to publish {self.nbytes / 2**30:.2f} GiB of weights ({e.strerror}); "
-                "enlarge the shared memory of this machine or container"
+                "increase the size of /dev/shm on this machine or container"
             ) from None
         finally:
             os.close(fd)
@@ -185,7 +187,7 @@ class SharedMemoryPublisher:
                     self._adopted.add(name)
 
     def _fill(self, version: int) -> Sums:
-        """Bring this rank's file up to date and mark it so; returns its boxes' checksums."""
+        """Update this rank's file and write its version word; returns the checksums of its slices."""
         if not self._shards:
             return {}
         self._word.fill_(WRITING)
@@ -194,7 +196,7 @@ class SharedMemoryPublisher:
                 shard.copy_(self._params[name].detach())
             elif self._params[name].data_ptr() != shard.data_ptr():
                 raise RuntimeError(
-                    f"{name} was given other memory after it was moved into {self._path}; "
+                    f"{name}: its memory was replaced after it was moved into {self._path}; "
                     "construct the publisher with adopt=False"
                 )
         sums = {
@@ -205,7 +207,7 @@ class SharedMemoryPublisher:
         return sums
 
     def _lay_out(self) -> tuple[dict[tuple[int, str], int], dict[int, int]]:
-        """Byte offset of each published (rank, parameter) in its file, and the files' sizes by rank."""
+        """Byte offset of each published (rank, parameter) in its file, and the file sizes by rank."""
         offsets: dict[tuple[int, str], int] = {}
         sizes: dict[int, int] = {}
         for owners in self._plan.owners.values():
