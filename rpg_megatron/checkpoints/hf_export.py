@@ -1,8 +1,8 @@
-"""Megatron parameters -> a sharded Hugging Face checkpoint, without a full model on any rank.
+"""Export to Hugging Face: writes Megatron parameters as a sharded safetensors checkpoint.
 
-Consecutive HF tensors form files of a bounded size. File number s is assembled by rank s modulo the world
-size from the pieces that their owners send it, one tensor at a time, so a rank's extra memory is one
-file.
+No rank holds the full model. Consecutive HF tensors form files of bounded size. File s is assembled by rank s
+modulo the world size from slices that their owners send, one tensor at a time, so a rank needs extra memory
+for one file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rpg_megatron.system.dtypes import WEIGHT_DTYPES, dtype_name
 
 @dataclass(frozen=True)
 class _Plan:
-    """What every rank computes alike: the files, and for each tensor who sends which piece."""
+    """Files and, for each tensor, which rank sends which slice; the same on every rank."""
 
     shards: list[list[str]]
     owners: dict[str, list[SliceOwner]]
@@ -51,17 +51,15 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face checkpoint in ``out_dir``. Collective over the default process group.
 
-    params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to
-    ``dtype`` (float32, bfloat16 or float16). Configuration and tokenizer come from ``source_dir``.
-    Without an initialised process group the caller holds the whole model.
-    The folder appears under its name only when it is complete; a killed export leaves
-    ``.NAME.incomplete``, which the next one removes. ``replace`` allows an existing ``out_dir`` to be
-    replaced.
-    Raises UserError on every rank if ``out_dir`` exists or cannot be written, MappingError if tensors are
-    incomplete.
+    params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to ``dtype``
+    (float32, bfloat16 or float16). Configuration and tokenizer are copied from ``source_dir``. Without an
+    initialised process group, the caller must hold the whole model. The folder gets its name only when it is
+    complete; a killed export leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace
+    an existing ``out_dir``. Raises UserError on every rank if ``out_dir`` exists or cannot be written,
+    MappingError if tensors are incomplete.
     """
     if dtype_name(dtype) not in WEIGHT_DTYPES:
-        raise UserError(f"export dtype {dtype_name(dtype)} is not one of {', '.join(WEIGHT_DTYPES)}")
+        raise UserError(f"export dtype {dtype_name(dtype)} is not supported; use {', '.join(WEIGHT_DTYPES)}")
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     part = out_dir.parent / f".{out_dir.name}.incomplete"
     held = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
@@ -81,7 +79,7 @@ def export_hf(
                 save_file(tensors, part / names[mine], metadata={"format": "pt"})
 
         run_together(write)
-        del tensors, write  # or the next round would be assembled while this one's file is still held
+        del tensors, write  # free this round's file before the next one is assembled
     run_together(
         lambda: _finish(out_dir, part, source_dir, plan, sizes, dtype, replace) if rank == 0 else None
     )
@@ -90,10 +88,10 @@ def export_hf(
 def _assemble_round(
     plan: _Plan, first: int, world: int, rank: int, params: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Exchange the pieces of the next ``world`` files; returns this rank's file, as tensors on the CPU."""
+    """Exchange the slices of the next ``world`` files; returns this rank's file as CPU tensors."""
     shards = plan.shards[first : first + world]
     out: dict[str, torch.Tensor] = {}
-    # Lock step, one tensor per file: no rank ever has more than one tensor's pieces under way.
+    # In lock step, one tensor per file: a rank has the slices of one tensor in flight at most.
     for i in range(max(len(s) for s in shards)):
         ops: list[Any] = []
         landing: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -139,7 +137,7 @@ def _prepare(out_dir: Path, part: Path, replace: bool) -> None:
     if out_dir.exists() and not replace:
         raise UserError(f"{out_dir}: exists already; choose another folder or remove it")
     if part.exists():
-        shutil.rmtree(part)  # ours, by its name: left by an export that was killed
+        shutil.rmtree(part)  # left by an export that was killed
     part.mkdir(parents=True)
 
 
@@ -152,7 +150,7 @@ def _finish(
     dtype: torch.dtype,
     replace: bool,
 ) -> None:
-    """Index, configuration and tokenizer, then the rename that makes the checkpoint appear."""
+    """Write index, configuration and tokenizer, then rename the folder to its final name."""
     names = _file_names(len(plan.shards))
     if len(names) > 1:
         index = {
@@ -165,11 +163,11 @@ def _finish(
             if file.name not in (INDEX, "config.json"):
                 shutil.copyfile(file, part / file.name)
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
-    # transformers renamed the key; readers of either age must find the truth.
+    # transformers renamed the key; set whichever is there.
     for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
         config[key] = dtype_name(dtype)
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    mode = (part / "config.json").stat().st_mode  # as the user's umask has it; safetensors shuts everyone out
+    mode = (part / "config.json").stat().st_mode  # mode by the user's umask; safetensors writes 0600
     for file in part.iterdir():
         file.chmod(mode)
         with file.open("rb") as f:
@@ -185,7 +183,7 @@ def _finish(
 
 
 def group_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Cut the tensors, in order, into files of at most ``max_bytes``; a larger tensor has its own."""
+    """Group tensors, in order, into files of at most ``max_bytes``; a larger tensor gets its own file."""
     groups: list[list[str]] = []
     used = 0
     for name, size in sizes.items():

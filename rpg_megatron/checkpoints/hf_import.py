@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint -> this rank's Megatron parameters, reading no more than the rank's own slices."""
+"""Import from Hugging Face: loads a checkpoint into a rank's Megatron parameters, reading only its slices."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def load_hf_weights(
 ) -> int:
     """Fill parameters in place from a checkpoint; returns the bytes read from its files.
 
-    params: (name, tensor) as from ``Policy.named_parameters()``, any device and floating-point dtype;
-    values are cast. Vocabulary padding rows become zero. Not a collective: every rank reads its slices by
-    itself, and nobody holds more than one slice at a time next to its parameters.
-    Raises UserError if the checkpoint does not fit the model (see ``verify_hf_checkpoint``) or cannot be
-    read, MappingError if a parameter has a name or shape that the mapping does not expect.
+    params: (name, tensor) as from ``Policy.named_parameters()``, on any device, with any floating-point
+    dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. Vocabulary padding rows become
+    zero. Not collective. Extra memory is one slice at a time. Raises UserError if the checkpoint does not
+    match the model (see ``verify_hf_checkpoint``) or cannot be read, MappingError if a parameter's name is
+    unknown or its shape is wrong.
     """
     stored = verify_hf_checkpoint(model_dir, mapping)
     bytes_read = 0
     for name, param in params:
-        # Files are mapped, and pages that were read count as this process's memory until they are closed: so
-        # they are opened anew for each parameter. Columns alone touch the pages of all their tensor.
+        # Files are memory-mapped, and pages count as this process's memory until the file is closed, so files
+        # are reopened for each parameter. Reading some columns touches the pages of the whole tensor.
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
             expected = mapping.local_shape(name, tensor=tensor, vocab_multiple=vocab_multiple)
             if tuple(param.shape) != expected:
                 raise MappingError(
-                    f"tensor rank {tensor_rank}: {name} has shape {tuple(param.shape)}, the checkpoint's "
-                    f"config.json makes it {expected}; the model was built with other sizes"
+                    f"tensor rank {tensor_rank}: {name} has shape {tuple(param.shape)}, but {expected} by "
+                    "the checkpoint's config.json; build the model from that file"
                 )
             pieces = mapping.pieces(
                 name,
@@ -59,7 +59,7 @@ def load_hf_weights(
             if sum(p.local.numel for p in pieces) == param.numel():
                 check_cover(name, expected, [p.local for p in pieces])
             else:
-                param.zero_()  # vocabulary padding: rows that no piece fills
+                param.zero_()  # vocabulary padding: rows that no slice fills
             for piece in pieces:
                 if piece.hf_name not in stored:
                     raise MappingError(
@@ -82,7 +82,7 @@ def _open(file: Path) -> Any:
 
 
 def _read(handle: Any, piece: Piece, in_file: StoredTensor) -> torch.Tensor:
-    """One box of an HF tensor, in the file's dtype."""
+    """One slice of an HF tensor, in the file's dtype."""
     try:
         values: torch.Tensor = handle.get_slice(piece.hf_name)[piece.hf.slices()]
     except (SafetensorError, OSError) as e:

@@ -1,4 +1,7 @@
-"""The policy: packed log-probs and updates on one rank of the parallel layout. Every method is collective."""
+"""The policy on one rank: log-probs and optimizer updates of packed micro-batches, by Megatron-Core.
+
+Methods are collective unless they say otherwise.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +43,11 @@ from rpg_megatron.policy.precision import (
 )
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
-"""(logp [n], the rest of what is known of these n response tokens) -> loss of each."""
+"""(log-probs [n], other data of these n response tokens) -> loss of each token."""
 Aggregator = Callable[[Tensor, Tensor, int | None], tuple[Tensor, Tensor]]
-"""(loss of each token [n], sequences [n], their number as in ResponseTokens) -> (sum, count) that add up over
-micro-batches and ranks."""
+"""(loss of each token [n], ``sequences`` [n] and ``sequence_count`` of ResponseTokens) -> (sum, count), which
+are added up over micro-batches and ranks.
+"""
 
 _MEANS = (
     "abs_loss",
@@ -57,33 +61,34 @@ _MEANS = (
     "correction_ratio",
     "correction_hit",
 )
-"""What is reported of each update as a mean over its response tokens."""
+"""Statistics of each update that are means over its response tokens."""
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What the log-prob head needs to know."""
+    """Parameters of the log-prob head."""
 
     temperature: float
     chunk: int
     vocab: int
     label_range: tuple[int, int] | None = None
-    """Of the micro_batch at hand."""
+    """See ``MicroBatch.label_range``."""
 
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """One optimizer update, over all ranks: means over its response tokens, and the norm before clipping."""
+    """Statistics of one optimizer update over all ranks."""
 
     tokens: int
     loss: float
-    """As aggregated."""
+    """Mean loss as the configured aggregation counts it."""
     means: dict[str, float]
-    """See _MEANS; those of a correction are 0 if there is none."""
+    """Means over response tokens, see _MEANS; those of a correction are 0 if there is none."""
     ratio_max: float
     grad_norm: float
+    """Before clipping."""
     skipped: bool
-    """The gradient was not finite, so nothing was changed."""
+    """The gradient was not finite, so the update was skipped."""
 
 
 class Policy:
@@ -97,11 +102,11 @@ class Policy:
         device: torch.device,
         load: Callable[[Policy], None],
     ) -> None:
-        """Build the model, fill it by ``load(self)``, then set up gradients and optimizer.
+        """Build the model, load its weights by ``load(self)``, then create gradient buffers and optimizer.
 
-        The order matters: the optimizer copies the weights into its float32 master copies when it is made.
-        ``load`` writes into ``loadable_parameters``.
-        Raises UserError if settings ask for layers or a precision that this machine does not have.
+        The order matters: the optimizer copies the weights into its float32 main weights when it is created.
+        ``load`` writes into ``loadable_parameters``. Raises UserError if settings require layers or a
+        precision that this machine does not support.
         """
         self.mesh, self.device, self.settings = mesh, device, settings
         recompute = settings.memory.recompute_for(settings.tokens_at_once)
@@ -121,7 +126,7 @@ class Policy:
         self._optimizer = build_optimizer(
             self._models, settings.optimizer, settings.precision, settings.memory
         )
-        gather_weights(self._models)  # or the first forward pass would, though it is no update's
+        gather_weights(self._models)  # otherwise the first forward pass would gather them
         self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
@@ -134,18 +139,19 @@ class Policy:
         return named_parameters(self.chunks)
 
     def loadable_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """The same names, each with the tensor that its values are to be loaded into."""
+        """The same names, each with the tensor to load its values into."""
         return loadable(self.named_parameters())
 
     def plan_save(self, folder: Path, step: int, *, stage: bool) -> PlannedSave:
-        """Weights and optimizer state, to be written; ``folder`` exists and is empty. Not while ``updating``.
+        """Plan a save of weights and optimizer state; ``folder`` exists and is empty. Not inside
+        ``updating``.
 
-        stage: they may change as soon as this returns.
+        stage: weights and state may change once this returns; see ``checkpoints.megatron.plan_save``.
         """
         return plan_save(folder, self.chunks, self._optimizer, step, stage=stage)
 
     def load(self, folder: Path) -> None:
-        """Take up weights and optimizer state that were saved, in whatever layout."""
+        """Load weights and optimizer state from a checkpoint of any parallel layout."""
         load_weights(folder, self.chunks, self.vocab, self._optimizer)
 
     def pack(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
@@ -160,7 +166,7 @@ class Policy:
         )
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs and entropies at every place of every micro_batch: [2, t] each, float32, nats.
+        """Log-probs and entropies at every position of each micro-batch: [2, t] each, float32, nats.
 
         Without gradient. All ranks of a data-parallel replica get them.
         """
@@ -181,8 +187,8 @@ class Policy:
     ) -> UpdateStats:
         """One optimizer update on a mini-batch: this rank's micro-batches, as many on each data rank.
 
-        The loss is the mean, as ``aggregator`` counts, over the whole mini-batch, wherever it lies.
-        If the gradient is not finite on any rank, weights and optimizer stay as they are on all of them.
+        The loss is the mean, as ``aggregator`` counts, over the mini-batches of all ranks. If the gradient is
+        not finite on any rank, the update is skipped on all ranks.
         """
         for model in self._models:
             model.train()
@@ -199,7 +205,8 @@ class Policy:
             group["lr"] = lr
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        # The norm counts only once what tensor-parallel ranks hold alike: each looks at all that it holds.
+        # The gradient norm skips duplicates on tensor-parallel ranks, so each rank checks all of its
+        # gradients.
         sums = torch.stack([_gradient(p).sum() for _, p in self.named_parameters()])
         finite = torch.isfinite(sums).all().view(1)
         spoilt = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
@@ -215,12 +222,12 @@ class Policy:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Put the weights where ``update`` wants them; needed around updates, and around nothing else.
+        """Context for ``update``: sets the weights to the point at which gradients are taken.
 
-        Schedule-Free optimizers take gradients at one point and evaluate at another; others have just one.
-        After an update a rank may hold old weights where other ranks own them, which the next update gathers
-        as it goes. Only when the block has ended are all up to date, to be scored with, published and saved.
-        Collective, unless the block raises.
+        Schedule-Free optimizers take gradients at one point and evaluate at another; other optimizers have a
+        single point. Inside the block a rank may hold stale weights that other ranks own and that the next
+        update gathers. After the block all weights are current: they may be used for scoring, published and
+        saved. Collective, unless the block raises.
         """
         use_training_point(self._optimizer, True)
         try:
@@ -274,21 +281,23 @@ class Policy:
     def _sum_loss(
         self, output: Tensor, micro_batch: MicroBatch, loss: TokenLoss, aggregator: Aggregator
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Megatron's contract where it divides by a global count: (sum, count, report).
+        """The loss function for Megatron, which divides by the global count: (sum, count, report).
 
-        Context ranks all compute the loss of whole sequences and each passes on the gradient of its places;
-        Megatron adds gradients and counts up over them, so only the first one counts.
+        All context ranks compute the loss of full sequences, and each propagates the gradient of its
+        positions. Megatron sums gradients and counts over them, so only the first one reports a count.
         """
         tokens = micro_batch.response_tokens()
         logp = gather_places(output[0], micro_batch.packed.places, summed=False)
         out = loss(logp.index_select(0, micro_batch.learnt), tokens)
         total, count = aggregator(out.per_token, tokens.sequences, tokens.sequence_count)
         report = _report(out, total, count)
-        # int: Megatron adds the counts up in an integer tensor.
+        # int: Megatron sums the counts in an integer tensor.
         return total, count.int() * (self.mesh.context_rank == 0), report
 
     def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float, *, skipped: bool) -> UpdateStats:
-        """Sum the micro-batches' reports over all ranks; one rank of each replica contributes."""
+        """Sum the micro-batches' reports over all ranks; one rank of each replica contributes
+        (``Mesh.reports``).
+        """
         sums = torch.zeros(len(_MEANS) + 3, dtype=torch.float64, device=self.device)
         largest = torch.zeros(1, dtype=torch.float64, device=self.device)
         if self.mesh.reports:
@@ -309,9 +318,9 @@ def _gradient(p: Any) -> Tensor:
 
 
 def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Tensor]:
-    """Sums over a micro-batch's response tokens, and the largest ratio."""
+    """Sums over the response tokens of a micro-batch, and the largest ratio."""
     w = out.metrics["ratio"]
-    # Whatever the anchor is, how far the update has moved from the policy that the step began with.
+    # KL to the policy at the start of the step, independent of the anchor.
     kl_old = unnormalised_kl(w, w.log(), torch.ones_like(w))
     columns = {"abs_loss": out.per_token.detach().abs(), "kl_old": kl_old, **out.metrics}
     absent = total.new_zeros((), dtype=torch.float64)

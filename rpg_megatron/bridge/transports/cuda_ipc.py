@@ -63,7 +63,7 @@ class CudaIpcPublisher:
         """The sending rank whose parameters this rank holds: itself, or a rank of the node's first replica.
         """
         self._handles: dict[int, tuple[str, str]] = {}
-        self._told: _Memory | None = None
+        self._sent: _Memory | None = None
         self._known: dict[int, _Memory] = {}
         run_together(self._check_types)
 
@@ -81,8 +81,8 @@ class CudaIpcPublisher:
 
         sums, memory = run_together(own)
         # Addresses rarely change, so they are sent only when they did.
-        gathered = gather_objects((self.coordinates.rank, sums, None if memory == self._told else memory))
-        self._told = memory
+        gathered = gather_objects((self.coordinates.rank, sums, None if memory == self._sent else memory))
+        self._sent = memory
         if self.coordinates.rank != self._plan.lead:
             return None
         self._known |= {rank: memory for rank, _, memory in gathered if memory is not None}
@@ -146,14 +146,14 @@ class CudaIpcPublisher:
     def _shards(self, source: int) -> Iterator[Shard]:
         """The storages of a sending rank, each with its copies."""
         own = self._known[source]
-        alike = [
+        equal = [
             (rank, self._known[rank])
             for rank in self._plan.replicas[source]
             # Skip replicas with another memory layout: the sender's offsets would be wrong for them.
             if (self._known[rank].sizes, self._known[rank].places) == (own.sizes, own.places)
         ]
         for i, size in enumerate(own.sizes):
-            yield Shard(source, size, copies=tuple(Copy(rank, *m.handles[i]) for rank, m in alike))
+            yield Shard(source, size, copies=tuple(Copy(rank, *m.handles[i]) for rank, m in equal))
 
 
 @dataclass(frozen=True)

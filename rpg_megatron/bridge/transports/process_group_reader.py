@@ -154,7 +154,7 @@ class GroupReader:
         return {s.rank: self._nearest(s.rank, manifest.place) for s in manifest.shards}
 
     def release(self) -> None:
-        """An update stopped half way: what is still under way must not be taken for the next one's."""
+        """Abandon an interrupted update: closes the links, so that the next update gets no old messages."""
         if any(receiver.busy for receiver in self._links.values()):
             self._close_links()
 
