@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 from rpg_megatron.bridge.checksum import MODULUS, checksum
 from rpg_megatron.bridge.manifest import read_manifest
-from rpg_megatron.bridge.publish_plan import node_name
+from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader

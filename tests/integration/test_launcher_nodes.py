@@ -64,7 +64,7 @@ def test_an_engine_that_does_not_sleep_ends_the_run(pair, tmp_path: Path) -> Non
     (tmp_path / "refuses").touch()
     one.begin("engine.colocated=true", acts=4)
     assert one.finish() == [1, 1], one.told()
-    assert one.err(0).startswith("error: engine 0 did not go to sleep: it answered 500")
+    assert one.err(0).startswith("error: engine 0 did not go to sleep: /sleep answered 500")
     assert not any(name.startswith("rank") for name in one.acted())
 
 
