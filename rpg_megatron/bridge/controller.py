@@ -81,9 +81,10 @@ async def sync_engine(
 
     engine_tensor: number of the engine's workers. timeout: seconds for each call. asleep: the engine may be
     asleep and have no weights: memory for them is allocated first, the KV cache after they are loaded, and
-    nothing is served before. Published weights must not change until this returns. Raises CheckFailed (names
-    tensor, rank and file; the engine keeps its old weights), ApplyFailed or EngineLost (restart the engine).
-    Run one sync of an engine at a time. If this is cancelled, the engine stays paused until the next sync.
+    nothing is served before. Published weights must not change until this returns.
+    Raises CheckFailed (names tensor, rank and file; the engine keeps its old weights), ApplyFailed or
+    EngineLost (restart the engine). Run one sync of an engine at a time. If this is cancelled, the engine
+    stays paused until the next sync.
     """
     session = uuid.uuid4().hex
     report = SyncReport(version)

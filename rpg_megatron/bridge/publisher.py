@@ -102,8 +102,8 @@ def make_publish_plan(
     """Tell all ranks which parameters this one holds, and choose who sends what. Collective over all ranks.
 
     params: parameters by Megatron name, layers numbered through the whole model. node: ranks that pass the
-    same string share a plan, so that the engines of a node read from ranks of that node. Raises MappingError,
-    on every rank, if the ranks that share a plan do not hold the whole model.
+    same string share a plan, so that the engines of a node read from ranks of that node.
+    Raises MappingError, on every rank, if the ranks that share a plan do not hold the whole model.
     """
     shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
     gathered = gather_objects((shards, node))

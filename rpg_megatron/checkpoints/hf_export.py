@@ -55,8 +55,9 @@ def export_hf(
     (float32, bfloat16 or float16). Configuration and tokenizer are copied from ``source_dir``. Without an
     initialised process group, the caller must hold the whole model. The folder gets its name only when it is
     complete; a killed export leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace
-    an existing ``out_dir``. Raises UserError on every rank if ``out_dir`` exists or cannot be written,
-    MappingError if tensors are incomplete.
+    an existing ``out_dir``.
+    Raises UserError on every rank if ``out_dir`` exists or cannot be written, MappingError if tensors are
+    incomplete.
     """
     if dtype_name(dtype) not in WEIGHT_DTYPES:
         raise UserError(f"export dtype {dtype_name(dtype)} is not supported; use {', '.join(WEIGHT_DTYPES)}")

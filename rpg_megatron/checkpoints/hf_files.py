@@ -108,8 +108,8 @@ def verify_hf_checkpoint(
     ``StoredTensor``.
 
     A ``lm_head.weight`` with tied embeddings is ignored, as in transformers. ``one_dtype``: all tensors must
-    have the same dtype. Raises one UserError that lists every missing, unexpected and wrongly shaped tensor,
-    or the corrupt files.
+    have the same dtype.
+    Raises one UserError that lists every missing, unexpected and wrongly shaped tensor, or the corrupt files.
     """
     stored = list_checkpoint(model_dir)
     if mapping.shape.tied_embeddings:

@@ -33,9 +33,9 @@ def load_hf_weights(
 
     params: (name, tensor) as from ``Policy.named_parameters()``, on any device, with any floating-point
     dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. Vocabulary padding rows become
-    zero. Not collective. Extra memory is one slice at a time. Raises UserError if the checkpoint does not
-    match the model (see ``verify_hf_checkpoint``) or cannot be read, MappingError if a parameter's name is
-    unknown or its shape is wrong.
+    zero. Not collective. Extra memory is one slice at a time.
+    Raises UserError if the checkpoint does not match the model (see ``verify_hf_checkpoint``) or cannot be
+    read, MappingError if a parameter's name is unknown or its shape is wrong.
     """
     stored = verify_hf_checkpoint(model_dir, mapping)
     bytes_read = 0

@@ -75,7 +75,8 @@ class PlannedSave:
     def write(self) -> list[Any]:
         """Write and fsync the files; returns Megatron's description of them. Not collective.
 
-        May be called from any thread. Raises the writer's exception, mostly an OSError.
+        May be called from any thread.
+        Raises the writer's exception, mostly an OSError.
         """
         writer, found = self._strategy.writer, []
         for bucket in writer.write_buckets:

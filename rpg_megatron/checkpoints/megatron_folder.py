@@ -100,8 +100,8 @@ def write_manifest(
     """Write ``manifest.json`` with the size and SHA-256 of every file; the last file of a checkpoint.
 
     count: called with the number of bytes read, from several threads. known: entries of files that their
-    writers have hashed already; these files are not read. Raises OSError if a known file is missing or has
-    another size.
+    writers have hashed already; these files are not read.
+    Raises OSError if a known file is missing or has another size.
     """
     files = dict(known or {})
     for name, wanted in files.items():

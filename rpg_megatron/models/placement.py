@@ -70,8 +70,8 @@ def assign_owners(mapping: ModelMapping, everyone: Iterable[RankShards]) -> dict
 
     Of several ranks that hold the same slice (norms under tensor parallelism, a tied output layer on the last
     stage, everything under data and context parallelism), the first is chosen, by stage, then tensor rank.
-    The result is the same on every rank. Raises MappingError if a tensor is incomplete, or a parameter has an
-    unexpected name or shape.
+    The result is the same on every rank.
+    Raises MappingError if a tensor is incomplete, or a parameter has an unexpected name or shape.
     """
     owners: dict[str, dict[Box, SliceOwner]] = {name: {} for name in mapping.hf_tensors()}
     first: dict[tuple[int, int], RankShards] = {}

@@ -86,7 +86,8 @@ def start_process_group(device: torch.device) -> None:
 
     Also creates the control group, a gloo group for objects and barriers (``system.collectives``). The device
     is not bound to the group: torch would then create a communicator for each of Megatron's groups at once,
-    used or not. Raises UserError on rank 0 if it cannot listen at that address and port.
+    used or not.
+    Raises UserError on rank 0 if it cannot listen at that address and port.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Torch's own rendezvous would listen on every network interface.

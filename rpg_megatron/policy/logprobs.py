@@ -137,8 +137,9 @@ def token_logprobs(
     The vocabulary is split over ``group`` (None: not split); every rank returns the full result, and a
     gradient of ``hidden`` that must be summed over the group. At most two chunks of logits are in memory,
     forward and backward: 2 x chunk x vocab/tp x 4 bytes. ``target_range``: smallest and largest target, if
-    known; computing them makes the host wait for the device. Raises ValueError if a target is outside the
-    vocabulary. Source: arXiv 2505.17508, section 2 (token-level policy); temperature as in rollout sampling.
+    known; computing them makes the host wait for the device.
+    Raises ValueError if a target is outside the vocabulary. Source: arXiv 2505.17508, section 2 (token-level
+    policy); temperature as in rollout sampling.
     """
     if target_range is None and targets.numel():
         target_range = int(targets.min()), int(targets.max())

@@ -105,8 +105,8 @@ class Policy:
         """Build the model, load its weights by ``load(self)``, then create gradient buffers and optimizer.
 
         The order matters: the optimizer copies the weights into its float32 main weights when it is created.
-        ``load`` writes into ``loadable_parameters``. Raises UserError if settings require layers or a
-        precision that this machine does not support.
+        ``load`` writes into ``loadable_parameters``.
+        Raises UserError if settings require layers or a precision that this machine does not support.
         """
         self.mesh, self.device, self.settings = mesh, device, settings
         recompute = settings.memory.recompute_for(settings.tokens_at_once)

@@ -51,8 +51,9 @@ class CudaIpcPublisher:
         """folder: private folder for the manifest, the engines' RPG_BRIDGE_DIR.
 
         params: live parameters of element type ``dtype`` by Megatron name, on a GPU. With several nodes, each
-        node publishes all weights, in a folder of its own. Raises UserError if parameters have another dtype,
-        MappingError if the ranks of a node do not hold the whole model.
+        node publishes all weights, in a folder of its own.
+        Raises UserError if parameters have another dtype, MappingError if the ranks of a node do not hold the
+        whole model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
         self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype

@@ -58,7 +58,8 @@ class Reader(Protocol):
         """Verify that all of ``wanted`` can be read; returns checksums if the transport reads already in this
         phase.
 
-        Does not touch the model. Raises ShardError.
+        Does not touch the model.
+        Raises ShardError.
         """
         ...
 

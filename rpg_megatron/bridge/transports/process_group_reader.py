@@ -79,7 +79,8 @@ class GroupReader:
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
         """Connect to every rank that holds some of ``wanted`` and request it; no weights are moved yet.
 
-        Returns no checksums, since nothing is read. Raises ShardError that names the rank.
+        Returns no checksums, since nothing is read.
+        Raises ShardError that names the rank.
         """
         manifest = self._opened()
         self._sums = {}
@@ -119,7 +120,8 @@ class GroupReader:
         """The parts of a box of an HF tensor: (view into a message, its box in the HF tensor).
 
         Boxes must be requested in the order given to ``check``, and a view is valid until the next part is
-        requested. Raises ShardError.
+        requested.
+        Raises ShardError.
         """
         manifest = self._opened()
         for shard, part in split_box(manifest, hf_name, wanted, self._most):

@@ -75,8 +75,9 @@ class SharedMemoryPublisher:
         name, layers numbered through the whole model. dtype: what engines receive. adopt: move parameters of
         that dtype into the file for good (sets ``param.data``); all other parameters, and all of them if
         False, are copied into the file by each ``publish``. Must be False if other objects hold views of the
-        parameters' memory, as Megatron's distributed optimizer does. Raises UserError if there is no space or
-        the folder is not private, MappingError if the ranks of a node do not hold the whole model.
+        parameters' memory, as Megatron's distributed optimizer does.
+        Raises UserError if there is no space or the folder is not private, MappingError if the ranks of a
+        node do not hold the whole model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
         self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
