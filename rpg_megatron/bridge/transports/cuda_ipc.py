@@ -60,7 +60,7 @@ class CudaIpcPublisher:
         self._params = params
         self._plan = make_publish_plan(coordinates, params, mapping, node_name(self.folder))
         replicas = self._plan.replicas
-        self._source = next(source for source, ranks in replicas.items() if coordinates.rank in ranks)
+        self._owner = next(owner for owner, ranks in replicas.items() if coordinates.rank in ranks)
         """The sending rank whose parameters this rank holds: itself, or a rank of the node's first replica.
         """
         self._handles: dict[int, tuple[str, str]] = {}
@@ -119,7 +119,7 @@ class CudaIpcPublisher:
         self.retract()
 
     def _check_types(self) -> None:
-        found = {str(self._params[p].dtype) for _, _, p, _ in self._plan.slices_of(self._source)}
+        found = {str(self._params[p].dtype) for _, _, p, _ in self._plan.slices_of(self._owner)}
         if wrong := sorted(found - {str(self.dtype)}):
             raise UserError(
                 f"bridge.transport: cuda_ipc needs parameters of {self.dtype}, they are {', '.join(wrong)}; "
@@ -130,7 +130,7 @@ class CudaIpcPublisher:
         """Where this rank holds the published parameters."""
         found = _Memory([], [], {})
         index: dict[int, int] = {}
-        for _, _, name, _ in self._plan.slices_of(self._source):
+        for _, _, name, _ in self._plan.slices_of(self._owner):
             param = self._params[name]
             storage = param.untyped_storage()
             address = storage.data_ptr()
@@ -144,17 +144,17 @@ class CudaIpcPublisher:
             found.places[name] = index[address], int(param.storage_offset()) * param.element_size()
         return found
 
-    def _shards(self, source: int) -> Iterator[Shard]:
+    def _shards(self, owner: int) -> Iterator[Shard]:
         """The storages of a sending rank, each with its copies."""
-        own = self._known[source]
+        own = self._known[owner]
         equal = [
             (rank, self._known[rank])
-            for rank in self._plan.replicas[source]
+            for rank in self._plan.replicas[owner]
             # Skip replicas with another memory layout: the sender's offsets would be wrong for them.
             if (self._known[rank].sizes, self._known[rank].places) == (own.sizes, own.places)
         ]
         for i, size in enumerate(own.sizes):
-            yield Shard(source, size, copies=tuple(Copy(rank, *m.handles[i]) for rank, m in equal))
+            yield Shard(owner, size, copies=tuple(Copy(rank, *m.handles[i]) for rank, m in equal))
 
 
 @dataclass(frozen=True)

@@ -74,16 +74,16 @@ class GroupPublisher:
         )
         nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "")
         replicas = self._plan.replicas if colocated_in else {}
-        near = {str(source): [(rank, nodes[rank]) for rank in ranks] for source, ranks in replicas.items()}
+        near = {str(owner): [(rank, nodes[rank]) for rank in ranks] for owner, ranks in replicas.items()}
         known = {"bucket_bytes": bucket_bytes, "replicas": near}
         place = gather_objects(hosted.place | known if hosted else None)[0]
         self._rendezvous = run_together(lambda: hosted or Rendezvous.join(place))
         self._rendezvous.place = place
         own = coordinates.rank
-        self._source = next((s for s, ranks in replicas.items() if own in ranks), own)
+        self._owner = next((s for s, ranks in replicas.items() if own in ranks), own)
         """The sending rank whose slices this rank serves: itself, or the one it is a replica of."""
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
-        for name, _, param, piece in self._plan.slices_of(self._source):
+        for name, _, param, piece in self._plan.slices_of(self._owner):
             self._pieces.setdefault(name, []).append((param, piece))
         sizes = dict.fromkeys(self._plan.ranks, 0)
         for owners in self._plan.owners.values():
@@ -103,7 +103,7 @@ class GroupPublisher:
     @property
     def nbytes(self) -> int:
         """Bytes of the slices that this rank serves; 0 for ranks that serve none."""
-        return next((s.size for s in self._shards if s.rank == self._source), 0)
+        return next((s.size for s in self._shards if s.rank == self._owner), 0)
 
     @torch.no_grad()
     def publish(self, version: int) -> Manifest | None:

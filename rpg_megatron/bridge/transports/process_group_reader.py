@@ -196,11 +196,11 @@ class GroupReader:
         except RuntimeError as e:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
 
-    def _nearest(self, source: int, place: dict[str, Any]) -> int:
+    def _nearest(self, owner: int, place: dict[str, Any]) -> int:
         """The rank to request a sending rank's slices from: a replica on this node, else one chosen by this
         worker's name, so that workers are spread over the replicas.
         """
-        replicas = place.get("replicas", {}).get(str(source), [(source, "")])
+        replicas = place.get("replicas", {}).get(str(owner), [(owner, "")])
         near = [rank for rank, node in replicas if node == self._node]
         ranks = near or [rank for rank, _ in replicas]
         return int(ranks[zlib.crc32(self._name.encode()) % len(ranks)])

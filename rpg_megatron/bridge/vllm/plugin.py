@@ -126,7 +126,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             plan = self._current_plan(reader.open(update_info.place, update_info.version))
             ack["sums"] = reader.check(plan.boxes())
             ack["bytes"] = sum(n for _, n in ack["sums"].values())
-            ack["ranks_read"] = {str(source): rank for source, rank in reader.ranks_read.items()}
+            ack["ranks_read"] = {str(owner): rank for owner, rank in reader.ranks_read.items()}
             self._checked = session
         elif update_info.phase == "apply":
             if self._checked != session:
@@ -142,7 +142,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             load_published(self.model, self.model_config, self.device, plan, reader)
             ack["sums"] = reader.end()
             ack["bytes"] = plan.nbytes
-            ack["ranks_read"] = {str(source): rank for source, rank in reader.ranks_read.items()}
+            ack["ranks_read"] = {str(owner): rank for owner, rank in reader.ranks_read.items()}
             self.version = update_info.version
         else:
             raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")

@@ -120,7 +120,7 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
         plans = _plans_by_layer(recorder)
         shared = _check_complete(model, plans, live)
         for plan in plans.values():
-            plan.in_place = _keeps_layout(plan, live[plan.layer], device)
+            plan.in_place = _loads_in_place(plan, live[plan.layer], device)
         return ModelPlan(signature, list(plans.values()), shared)
     except NotRecordable as e:
         return ModelPlan(signature, None, reason=str(e))
@@ -191,7 +191,7 @@ def _check_complete(
     fed = {id(p) for module in plans for p in live[module].values()}
     shared = []
     for module, params in live.items():
-        expected = _load_layout(module)
+        expected = _unprocessed_parameters(module)
         if module not in plans:
             if expected and not isinstance(module, Attention | MLAAttention):
                 if not all(id(p) in fed for p in params.values()):
@@ -214,11 +214,11 @@ def _check_complete(
     return shared
 
 
-def _keeps_layout(plan: LayerPlan, live: dict[str, torch.Tensor], device: torch.device) -> bool:
+def _loads_in_place(plan: LayerPlan, live: dict[str, torch.Tensor], device: torch.device) -> bool:
     """Whether this module can be loaded by copying into its live parameters."""
     if _is_processed(plan.layer, device):
         return False
-    expected = _load_layout(plan.layer)
+    expected = _unprocessed_parameters(plan.layer)
     return all(
         name in live
         and name in expected
@@ -238,7 +238,7 @@ def _is_processed(layer: torch.nn.Module, device: torch.device) -> bool:
     return type(method) not in UNPROCESSED_ON_CUDA or device.type != "cuda"
 
 
-def _load_layout(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _unprocessed_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's parameters as loaders expect them: meta tensors that vLLM kept from before processing."""
     params, _ = get_layerwise_info(module).restore_metadata
     return {name: tensor for name, tensor in params.items() if name not in SKIP_TENSORS}
