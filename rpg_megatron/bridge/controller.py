@@ -56,8 +56,7 @@ class SyncReport:
     bytes_checked: tuple[int, ...] = ()
     """Bytes that each worker read in *check*; 0 where checksums are computed while weights arrive."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by phase: pause, start, check, apply, finish, resume; for sleeping engines also wake and wake
-    KV cache.
+    """Wall time by phase: pause, start, check, apply, finish, resume; also wake and wake KV cache.
     """
     workers: tuple[dict[str, Any], ...] = ()
     """Each worker's acknowledgement of *apply*, without checksums."""
@@ -164,8 +163,7 @@ async def sync_engine(
 
 
 def compare_checksums(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Compare the workers' checksums with the published ones; returns HF tensor name -> problem, empty if all
-    agree.
+    """Compare the workers' checksums with the published ones; returns HF tensor name -> problem.
 
     Workers partition some tensors and each read all of others (norms, replicated key/value heads). Together
     they read a tensor k times, k a positive integer, and their partial checksums must add up to k times the
@@ -247,9 +245,7 @@ def _failures(acks: Sequence[dict[str, Any]]) -> str:
 
 
 async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | None:
-    """How the weights that the workers read differ from the published ones; None if equal or nothing was read
-    yet.
-    """
+    """How the weights that the workers read differ from the published ones, or None."""
     if not any(a["sums"] for a in acks):
         return None
     wrong = compare_checksums(manifest, acks)
@@ -263,9 +259,7 @@ async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | 
 
 
 def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:
-    """Which part of a tensor is damaged: the file, by reading it again (shared memory), else the trainer
-    ranks read.
-    """
+    """Where a tensor is damaged: the file, found by reading it again, or the trainer ranks read."""
     if manifest.transport != "shared_memory":  # a GPU's memory cannot be read from this process
         ranks = {manifest.shards[b.shard].rank for b in manifest.tensors[name].boxes}
         read = {int(a.get("ranks_read", {}).get(str(rank), rank)) for a in acks for rank in ranks}

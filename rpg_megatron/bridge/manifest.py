@@ -1,5 +1,4 @@
-"""The manifest of published weights: which trainer rank holds which box of which Hugging Face tensor. No
-torch.
+"""The manifest of published weights: which trainer rank holds which box of which HF tensor. No torch.
 
 It is JSON: a file next to the weight files where memory is shared, otherwise a value in the trainers'
 key-value store. Files are named without a folder: the reader decides where it looks.
@@ -38,9 +37,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Shard:
-    """One memory allocation or file of a trainer rank; with transport ``process_group``, everything that it
-    sends.
-    """
+    """A file or memory allocation of a trainer rank; with ``process_group``, everything that it sends."""
 
     rank: int
     """Trainer rank that holds it."""

@@ -46,9 +46,7 @@ class Publisher(Protocol):
 
 @contextmanager
 def published(publisher: Publisher, version: int) -> Iterator[Manifest | None]:
-    """Publish for the duration of a block, in which the weights must not change; yields the manifest on rank
-    0.
-    """
+    """Publish during a block, in which the weights must not change; yields the manifest on rank 0."""
     manifest = publisher.publish(version)
     try:
         yield manifest

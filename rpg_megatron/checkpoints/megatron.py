@@ -1,5 +1,4 @@
-"""Saves and loads Megatron-Core distributed checkpoints (torch_dist), which can be loaded in any parallel
-layout.
+"""Saves and loads Megatron-Core distributed checkpoints (torch_dist), in any parallel layout.
 
 Keys are those of ``GPTModel.sharded_state_dict``, as in Megatron-LM: a checkpoint holds full tensors, of
 which each rank writes and reads its own slices. Optimizer state is in the same dictionary in Megatron's fully

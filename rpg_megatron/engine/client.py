@@ -72,8 +72,7 @@ class EngineClient:
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = True,
     ) -> list[Sample]:
-        """Sample ``n`` responses to one prompt; there is no top-k, and with top_p 1 the full distribution is
-        used.
+        """Sample ``n`` responses to one prompt, without top-k; top_p 1 is the full distribution.
 
         Response i uses seed + i, so a group may be split over several requests. temperature 0 is greedy.
         Raises EngineGone if the engine fails, is gone, aborts the request, or exceeds the client's timeout,

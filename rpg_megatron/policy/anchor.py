@@ -1,6 +1,4 @@
-"""A KL anchor (reference model) with its own weights, kept in host memory and swapped into the policy's
-model.
-"""
+"""A KL anchor (reference model) with its own weights in host memory, swapped into the policy's model."""
 
 from __future__ import annotations
 

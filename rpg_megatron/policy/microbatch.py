@@ -29,9 +29,7 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """Inputs of a loss besides the log-probs, for the n response tokens of a micro-batch. All tensors are
-    [n].
-    """
+    """Inputs of a loss besides the log-probs, for the n response tokens of a micro-batch: [n] each."""
 
     old: Tensor
     """float32, nats: the trainer's log-prob before the update."""

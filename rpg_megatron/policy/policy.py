@@ -143,8 +143,7 @@ class Policy:
         return loadable(self.named_parameters())
 
     def plan_save(self, folder: Path, step: int, *, stage: bool) -> PlannedSave:
-        """Plan a save of weights and optimizer state; ``folder`` exists and is empty. Not inside
-        ``updating``.
+        """Plan a save of weights and optimizer state; ``folder`` is empty. Not inside ``updating``.
 
         stage: weights and state may change once this returns; see ``checkpoints.megatron.plan_save``.
         """
@@ -295,9 +294,7 @@ class Policy:
         return total, count.int() * (self.mesh.context_rank == 0), report
 
     def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float, *, skipped: bool) -> UpdateStats:
-        """Sum the micro-batches' reports over all ranks; one rank of each replica contributes
-        (``Mesh.reports``).
-        """
+        """Sum the micro-batches' reports over all ranks; one rank of each replica contributes."""
         sums = torch.zeros(len(_MEANS) + 3, dtype=torch.float64, device=self.device)
         largest = torch.zeros(1, dtype=torch.float64, device=self.device)
         if self.mesh.reports:

@@ -1,5 +1,4 @@
-"""Layer implementation and precision of the policy: Megatron's local layers or Transformer Engine's, bfloat16
-or FP8.
+"""Layers and precision of the policy: Megatron's local layers or Transformer Engine, bfloat16 or FP8.
 
 Written for Megatron-Core 0.19.2 and Transformer Engine 2.20.2; docs/performance.md lists what has run on a
 GPU.

@@ -1,5 +1,4 @@
-"""Transport ``process_group``: how slices are packed into messages (buckets), and in which order they are
-sent.
+"""Transport ``process_group``: how slices are packed into messages (buckets), and in which order.
 
 Trainer rank and engine worker compute the same plan, so only weights go over the link. No torch here.
 """

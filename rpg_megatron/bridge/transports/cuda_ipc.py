@@ -1,5 +1,4 @@
-"""Transport ``cuda_ipc``: engines on the node read the trainers' parameters in GPU memory, by CUDA IPC
-handles.
+"""Transport ``cuda_ipc``: engines on the node read the trainers' GPU memory by CUDA IPC handles.
 
 Publishing copies nothing. A worker reads the live parameters on its own GPU if a replica is there, since a
 process that opens memory of another GPU needs memory on that GPU; else from another GPU by peer access.

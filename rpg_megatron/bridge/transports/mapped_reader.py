@@ -1,5 +1,4 @@
-"""Transports ``shared_memory`` and ``cuda_ipc``, engine side: read-only views of published shards. And
-``Reader``.
+"""Transports ``shared_memory`` and ``cuda_ipc``, engine side: read-only views of published shards.
 
 Files are memory-mapped: reading a slice touches only its bytes. A mapping is kept between syncs while the
 file's inode stays the same, since a new one would cost the page faults of the whole model again. GPU memory
@@ -32,15 +31,11 @@ Sums = dict[str, tuple[int, int]]
 
 
 class ShardError(Exception):
-    """Published weights cannot be read: wrong version, owner or location, or files that do not match the
-    manifest.
-    """
+    """Published weights cannot be read: wrong version, owner or location, or damaged files."""
 
 
 class Reader(Protocol):
-    """How an engine worker reads published weights: ``open``, ``check``, then ``begin``, ``cut`` ...,
-    ``end``.
-    """
+    """How an engine worker reads weights: ``open``, ``check``, ``begin``, ``cut`` ..., ``end``."""
 
     manifest: Manifest | None
     """Manifest of the open version; None if none is open."""
@@ -55,8 +50,7 @@ class Reader(Protocol):
         ...
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
-        """Verify that all of ``wanted`` can be read; returns checksums if the transport reads already in this
-        phase.
+        """Verify that all of ``wanted`` can be read; returns checksums of what was read for that.
 
         Does not touch the model.
         Raises ShardError.

@@ -1,5 +1,4 @@
-"""Transport ``process_group``: a two-rank process group for each (trainer rank, engine worker), and its
-rendezvous.
+"""Transport ``process_group``: links of one trainer rank and one engine worker, and their rendezvous.
 
 With groups of two, an engine that dies or restarts breaks only its own links, and only pairs that exchange
 data are connected. Torch's default group is not used: engines have their own.
@@ -189,8 +188,7 @@ def _blocking_waits() -> Iterator[None]:
 
 
 def _gloo_device(address: str) -> Any:
-    """The network device for gloo: this node's cluster address, else the store's address if it is local, else
-    the host name.
+    """The network device for gloo: this node's cluster address, else the store's if local, else by host name.
 
     Trainer and engine may be on different machines, so the store's address may belong to the other one.
     """

@@ -1,5 +1,4 @@
-"""Transport ``process_group``, trainer side: each rank sends slices to engine workers on any node, by gloo or
-NCCL.
+"""Transport ``process_group``, trainer side: sends slices to engine workers on any node, by gloo or NCCL.
 
 Nothing is gathered and no full copy is made: slices are packed from the live parameters into buckets while
 sending. Each link has a thread, so a slow worker does not delay others.

@@ -1,5 +1,4 @@
-"""Transport ``shared_memory``, trainer side: weights in memory-mapped files in /dev/shm, read by engines on
-the node.
+"""Transport ``shared_memory``, trainer side: weights in files in /dev/shm, mapped by engines on the node.
 
 The parameters themselves are moved into the files once, and training continues in them. Publishing therefore
 copies nothing: engines read the memory that the optimizer writes. The version word at the start of each file

@@ -1,5 +1,4 @@
-"""Records which slice of which Hugging Face tensor vLLM's weight loaders copy where, by a run on meta
-tensors.
+"""Records which slices of HF tensors vLLM's weight loaders copy where, by a run on meta tensors.
 
 A view of a meta tensor shares the storage object of its base. So when a loader calls ``copy_``, the storages
 identify source tensor and parameter, and (shape, stride, offset) identify the slice, however the loader made
@@ -111,8 +110,7 @@ class LoadRecorder[Key: Hashable](TorchDispatchMode):
 
 
 def strided_box(view: Strided, shape: Sequence[int]) -> Box | None:
-    """The box that a view of a contiguous tensor of this shape covers in the same element order; None if not
-    a box.
+    """The box that a view of a contiguous tensor of this shape covers, in the same order; else None.
 
     Dimensions of size 1 may be dropped or added. Transposed, flattened and strided views are not boxes.
     """
