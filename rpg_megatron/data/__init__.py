@@ -1,1 +1,1 @@
-"""Problems, prompts, packing, trajectories, and their files."""
+"""Data: problems, prompts, sequence packing, trajectories, and their files."""

@@ -1,4 +1,4 @@
-r"""The last ``\boxed{}`` of a text. Linear in the text, however its braces are nested or left open."""
+r"""Find the last ``\boxed{}`` of a text, in linear time for any nesting of braces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BARE = re.compile(r"[^\s${}\\]+")
 
 
 def last_box(text: str) -> tuple[int, str] | None:
-    r"""Where the last whole ``\boxed{}`` or ``\fbox{}`` begins, and what it holds; None if there is none."""
+    r"""Position and content of the last complete ``\boxed{}`` or ``\fbox{}``; None if there is none."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None

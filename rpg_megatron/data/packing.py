@@ -1,4 +1,4 @@
-"""Cut a step's trajectories into mini-batches, data-parallel shares and packed micro-batches."""
+"""Sequence packing: split a step's trajectories into mini-batches, data-parallel shares and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 Plan = list[list[list[list[int]]]]
 """[data rank][mini-batch][micro-batch] -> indices of trajectories, ascending."""
 
-_EVEN = 1.01
-"""Largest over mean cost of the data ranks in a mini-batch at which it counts as balanced."""
+_BALANCED = 1.01
+"""Ratio of largest to mean cost of the data ranks at which a mini-batch counts as balanced."""
 
 
 def plan_batches(
@@ -23,91 +23,94 @@ def plan_batches(
 ) -> Plan:
     """Assign every trajectory to one data rank, mini-batch and micro-batch.
 
-    ``lengths`` (tokens) stand in the order of the step's prompts; mini-batches are consecutive equal slices
-    of it. Each is packed to ``budget`` tokens by first-fit-decreasing, counting what ``context`` ranks need
-    in addition; a trajectory that is longer than the budget gets a micro-batch of its own. All data ranks get
-    the same number of micro-batches, so that collectives pair up: the costliest packs are cut in two until
-    there are enough, and only where nothing is left to cut a rank gets empty ones.
+    ``lengths`` (tokens) are in the order of the step's prompts; mini-batches are consecutive equal slices of
+    it. Each is packed into micro-batches of ``budget`` tokens by first-fit-decreasing, including the padding
+    for ``context`` ranks; a trajectory longer than the budget gets a micro-batch of its own. All data ranks
+    get the same number of micro-batches, so that their collectives match: the costliest micro-batches are
+    split in two until there are enough; if none can be split, some ranks get empty ones.
 
-    The cost of a sequence of n tokens is n + n^2 / ``attention_length``. The ranks' costs are balanced in
-    each micro-batch and over all of them; costly micro-batches come first.
-    Raises ValueError if the trajectories do not divide into the mini-batches.
+    The cost of a sequence of n tokens is n + n^2 / ``attention_length``. The ranks' costs are balanced per
+    micro-batch and in total; costly micro-batches come first.
+    Raises ValueError if the number of trajectories is not a multiple of ``minibatches``.
     """
     if len(lengths) % minibatches:
         raise ValueError(f"{len(lengths)} trajectories do not divide into {minibatches} mini-batches")
     size = len(lengths) // minibatches
-    filled = [fill_length(n, context) for n in lengths]
+    padded = [fill_length(n, context) for n in lengths]
     costs = [n + n * n / attention_length for n in lengths]
     plan: Plan = [[] for _ in range(data)]
     for m in range(minibatches):
-        packs = _pack(range(m * size, (m + 1) * size), filled, budget)
-        _cut_to_multiple(packs, costs, data)
-        for rank, share in enumerate(_deal(packs, costs, data)):
-            plan[rank].append([sorted(pack) for pack in share])
+        micro_batches = _pack(range(m * size, (m + 1) * size), padded, budget)
+        _split_to_multiple(micro_batches, costs, data)
+        for rank, share in enumerate(_distribute(micro_batches, costs, data)):
+            plan[rank].append([sorted(micro) for micro in share])
     return plan
 
 
 def fill_length(length: int, context: int) -> int:
-    """Places that a sequence takes when it is cut over ``context`` ranks."""
+    """Length of a sequence, padded to a multiple of ``sequence_multiple(context)``."""
     multiple = sequence_multiple(context)
     return -(-length // multiple) * multiple
 
 
 def sequence_multiple(context: int) -> int:
-    """Each of ``context`` ranks holds two equal chunks of a sequence; one rank holds it whole."""
+    """Each of ``context`` ranks holds two equal chunks of a sequence; a single rank holds all of it."""
     return 2 * context if context > 1 else 1
 
 
 def _pack(indices: Iterable[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit-decreasing."""
-    packs: list[list[int]] = []
-    room: list[int] = []
+    """First-fit-decreasing bin packing."""
+    bins: list[list[int]] = []
+    free: list[int] = []
     for i in sorted(indices, key=lambda i: (-lengths[i], i)):
-        slot = next((s for s, free in enumerate(room) if free >= lengths[i]), None)
-        if slot is None:
-            packs.append([i])
-            room.append(budget - lengths[i])
+        first = next((b for b, tokens in enumerate(free) if tokens >= lengths[i]), None)
+        if first is None:
+            bins.append([i])
+            free.append(budget - lengths[i])
         else:
-            packs[slot].append(i)
-            room[slot] -= lengths[i]
-    return packs
+            bins[first].append(i)
+            free[first] -= lengths[i]
+    return bins
 
 
-def _cut_to_multiple(packs: list[list[int]], costs: Sequence[float], data: int) -> None:
-    """Cut the costliest packs in two, in place, until their number is a multiple of ``data``."""
-    while len(packs) % data:
-        several = [pack for pack in packs if len(pack) > 1]
-        if not several:
-            packs.append([])
+def _split_to_multiple(micro_batches: list[list[int]], costs: Sequence[float], data: int) -> None:
+    """Split the costliest micro-batches in two, in place, until their number is a multiple of ``data``."""
+    while len(micro_batches) % data:
+        divisible = [micro for micro in micro_batches if len(micro) > 1]
+        if not divisible:
+            micro_batches.append([])
             continue
-        pack = max(several, key=lambda pack: _cost(pack, costs))
+        costliest = max(divisible, key=lambda micro: _cost(micro, costs))
         halves: list[list[int]] = [[], []]
-        for i in sorted(pack, key=lambda i: (-costs[i], i)):
+        for i in sorted(costliest, key=lambda i: (-costs[i], i)):
             min(halves, key=lambda half: _cost(half, costs)).append(i)
-        packs.remove(pack)
-        packs += halves
+        micro_batches.remove(costliest)
+        micro_batches += halves
 
 
-def _deal(packs: list[list[int]], costs: Sequence[float], data: int) -> list[list[list[int]]]:
-    """As many packs to each rank: those of like cost side by side, then exchanged until the sums are even."""
-    ordered = sorted(packs, key=lambda pack: (-_cost(pack, costs), pack))
+def _distribute(micro_batches: list[list[int]], costs: Sequence[float], data: int) -> list[list[list[int]]]:
+    """The same number of micro-batches for each rank, of similar cost at each index, then swapped until the
+    ranks' total costs are balanced.
+    """
+    ordered = sorted(micro_batches, key=lambda micro: (-_cost(micro, costs), micro))
     shares: list[list[list[int]]] = [[] for _ in range(data)]
     load = [0.0] * data
     for start in range(0, len(ordered), data):
-        poorest_first = sorted(range(data), key=lambda rank: (load[rank], rank))
-        for rank, pack in zip(poorest_first, ordered[start : start + data], strict=True):
-            shares[rank].append(pack)
-            load[rank] += _cost(pack, costs)
-    while max(load) * data > _EVEN * sum(load) and _exchange(shares, load, costs):
+        least_loaded_first = sorted(range(data), key=lambda rank: (load[rank], rank))
+        for rank, micro in zip(least_loaded_first, ordered[start : start + data], strict=True):
+            shares[rank].append(micro)
+            load[rank] += _cost(micro, costs)
+    while max(load) * data > _BALANCED * sum(load) and _exchange(shares, load, costs):
         pass
-    return [sorted(share, key=lambda pack: (-_cost(pack, costs), pack)) for share in shares]
+    return [sorted(share, key=lambda micro: (-_cost(micro, costs), micro)) for share in shares]
 
 
 def _exchange(shares: list[list[list[int]]], load: list[float], costs: Sequence[float]) -> bool:
-    """Swap a pack of the costliest rank with one of another, in place, if that lowers both ranks' larger sum.
+    """Swap a micro-batch of the costliest rank with one of another rank, in place, if the larger of the two
+    ranks' costs decreases. Returns whether a swap was made.
 
-    The swap that leaves the pair most even is taken. Every swap lowers the largest sum, or the number of
-    ranks that have it, so this comes to an end.
+    The swap that balances the pair best is made. Each swap lowers the largest cost, or the number of ranks
+    that have it, so repeated calls terminate.
     """
     high = max(range(len(load)), key=lambda rank: load[rank])
     best, found = load[high] * (1 - 1e-9), None
@@ -127,5 +130,5 @@ def _exchange(shares: list[list[list[int]]], load: list[float], costs: Sequence[
     return True
 
 
-def _cost(pack: Sequence[int], costs: Sequence[float]) -> float:
-    return sum(costs[i] for i in pack)
+def _cost(micro: Sequence[int], costs: Sequence[float]) -> float:
+    return sum(costs[i] for i in micro)

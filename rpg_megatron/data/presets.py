@@ -1,7 +1,7 @@
-"""Data sets that are used again and again: where they are on the hub, which fields hold problem and answer.
+"""Data set presets (``data.preset``): Hugging Face hub name, and the fields with problem and answer.
 
-Copies of one data set name their fields differently, so each lists the pairs that are in use; the first whose
-fields the first row has is taken.
+Copies of a data set name their fields differently, so each preset lists the pairs of field names in use; the
+first pair that the first row has is used.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Preset:
     fields: tuple[tuple[str, str], ...] = _PAIRS
     """Pairs of problem and answer field."""
     answer_after: str | None = None
-    """The answer follows this mark."""
+    """The answer follows this marker."""
     boxed: tuple[str, ...] = ()
     r"""Answer fields that hold a solution with the answer in a \boxed{}."""
     where: tuple[tuple[str, bool | str], ...] = ()
-    """Rows that are used, where the field is there."""
+    """Filter by field values; rows without the field pass."""
     english: bool = False
     """Leave out problems in Chinese."""
     listed: bool = False
-    """The answer stands alone in a list."""
+    """The answer is the only item of a list."""
     repeated: bool = False
-    """Copies are in use that hold each problem many times: once is enough."""
+    """Some copies contain each problem many times; use it once."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -68,7 +68,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """Raises UserError that names the nearest for an unknown one."""
+    """The preset of a name. Raises UserError with the closest match for an unknown one."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = (

@@ -1,4 +1,4 @@
-"""Problems with reference answers, read and checked; needs neither torch nor a tokenizer."""
+"""Read and validate problems with reference answers. Needs neither torch nor a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _CHINESE = re.compile("[\u3400-\u9fff]")
 
 
 class Message(NamedTuple):
-    """One turn of a chat."""
+    """One message of a chat."""
 
     role: str
     content: str
 
 
 class Problem(NamedTuple):
-    """One row of a data set, before the tokenizer has seen it."""
+    """One row of a data set, not yet tokenized."""
 
     id: int
-    """Its row, from 0; in a mixture the rows of the sources before count too."""
+    """Its row, from 0; in a mixture, plus the rows of the sources before it."""
     prompt: str | tuple[Message, ...]
-    """The problem as it stands in the data, without template: text, or a chat."""
+    """The problem as in the data, without the template: text or a chat."""
     answer: str
     """The reference answer."""
     source: int
-    """Which part of the mixture it is from."""
+    """Index of its source in the mixture."""
     where: str
-    """Its place, for messages."""
+    """File and row, for messages."""
 
     @property
     def text(self) -> str:
@@ -48,24 +48,24 @@ class Problem(NamedTuple):
 
 
 def read_problems(settings: DataSettings) -> list[Problem]:
-    """Read and check all sources. What is left out is counted in a warning.
+    """Read and validate all sources. A warning counts the rows that are left out.
 
-    Raises UserError that names file, row (from 1) and remedy for a row that cannot be used, unless malformed
-    rows are to be skipped; and for a source without a single problem.
+    Raises UserError, with file, row (from 1) and fix, for a malformed row unless ``data.malformed`` is
+    ``skip``, and for a source without any problem.
     """
     problems, left_out, first_bad = read_counted(settings)
     if left_out:
         counts = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
-        example = f"; the first malformed one: {first_bad}" if first_bad else ""
+        example = f"; first malformed row: {first_bad}" if first_bad else ""
         logger.warning("prompts left out: %s (%d are used)%s", counts, len(problems), example)
     return problems
 
 
 def read_counted(settings: DataSettings) -> tuple[list[Problem], dict[str, int], UserError | None]:
-    """The problems, how many rows were left out by reason, and what is wrong with the first malformed one."""
+    """The problems, the number of rows left out by reason, and the error of the first malformed row."""
     if "{prompt}" not in settings.template:
         raise UserError(
-            f"data.template: {settings.template!r} has no place for the problem; put {{prompt}} into it"
+            f"data.template: {settings.template!r} has no placeholder for the problem; add {{prompt}}"
         )
     problems: list[Problem] = []
     left_out: Counter[str] = Counter()
@@ -94,19 +94,21 @@ def read_counted(settings: DataSettings) -> tuple[list[Problem], dict[str, int],
             else:
                 problems.append(found)
         if len(problems) == before:
-            raise _nothing(source, preset, rows, first_bad)
+            raise _no_problems(source, preset, rows, first_bad)
         offset += rows
     return problems, dict(left_out), first_bad
 
 
-def _nothing(source: SourceSettings, preset: Preset | None, rows: int, bad: UserError | None) -> UserError:
+def _no_problems(
+    source: SourceSettings, preset: Preset | None, rows: int, bad: UserError | None
+) -> UserError:
     name = origin(source, preset)
     if rows:
         hint = f"; {bad}" if bad else "; check data.where and data.deduplicate"
-        return UserError(f"{name}: none of its {rows} rows is of use{hint}")
+        return UserError(f"{name}: none of its {rows} rows can be used{hint}")
     prompt, answer = source.prompt_key or "prompt", source.answer_key or "answer"
     return UserError(
-        f"{name}: holds no problems; it needs one JSON object a line, such as "
+        f"{name}: contains no problems; it needs one JSON object per line, such as "
         f'{{"{prompt}": "What is 1+1?", "{answer}": "2"}}'
     )
 
@@ -114,7 +116,7 @@ def _nothing(source: SourceSettings, preset: Preset | None, rows: int, bad: User
 def _read_source(
     source: SourceSettings, preset: Preset | None, number: int, offset: int
 ) -> Iterator[tuple[int, Problem | UserError | None]]:
-    """With the number of rows so far: a problem, what is wrong with the row, or None for one filtered out."""
+    """Yields the number of rows so far with a problem, the row's error, or None for a row filtered out."""
     fields: Fields | None = None
     for index, where, row in read_rows(source, preset):
         if isinstance(row, UserError):
@@ -122,7 +124,7 @@ def _read_source(
             continue
         try:
             fields = fields or Fields.of(source, preset, row)
-            if fields.wants(row):
+            if fields.accepts(row):
                 prompt, answer = fields.read(row, where)
                 chinese = fields.english and _CHINESE.search(str(prompt))
                 problem = Problem(offset + index, prompt, answer, number, where)
@@ -134,7 +136,7 @@ def _read_source(
 
 
 class Fields(NamedTuple):
-    """Which fields of a row are meant, and which rows."""
+    """Names of the fields to read, and filters on rows."""
 
     prompt: str
     answer: str
@@ -142,17 +144,17 @@ class Fields(NamedTuple):
     boxed: bool
     where: dict[str, tuple[Any, ...]]
     optional: dict[str, Any]
-    """Filters of the preset, for rows that have the field."""
+    """The preset's filters, for rows that have the field."""
     english: bool
     listed: bool
-    """An answer may stand alone in a list."""
+    """An answer may be the only item of a list."""
 
     @classmethod
     def of(cls, source: SourceSettings, preset: Preset | None, row: dict[str, Any]) -> Fields:
-        """The settings', or else the preset's first pair that this row has."""
+        """The fields of the settings; where not set, the preset's first pair that this row has."""
         pairs = preset.fields if preset else (("prompt", "answer"),)
-        fits = (p for p in pairs if _find(row, p[0]) is not None and _find(row, p[1]) is not None)
-        prompt, answer = next(fits, pairs[0])
+        present = (p for p in pairs if _find(row, p[0]) is not None and _find(row, p[1]) is not None)
+        prompt, answer = next(present, pairs[0])
         prompt, answer = source.prompt_key or prompt, source.answer_key or answer
         after = source.answer_after
         if after is None and preset is not None and not source.answer_key and not source.answer_boxed:
@@ -163,8 +165,8 @@ class Fields(NamedTuple):
         english, listed = (preset.english, preset.listed) if preset else (False, False)
         return cls(prompt, answer, after, boxed, where, optional, english, listed)
 
-    def wants(self, row: dict[str, Any]) -> bool:
-        """Whether the filters let the row pass."""
+    def accepts(self, row: dict[str, Any]) -> bool:
+        """Whether the row passes the filters."""
         return all(_find(row, key) in values for key, values in self.where.items()) and all(
             row.get(key, value) == value for key, value in self.optional.items()
         )
@@ -172,30 +174,29 @@ class Fields(NamedTuple):
     def read(self, row: dict[str, Any], where: str) -> tuple[str | tuple[Message, ...], str]:
         """Problem and answer of a row. Raises UserError if one is missing, empty or of the wrong type."""
         prompt = _prompt(_field(row, self.prompt, "data.prompt_key", where), self.prompt, where)
-        given = _field(row, self.answer, "data.answer_key", where)
-        if self.listed and isinstance(given, list) and len(given) == 1:
-            given = given[0]
-        answer = _answer(given, self.answer, where)
+        value = _field(row, self.answer, "data.answer_key", where)
+        if self.listed and isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        answer = _answer(value, self.answer, where)
         try:
             (str(prompt) if isinstance(prompt, str) else "".join(m.content for m in prompt)).encode("utf-8")
             answer.encode("utf-8")
         except UnicodeEncodeError:
             raise UserError(
-                f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; "
-                "remove it"
+                f"{where}: contains a lone surrogate (\\ud800 to \\udfff), which is no character; remove it"
             ) from None
         if self.after is not None:
-            _before, mark, answer = answer.rpartition(self.after)
-            if not mark:
+            _before, marker, answer = answer.rpartition(self.after)
+            if not marker:
                 raise UserError(
-                    f"{where}: {self.answer!r} does not hold {self.after!r} (data.answer_after); mend the "
-                    "line, or set data.answer_after to the mark that this file uses"
+                    f"{where}: {self.answer!r} does not contain {self.after!r} (data.answer_after); fix the "
+                    "line, or set data.answer_after to the marker of this file"
                 )
         if self.boxed:
             box = last_box(answer)
             if box is None:
                 raise UserError(
-                    f"{where}: {self.answer!r} holds no whole \\boxed{{}}; mend or remove the row"
+                    f"{where}: {self.answer!r} contains no complete \\boxed{{}}; fix or remove the row"
                 )
             answer = box[1]
         answer = answer.strip()
@@ -220,8 +221,8 @@ def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
         if chat and len(chat) == len(value):
             return tuple(chat)
         raise UserError(
-            f"{where}: {key!r} is a list, but not of chat messages; each must have a text as role and as "
-            "content"
+            f"{where}: {key!r} is a list, but not of chat messages; give each item a role and a content, "
+            "both text"
         )
     raise UserError(f"{where}: {key!r} is a {kind_of(value)}, not text; put it in quotes")
 
@@ -233,12 +234,12 @@ def _answer(value: Any, key: str, where: str) -> str:
         raise UserError(f"{where}: {key!r} is {value}, which is no answer; fill it in or remove the line")
     try:
         return str(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # an integer with more digits than Python converts
         raise UserError(f"{where}: {key!r} is a number too long to print; put it in quotes") from None
 
 
 def _find(row: dict[str, Any], key: str) -> Any:
-    """The field, or the one within another that a.b means; None if there is none."""
+    """The field, or for a.b the field b in a; None if there is none."""
     if key in row:
         return row[key]
     outer, dot, inner = key.partition(".")

@@ -1,4 +1,4 @@
-"""Problems as the engine gets them, and the order in which a run goes through them."""
+"""Tokenized prompts, and the shuffled, resumable stream of prompts of a run."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt as the engine gets it."""
+    """A tokenized prompt."""
 
     id: int
-    """Row of the problem in its data set, from 0; in a mixture the rows of the sources before count too."""
+    """Row of the problem in its data set, from 0; in a mixture, plus the rows of the sources before it."""
     text: str
-    """What the tokens were made from: the problem in its template."""
+    """The rendered text: the problem in its template."""
     answer: str
     """The reference answer."""
     tokens: Tokens
     """Token ids, int32 [P]; at least one."""
     source: int = 0
-    """Which part of the mixture it is from."""
+    """Index of its source in the mixture."""
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
 
 
 def load_prompts(settings: DataSettings, tokenizer: Any) -> list[Prompt]:
-    """Read the data and tokenize it with a Hugging Face tokenizer. Over-long prompts are left out or cut, as
-    the settings say; a warning counts them.
+    """Read the data and tokenize it with a Hugging Face tokenizer.
 
-    Raises UserError as ``read_problems`` does, and as ``fit_prompts``.
+    Prompts that are too long are left out or truncated (``data.too_long``); a warning counts them. Raises
+    UserError as ``read_problems`` and ``fit_prompts`` do.
     """
     prompts, too_long = fit_prompts(read_problems(settings), settings, tokenizer)
     if too_long:
@@ -58,30 +58,30 @@ def load_prompts(settings: DataSettings, tokenizer: Any) -> list[Prompt]:
 
 def fit_prompts(problems: list[Problem], settings: DataSettings, tokenizer: Any) -> tuple[list[Prompt], int]:
     """Render and tokenize problems; returns prompts of at most ``max_prompt_tokens`` tokens, and how many
-    were longer: left out, or cut to their last tokens.
+    were longer: left out, or truncated to their last tokens.
 
-    Raises UserError if ``chat`` is on and the tokenizer has no chat template, or the template refuses a
-    problem; if a problem makes no token; and if no prompt is short enough.
+    Raises UserError if ``chat`` is on and the tokenizer has no chat template or the template fails on a
+    problem, if a problem has no tokens, and if no prompt is short enough.
     """
     if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise UserError("data.chat: the model's tokenizer has no chat template; set data.chat to false")
     texts = [_render(problem, settings, tokenizer) for problem in problems]
-    # A chat template writes the special tokens itself.
+    # A chat template adds the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not settings.chat)["input_ids"]
-    prompts, too_long, most = [], 0, settings.max_prompt_tokens
+    prompts, too_long, limit = [], 0, settings.max_prompt_tokens
     for problem, text, ids in zip(problems, texts, encoded, strict=True):
         if not ids:
-            raise UserError(f"{problem.where}: the tokenizer makes no token of {text!r}; mend it")
-        if len(ids) > most:
+            raise UserError(f"{problem.where}: {text!r} has no tokens; fix or remove the row")
+        if len(ids) > limit:
             too_long += 1
             if settings.too_long == "drop":
                 continue
-            ids = ids[-most:]
+            ids = ids[-limit:]
             text = tokenizer.decode(ids)
         prompts.append(Prompt(problem.id, text, problem.answer, np.asarray(ids, np.int32), problem.source))
     if not prompts:
         raise UserError(
-            f"{problems[0].where}: all {too_long} prompts are longer than {most} tokens; "
+            f"{problems[0].where}: all {too_long} prompts are longer than {limit} tokens; "
             "raise data.max_prompt_tokens"
         )
     return prompts, too_long
@@ -106,7 +106,7 @@ def _render(problem: Problem, settings: DataSettings, tokenizer: Any) -> str:
             messages, tokenize=False, add_generation_prompt=True, **options
         )
         return text
-    except Exception as e:  # templates are programs of their own, and raise what they like
+    except Exception as e:  # a template may raise any exception
         roles = ", ".join(role for role, _ in chat)
         raise UserError(
             f"{problem.where}: the chat template cannot render it (roles {roles}): {type(e).__name__}: {e}"
@@ -117,12 +117,12 @@ def _render(problem: Problem, settings: DataSettings, tokenizer: Any) -> str:
 
 
 class PromptStream:
-    """Endless walk through the data; its place can be saved and taken up again.
+    """Endless stream of prompts over shuffled epochs; its position can be saved and restored.
 
-    Each source is shuffled anew in each of its epochs. Of several sources the one that lags most behind its
-    weight is next, so that the shares are right at any moment and nothing but the counts need be kept. The
-    order depends on the seed and the data alone. When a batch spans the end of an epoch, or is larger than
-    the data, a prompt may come twice in it.
+    Each source is shuffled again in each of its epochs. With several sources, the next prompt is from the
+    source that is furthest behind its weight, so that the proportions hold at any time and the state is one
+    count per source. The order depends only on the seed and the data. A prompt may come twice in a batch
+    that spans the end of an epoch or is larger than the data.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int, weights: Sequence[float] = (1.0,)):
@@ -135,7 +135,7 @@ class PromptStream:
         for number, source in enumerate(self._sources):
             if not source:
                 raise UserError(
-                    f"data.mixture[{number}]: no prompt is left of this source; remove it, or raise "
+                    f"data.mixture[{number}]: no prompt of this source is left; remove it, or raise "
                     "data.max_prompt_tokens"
                 )
         self._weights = [weight / sum(weights) for weight in weights]
@@ -152,8 +152,8 @@ class PromptStream:
         return self
 
     def __next__(self) -> Prompt:
-        drawn = sum(self._taken) + 1
-        lags = [w * drawn - taken for w, taken in zip(self._weights, self._taken, strict=True)]
+        total = sum(self._taken) + 1
+        lags = [w * total - taken for w, taken in zip(self._weights, self._taken, strict=True)]
         number = max(range(len(lags)), key=lags.__getitem__)
         source = self._sources[number]
         epoch, position = divmod(self._taken[number], len(source))
@@ -161,7 +161,7 @@ class PromptStream:
         return source[int(self._order(number, epoch)[position])]
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, as plain values that JSON can hold."""
+        """Position in the data, JSON-serialisable."""
         return {
             "seed": self._seed,
             "taken": list(self._taken),
@@ -170,26 +170,27 @@ class PromptStream:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to where ``state()`` was taken.
+        """Restore the position that ``state()`` returned.
 
-        Raises UserError if the data set, its weights or the seed is another one: the walk could not go on
-        where it stopped.
+        Raises UserError if the data set, its weights or the seed has changed, because the position then has
+        no meaning.
         """
         if state["prompts"] != self._fingerprint or state["weights"] != self._weights:
             raise UserError(
                 "the training prompts have changed since the checkpoint was written (data set, its settings "
-                "or the tokenizer); bring the old ones back, or start a new run from the exported model"
+                "or the tokenizer); restore the old ones, or start a new run from the exported model"
             )
         if state["seed"] != self._seed:
             raise UserError(
-                f"the checkpoint was written with seed {state['seed']}, not {self._seed}; set seed to it"
+                f"the checkpoint was written with seed {state['seed']}, not {self._seed}; set seed to "
+                f"{state['seed']}"
             )
         if len(state["taken"]) != len(self._taken) or min(state["taken"]) < 0:
-            raise ValueError(f"no such place in the data: {state}")
+            raise ValueError(f"not a position in the data: {state}")
         self._taken = list(state["taken"])
 
     def _order(self, number: int, epoch: int) -> Tokens:
-        """Permutation of a source in an epoch."""
+        """Permutation of a source in an epoch, int32 [prompts]."""
         if self._orders[number][0] != epoch:
             entropy = [self._seed, epoch] if number == 0 else [self._seed, epoch, number]
             rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))

@@ -1,4 +1,4 @@
-"""The rollouts of a step on disk: everything the trainer learnt from, readable again."""
+"""Read and write the rollout files of a run (``rollouts/step_N.jsonl.zst``): all trajectories of a step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rpg_megatron.system.files import atomic_write
 
 
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
-    """Write one JSON object a trajectory, zstd-compressed. The file appears under its name when it is whole.
+    """Write one JSON object per trajectory, zstd-compressed, atomically.
 
-    Floats are written in full, so reading gives back the same bits. Raises OSError, and leaves nothing then;
-    the folder above the file's own must be there.
+    Floats are written in full, so reading returns the same bits. Raises OSError, and leaves no file then; the
+    parent of the file's folder must exist.
     """
     file.parent.mkdir(exist_ok=True)
     compressor = zstandard.ZstdCompressor()
@@ -27,18 +27,18 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:
-    """The trajectories of one step, as ``write_rollouts`` got them. Raises UserError if they are damaged."""
+    """Inverse of ``write_rollouts``, bit for bit. Raises UserError if the file is damaged."""
     stream = zstandard.ZstdDecompressor().decompressobj()
     try:
         content = stream.decompress(file.read_bytes())
     except zstandard.ZstdError as e:
-        raise UserError(f"{file}: damaged ({e}); take another step, or bring the file back") from None
+        raise UserError(f"{file}: damaged ({e}); choose another step, or restore the file") from None
     if not stream.eof:
-        raise UserError(f"{file}: cut off; take another step, or bring the file back")
-    # Not splitlines: a text may hold line separators of Unicode.
+        raise UserError(f"{file}: truncated; choose another step, or restore the file")
+    # Not splitlines: texts may contain Unicode line separators.
     return [from_row(json.loads(line)) for line in content.split(b"\n") if line]
 
 
 def rollouts_file(run: Path, step: int) -> Path:
-    """Where a run keeps the rollouts of a step."""
+    """Path of a step's rollouts in a run's folder."""
     return run / "rollouts" / f"step_{step:06d}.jsonl.zst"

@@ -1,7 +1,7 @@
-"""Rows of data files and hub data sets, one at a time, each with its place for messages.
+"""Read rows of JSON Lines, Parquet and Arrow files and of Hugging Face data sets.
 
-Files are read without a network and without a copy in a cache. A row that cannot be read comes as the
-UserError that says why, so that the reader may stop or count.
+Files are read without network access and without a copy in a cache. A row that cannot be read is yielded as
+a UserError, so that the caller can raise or count it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.data.presets import Preset
 
 Row = tuple[int, str, dict[str, Any] | UserError]
-"""Number from 0, place for messages (``file:line`` or ``file: row 3``), and the row or what is wrong."""
+"""Index from 0, position for messages (``file:line`` or ``file: row 3``), and the row or its error."""
 
 _BATCH = 1000
 
@@ -24,7 +24,7 @@ _BATCH = 1000
 def read_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
     """The rows of a source, at most ``limit``.
 
-    Raises UserError if there is no such file or data set, or if it cannot be read at all.
+    Raises UserError if the file or data set does not exist or cannot be read at all.
     """
     if source.path is None:
         rows = _hub_rows(source, preset)
@@ -43,7 +43,7 @@ def read_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
 
 
 def origin(source: SourceSettings, preset: Preset | None) -> str:
-    """What to call a source in messages."""
+    """Name of a source for messages."""
     if source.path is not None:
         return str(source.path)
     return source.hub or (preset.hub if preset else "")
@@ -86,7 +86,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def kind_of(value: Any) -> str:
-    """What to call a value in messages."""
+    """Name of a value's type for messages."""
     names = {dict: "object", list: "list", str: "text", bool: "true/false value", type(None): "null"}
     fallback = "number" if isinstance(value, int | float) else type(value).__name__
     return names.get(type(value), fallback)
@@ -104,7 +104,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         file = pyarrow.parquet.ParquetFile(path)
     except (ArrowException, OSError) as e:
         raise UserError(
-            f"{path}: not a whole Parquet file, no row of it can be read ({_first_line(e)}); "
+            f"{path}: not a complete Parquet file, no row can be read ({_first_line(e)}); "
             "copy or download it again"
         ) from None
     with file:
@@ -134,7 +134,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
         found = datasets.Dataset.from_file(str(path))
     except (ArrowException, OSError, ValueError) as e:
         raise UserError(
-            f"{path}: not a whole Arrow file, no row of it can be read ({_first_line(e)}); "
+            f"{path}: not a complete Arrow file, no row can be read ({_first_line(e)}); "
             "copy or download it again"
         ) from None
     yield from _dataset_rows(str(path), found)
@@ -145,7 +145,7 @@ def _saved_rows(path: Path) -> Iterator[Row]:
 
     try:
         found = datasets.load_from_disk(str(path))
-    except Exception as e:  # whatever a damaged folder makes it raise
+    except Exception as e:  # a damaged folder may raise anything
         raise UserError(f"{path}: cannot be read ({_first_line(e)}); save the data set again") from None
     yield from _dataset_rows(str(path), found)
 
@@ -154,28 +154,28 @@ def _hub_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
     import datasets
 
     name = source.hub or (preset.hub if preset else "")
-    mine = preset if source.hub is None else None
-    subset = source.subset or (mine.subset if mine else None)
-    split = source.split or (mine.split if mine else "train")
+    defaults = preset if source.hub is None else None
+    subset = source.subset or (defaults.subset if defaults else None)
+    split = source.split or (defaults.split if defaults else "train")
     try:
         found = datasets.load_dataset(name, subset, split=split)
-    except Exception as e:  # connection, permission, parsing: it raises anything
+    except Exception as e:  # connection, permission and parsing errors of any type
         raise UserError(
-            f"data.hub: {name}{f', subset {subset}' if subset else ''}, split {split} cannot be had "
-            f"({type(e).__name__}: {_first_line(e)}); check name and network, or give a "
-            "local copy as data.path"
+            f"data.hub: {name}{f', subset {subset}' if subset else ''}, split {split} cannot be loaded "
+            f"({type(e).__name__}: {_first_line(e)}); check name and network, or set data.path to a "
+            "local copy"
         ) from None
     yield from _dataset_rows(name, found)
 
 
 def _dataset_rows(name: str, found: Any) -> Iterator[Row]:
     for start in range(0, len(found), _BATCH):
-        part = found.select(range(start, min(start + _BATCH, len(found))))
-        yield from _table_rows(name, part.with_format("arrow")[:], start)
+        batch = found.select(range(start, min(start + _BATCH, len(found))))
+        yield from _table_rows(name, batch.with_format("arrow")[:], start)
 
 
 def _table_rows(name: str, table: Any, start: int) -> Iterator[Row]:
-    """Rows of an Arrow table; one that is no UTF-8 comes as an error, its neighbours as they are."""
+    """Rows of an Arrow table; a row that is not UTF-8 becomes a UserError."""
     columns = {column: table.column(column) for column in table.column_names}
     for index in range(table.num_rows):
         where = f"{name}: row {start + index + 1}"
@@ -186,7 +186,7 @@ def _table_rows(name: str, table: Any, start: int) -> Iterator[Row]:
                 row[column] = values[index].as_py()
             except UnicodeDecodeError as e:
                 broken = UserError(
-                    f"{where}: {column!r} is not UTF-8 (byte {e.start + 1}); write the file anew in UTF-8"
+                    f"{where}: {column!r} is not UTF-8 (byte {e.start + 1}); save the file as UTF-8"
                 )
         yield start + index, where, broken or row
 

@@ -1,4 +1,4 @@
-"""One sampled response with everything the trainer needs to know about it."""
+"""Trajectory: one sampled response with its log-probs, reward and advantage."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def _no_floats() -> Floats:
 
 @dataclass
 class Trajectory:
-    """A prompt and one response to it. Arrays over the response have length R, its last token included.
+    """A prompt and one response. Arrays over the response have length R, end-of-sequence token included.
 
-    Three log-probabilities (nats, at the sampling temperature), each of the sampled token:
-    ``behaviour`` the engine's when it sampled, ``old`` the trainer's before the update, ``anchor`` the KL
-    anchor's. ``old`` and ``anchor`` are empty until the trainer has computed them.
+    Three log-probabilities of each sampled token (nats, at the sampling temperature): ``behaviour`` by the
+    engine when it sampled, ``old`` by the trainer before the update, ``anchor`` by the KL anchor. ``old`` and
+    ``anchor`` are empty until the trainer has computed them.
     """
 
     prompt_id: int
-    """Line of the prompt in its data set, from 0."""
+    """Index of the prompt in its data set, from 0."""
     sample: int
-    """Number of the response within its group, from 0."""
+    """Index of the response in its group, from 0."""
     prompt: Tokens
     """Token ids of the prompt, int32 [P]."""
     response: Tokens
@@ -36,33 +36,33 @@ class Trajectory:
     behaviour: Floats
     """Engine's log-probs, float32 [R]."""
     versions: Tokens
-    """Weight version that sampled each token, int32 [R]."""
+    """Version of the weights that sampled each token, int32 [R]."""
     finish: str
-    """Why it ended: "stop" (end of sequence) or "length" (cut at the limit)."""
+    """Finish reason: "stop" (end of sequence) or "length" (truncated at the token limit)."""
     text: str
-    """The response decoded."""
+    """The decoded response."""
     reward: float = 0.0
-    """What the advantage is made from."""
+    """The reward that the advantage is computed from."""
     correct: bool = False
-    """Whether the verifier accepted the answer; kept apart from the reward."""
+    """Whether the grader accepted the answer; independent of the reward."""
     parts: dict[str, float] = field(default_factory=dict)
-    """What the reward is the sum of: correctness, overlong, format."""
+    """Components of the reward, which is their sum: correctness, overlong, format."""
     answer: str = ""
-    """The reference answer, for who reads the journal."""
+    """The reference answer, for readers of the rollout files."""
     extracted: str | None = None
-    """The answer that the verifier found in the response."""
+    """The answer that the grader found in the response."""
     reason: str = ""
-    """What decided whether it is correct."""
+    """Why the answer is correct or not."""
     old: Floats = field(default_factory=_no_floats)
     """Trainer's log-probs before the update, float32 [R]."""
     anchor: Floats = field(default_factory=_no_floats)
     """KL anchor's log-probs, float32 [R]."""
     group: int = 0
-    """Number of its prompt within the step: the same prompt may come up twice in a step, as two groups."""
+    """Index of its group in the step. A prompt that comes twice in a step has two groups."""
     advantage: float = 0.0
-    """One scalar for every response token."""
+    """Advantage, the same for every response token."""
     seed: int = 0
-    """With which the engine drew it."""
+    """Sampling seed."""
 
     @property
     def length(self) -> int:
@@ -77,13 +77,13 @@ _PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", *_SCORED)
 
 
 def to_row(trajectory: Trajectory) -> dict[str, Any]:
-    """Everything a trajectory holds, as JSON can hold it; floats in full."""
+    """All fields of a trajectory, JSON-serialisable; floats in full."""
     row = {name: getattr(trajectory, name) for name in _PLAIN}
     return row | {name: getattr(trajectory, name).tolist() for name in _ARRAYS}
 
 
 def from_row(row: dict[str, Any]) -> Trajectory:
-    """The trajectory that ``to_row`` was given, to the last bit."""
+    """Inverse of ``to_row``, bit for bit."""
     arrays: dict[str, Any] = {
         name: np.array(row[name], np.int32 if name in _INTEGERS else np.float32) for name in _ARRAYS
     }

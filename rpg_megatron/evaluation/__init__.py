@@ -1,1 +1,1 @@
-"""avg@k, pass@k and maj@k from graded responses."""
+"""Evaluation metrics (avg@k, pass@k, maj@k) from graded responses, and result files."""

@@ -1,4 +1,4 @@
-"""From graded responses to the numbers of an evaluation."""
+"""Evaluation metrics of graded responses: avg@k, pass@k, maj@k, lengths, bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from rpg_megatron.system.files import atomic_write
 
 Floats = npt.NDArray[np.float64]
 _CHUNK = 1 << 20
-"""Numbers that are drawn at a time, so that memory stays small however many problems there are."""
+"""Values resampled at a time, to bound memory for any number of problems."""
 
 
 def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
     """Metrics of one evaluation, ``eval/<name>/...``, for k responses to each problem:
 
-    - ``avg@k``: share of right responses;
-    - ``pass@j`` for j = 1, 2, 4, ... and k: unbiased estimate of the chance that one of j responses is right;
-    - ``maj@k``: share of problems whose most frequent answer is right;
+    - ``avg@k``: fraction of correct responses;
+    - ``pass@j`` for j = 1, 2, 4, ... and k: unbiased estimate of the probability that at least one of j
+      responses is correct;
+    - ``maj@k``: fraction of problems whose most frequent answer is correct;
     - over all responses ``truncated_frac``, and ``length_mean``, ``length_p50`` and ``length_p99`` in tokens.
 
     Raises ValueError if there is no result, or if problems have different numbers of responses.
@@ -38,16 +39,17 @@ def score_results(name: str, results: Sequence[EvalResult]) -> dict[str, float]:
 
 
 def score_sets(results: Sequence[EvalResult]) -> dict[str, float]:
-    """``score_results`` of each held-out set among the results."""
+    """``score_results`` of each held-out set in the results."""
     sets: dict[str, list[EvalResult]] = {}
     for result in results:
         sets.setdefault(result.set, []).append(result)
-    return {key: value for name, part in sets.items() for key, value in score_results(name, part).items()}
+    return {key: value for name, rows in sets.items() for key, value in score_results(name, rows).items()}
 
 
 def per_problem(results: Sequence[EvalResult]) -> dict[str, Floats]:
-    """What each problem adds to ``avg@k``, ``pass@j`` and ``maj@k``, float64 [problems]; their means are the
-    metrics. Raises ValueError as ``score_results`` does.
+    """``avg@k``, ``pass@j`` and ``maj@k`` of each problem, float64 [problems]; the metrics are their means.
+
+    Raises ValueError as ``score_results`` does.
     """
     counts = {len(r.correct) for r in results}
     if len(counts) != 1 or counts == {0}:
@@ -55,9 +57,9 @@ def per_problem(results: Sequence[EvalResult]) -> dict[str, Floats]:
             f"an evaluation needs the same number of responses to each problem, not {sorted(counts)}"
         )
     k = counts.pop()
-    right = [sum(r.correct) for r in results]
-    columns = {f"avg@{k}": [c / k for c in right]}
-    columns |= {f"pass@{j}": [pass_at(k, c, j) for c in right] for j in _draw_sizes(k)}
+    correct = [sum(r.correct) for r in results]
+    columns = {f"avg@{k}": [c / k for c in correct]}
+    columns |= {f"pass@{j}": [pass_at(k, c, j) for c in correct] for j in _pass_sizes(k)}
     columns[f"maj@{k}"] = [float(majority_correct(r)) for r in results]
     return {key: np.array(column, np.float64) for key, column in columns.items()}
 
@@ -79,11 +81,10 @@ def describe_lengths(results: Sequence[EvalResult]) -> dict[str, float]:
 def bootstrap_intervals(
     values: Mapping[str, Floats], *, seed: int, resamples: int = 10_000, level: float = 0.95
 ) -> dict[str, tuple[float, float]]:
-    """Percentile bootstrap interval of the mean of each column, over problems: all columns are of shape
-    [problems], and in each resample the same problems are drawn for all.
+    """Percentile bootstrap interval of the mean of each column, float64 [problems].
 
-    The responses to one problem go together, so problems are drawn, not responses. Where all problems have
-    the same value the interval has no width, whatever their number.
+    Problems are resampled, not responses, because the responses to a problem are not independent; each
+    resample is used for all columns. If all problems have the same value, the interval has width 0.
     """
     table = np.stack(list(values.values()), axis=1)  # [problems, columns]
     problems = len(table)
@@ -96,13 +97,13 @@ def bootstrap_intervals(
 
 
 def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
-    """All that is reported of one set, for JSON: ``problems``, ``samples``, and
+    """Report of one set, for JSON: ``problems``, ``samples``, and
 
     - ``metrics``: each metric of ``per_problem`` with its ``value`` and 95% interval ``low`` to ``high``;
     - ``length``: ``mean``, ``p50``, ``p99`` and ``max``, in tokens, over all responses;
-    - ``truncated``: share of the responses that were cut (``frac``), how many problems have one, and the
-      share of right ones among them (null if there is none);
-    - ``unanswered_frac``: share of the responses in which no answer was found.
+    - ``truncated``: fraction of truncated responses (``frac``), number of problems with at least one, and
+      fraction of correct ones among them (null if there is none);
+    - ``unanswered_frac``: fraction of responses without an answer.
 
     seed: of the bootstrap. Raises ValueError as ``score_results`` does.
     """
@@ -129,20 +130,22 @@ def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
     }
 
 
-def pass_at(n: int, right: int, k: int) -> float:
-    """Chance that k responses drawn without replacement from n, of which ``right`` are right, hold a right
-    one.
+def pass_at(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of pass@k from n responses: 1 - C(n - correct, k) / C(n, k).
 
-    1 - C(n - right, k) / C(n, k): the unbiased estimate of pass@k.
+    That is the probability that k responses, sampled without replacement, include a correct one. Raises
+    ValueError unless 0 < k <= n and 0 <= correct <= n.
     """
-    if not 0 < k <= n or not 0 <= right <= n:
-        raise ValueError(f"pass@{k} of {n} responses with {right} right is not defined")
-    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+    if not 0 < k <= n or not 0 <= correct <= n:
+        raise ValueError(f"pass@{k} of {n} responses with {correct} correct is not defined")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority_correct(result: EvalResult) -> bool:
-    """Whether the most frequent answer is right. Answers count as the same if the grader says so; responses
-    without an answer have no vote; of answers with equally many votes the one that came first wins.
+    """Whether the most frequent answer is correct.
+
+    Answers with the same canonical form count as one; responses without an answer have no vote; ties go to
+    the answer that came first.
     """
     votes: Counter[str] = Counter()
     verdict: dict[str, bool] = {}
@@ -154,17 +157,17 @@ def majority_correct(result: EvalResult) -> bool:
         verdict.setdefault(key, correct)
     if not votes:
         return False
-    return verdict[votes.most_common(1)[0][0]]  # most_common keeps the order of arrival among equals
+    return verdict[votes.most_common(1)[0][0]]  # most_common keeps insertion order among ties
 
 
 def write_results(path: Path, results: Sequence[EvalResult]) -> None:
-    """Write one JSON object a line for each problem, as a whole or not at all."""
+    """Write one JSON object per problem and line, atomically. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as part, part.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for result in results:
             file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
 
 
-def _draw_sizes(k: int) -> list[int]:
+def _pass_sizes(k: int) -> list[int]:
     powers = [2**i for i in range(k.bit_length()) if 2**i < k]
     return [*powers, k]

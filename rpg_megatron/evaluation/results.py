@@ -1,4 +1,4 @@
-"""What an evaluation brings back: graded responses to held-out problems."""
+"""Evaluation results: graded responses to held-out problems."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 @dataclass
 class EvalResult:
-    """One held-out problem with its k responses. All lists have length k and belong together by position."""
+    """One held-out problem with its k responses. All lists have length k, in the order of the responses."""
 
     prompt_id: int
-    """Line of the problem in its data set, from 0."""
+    """Index of the problem in its data set, from 0."""
     answer: str
     """The reference answer."""
     prompt: str = ""
-    """The prompt's text, in its template."""
+    """The rendered prompt."""
     responses: list[str] = field(default_factory=list)
-    """The responses decoded."""
+    """The decoded responses."""
     correct: list[bool] = field(default_factory=list)
-    """Whether the verifier accepted each."""
+    """Whether the grader accepted each."""
     extracted: list[str | None] = field(default_factory=list)
-    """The answer that the verifier found in each."""
+    """The answer that the grader found in each."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each, its end-of-sequence token included."""
+    """Tokens of each, end-of-sequence token included."""
     finishes: list[str] = field(default_factory=list)
-    """Why each ended: "stop" or "length"."""
+    """Finish reason of each: "stop" or "length"."""
     set: str = ""
     """Name of the held-out set."""

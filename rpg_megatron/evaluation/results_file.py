@@ -1,4 +1,4 @@
-"""An evaluation on disk: a line for each problem, written as it is graded, read when it goes on."""
+"""Result files of an evaluation: one JSON line per problem, appended as it is graded, read to resume."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LISTS = ("responses", "correct", "extracted", "lengths", "finishes")
 
 
 def results_file(folder: Path, name: str) -> Path:
-    """Where the problems of a set are kept."""
+    """Path of a set's results."""
     return folder / f"{name}.jsonl"
 
 
 def append_result(file: Path, result: EvalResult) -> None:
-    """Add one line, in one piece. Raises UserError if it cannot be written."""
+    """Append one line with a single write. Raises UserError if it cannot be written."""
     line = (json.dumps(asdict(result), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -30,34 +30,34 @@ def append_result(file: Path, result: EvalResult) -> None:
         finally:
             os.close(descriptor)
     except OSError as e:
-        raise UserError(f"{file}: cannot be written ({e.strerror}); mend that and start again") from None
+        raise UserError(f"{file}: cannot be written ({e.strerror}); fix that and start again") from None
     if written != len(line):
-        raise UserError(f"{file}: only a part of a line could be written; free space and start again")
+        raise UserError(f"{file}: only part of a line was written; free disk space and start again")
 
 
 def read_results(file: Path, prompts: Sequence[Prompt], samples: int) -> list[EvalResult]:
-    """The problems that are done, in the order of ``prompts``; removes a line that was never finished.
+    """The completed problems, in the order of ``prompts``; removes an incomplete last line.
 
-    Raises UserError if a line is damaged, or is about another problem than the data hold now.
+    Raises UserError if a line is damaged, or if its problem has changed in the data.
     """
     try:
         data = file.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as e:
-        raise UserError(f"{file}: cannot be read ({e.strerror}); mend that and start again") from None
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(file, whole)
-    wanted = {prompt.id: prompt for prompt in prompts}
+        raise UserError(f"{file}: cannot be read ({e.strerror}); fix that and start again") from None
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        os.truncate(file, end)
+    by_id = {prompt.id: prompt for prompt in prompts}
     found: dict[int, EvalResult] = {}
-    for number, line in enumerate(data[:whole].splitlines(), 1):
+    for number, line in enumerate(data[:end].splitlines(), 1):
         result = _parse(line, f"{file}:{number}", samples)
-        prompt = wanted.get(result.prompt_id)
+        prompt = by_id.get(result.prompt_id)
         if prompt is None or (prompt.text, prompt.answer) != (result.prompt, result.answer):
             raise UserError(
-                f"{file}:{number}: was made from another problem than the data hold now (row "
-                f"{result.prompt_id + 1}); bring the old data back, or choose another --out"
+                f"{file}:{number}: the problem has changed in the data since (row {result.prompt_id + 1}); "
+                "restore the old data, or choose another --out"
             )
         found[result.prompt_id] = result
     return [found[prompt.id] for prompt in prompts if prompt.id in found]

@@ -1,4 +1,4 @@
-"""Graders of responses, and their worker processes."""
+"""Rewards: answer extraction, graders of responses, and the worker processes that grade."""
 
 from rpg_megatron.rewards.grader import Grader, Verdict, grade
 

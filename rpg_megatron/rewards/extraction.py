@@ -1,4 +1,4 @@
-"""Finds the answer that a response gives, by the form that it is given in. Linear in the text."""
+r"""Extract the final answer of a response: ``Answer:`` line, \boxed{} or GSM8K's ####. Linear time."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal, NamedTuple, get_args
 from rpg_megatron.data.boxed import last_box
 
 Style = Literal["auto", "answer_line", "boxed", "gsm8k"]
-"""Where the answer stands:
+"""Where to look for the answer:
 
 - ``answer_line``: after the last ``Answer:`` (any case) in the last 300 characters, as in DAPO;
-- ``boxed``: in the last whole ``\\boxed{}`` or ``\\fbox{}``;
+- ``boxed``: in the last complete ``\\boxed{}`` or ``\\fbox{}``;
 - ``gsm8k``: after the last ``####``, on its line;
-- ``auto``: whichever of these comes last; without any, after "the answer is", or the whole of a response
-  that is one short line.
+- ``auto``: whichever of these comes last; if there is none, after "the answer is", or the entire response if
+  it is one short line.
 """
 STYLES: tuple[Style, ...] = get_args(Style)
 
 WINDOW = 300
-"""``answer_line`` looks at so many characters at the end."""
+"""Characters at the end of a response that ``answer_line`` searches."""
 TAIL = 100_000
-"""The other forms are looked for in so many."""
+"""Characters at the end of a response that the other styles search."""
 
 _MARK = re.compile(r"answer[ \t]*:", re.IGNORECASE)
 _HASHES = re.compile(r"####(?!#)[ \t]*")
@@ -30,15 +30,15 @@ _SENTENCE = re.compile(r"[.!?](?=\s|$)|\n")
 
 
 class Found(NamedTuple):
-    """An answer in a text."""
+    """An answer found in a text."""
 
-    place: int
-    """Where its mark begins."""
+    position: int
+    """Where its marker (``Answer:``, \\boxed, ####) begins."""
     text: str
 
 
 def find_answer(response: str, style: Style = "auto") -> str | None:
-    """The answer that a response ends on, as it stands there; None if there is none in this form."""
+    """The last answer of a response, verbatim; None if there is none in this style."""
     if style == "answer_line":
         found = _answer_line(response[-WINDOW:])
     elif style == "boxed":
@@ -53,7 +53,7 @@ def find_answer(response: str, style: Style = "auto") -> str | None:
 
 
 def _answer_line(text: str) -> Found | None:
-    """The rest of the line, or of the next that holds anything."""
+    """The rest of the line, or the next line that is not empty."""
     for match in reversed(list(_MARK.finditer(text))):
         rest = text[match.end() :].lstrip(" \t\r\n*_")  # **Answer:** 5
         line = rest.split("\n", 1)[0].strip()
@@ -68,7 +68,7 @@ def _boxed(text: str) -> Found | None:
 
 
 def _hashes(text: str, *, heading: bool = False) -> Found | None:
-    """heading: leave out what looks like a Markdown heading, which begins with a letter."""
+    """heading: ignore Markdown headings, that is, text that begins with a letter."""
     for match in reversed(list(_HASHES.finditer(text))):
         line = text[match.end() :].split("\n", 1)[0].strip()
         if line and not (heading and line[0].isalpha()):
@@ -81,8 +81,8 @@ def _phrase(text: str) -> Found | None:
     if not matches:
         return None
     rest = text[matches[-1].end() :].lstrip(" \t\r\n*_")
-    said = _SENTENCE.split(rest, maxsplit=1)[0].strip()
-    return Found(matches[-1].start(), said) if said else None
+    answer = _SENTENCE.split(rest, maxsplit=1)[0].strip()
+    return Found(matches[-1].start(), answer) if answer else None
 
 
 def _bare(response: str) -> Found | None:

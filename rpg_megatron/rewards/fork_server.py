@@ -1,11 +1,14 @@
-"""Forks the pool's workers: ``python -m rpg_megatron.rewards.fork_server FUNCTION MEMORY PARENT FD``.
+"""Fork server of the reward workers.
 
-One process imports the function (``module:name``) once; each worker is a fork of it, there in milliseconds,
-so a killed one costs little. It reads a socket: with each byte comes a file descriptor, and a worker is
-forked that serves it. A worker takes JSON lists of arguments and answers each with a JSON object.
+``python -m rpg_megatron.rewards.fork_server FUNCTION MEMORY PARENT FD``, started by ``pool.WorkerPool``.
 
-Nothing outlives the pool's process, not even one that is ended by kill -9: the nursery ends when its socket
-is closed or its parent is another one, and the kernel kills the workers when the nursery is gone.
+The server imports the function (``module:name``) once; each worker is a fork of it and starts in
+milliseconds, so replacing a killed worker is cheap. The server reads a socket: each byte carries a file
+descriptor, and it forks a worker that serves that descriptor. A worker reads JSON lists of arguments and
+answers each with a JSON object.
+
+No process outlives the pool's, not even after kill -9: the server ends when its socket is closed or its
+parent has changed, and the kernel kills the workers when the server is gone.
 """
 
 from __future__ import annotations
@@ -25,43 +28,46 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_GROWN = 256 * 1024
-"""A worker that has used so much more memory than at its start, in KiB, makes way for a fresh one."""
-_DETAIL = 300
+_MAX_GROWTH = 256 * 1024
+"""Growth of a worker's memory, in KiB, after which it is replaced."""
+_MAX_DETAIL = 300
+"""Characters of an exception's message that are kept."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Import ``module:function``. Raises ValueError that says what is wrong with it."""
+    """Import ``module:function``. Raises ValueError if that fails, or if it is not callable."""
     module, _, attribute = name.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # the working directory, for a function in a file beside the config
+        sys.path.insert(0, "")  # the working directory, for a function in a file next to the config
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as e:
         raise ValueError(
-            f"{name}: there is no module {e.name!r}; put its folder into PYTHONPATH, or start in that folder"
+            f"{name}: there is no module {e.name!r}; add its folder to PYTHONPATH, or start in that folder"
         ) from None
     except AttributeError:
-        raise ValueError(f"{name}: the module {module} has no {attribute!r}") from None
+        raise ValueError(f"{name}: the module {module} has no {attribute!r}; check the name") from None
     except Exception as e:
-        raise ValueError(f"{name}: importing {module} fails: {type(e).__name__}: {e}") from None
+        raise ValueError(
+            f"{name}: importing {module} fails: {type(e).__name__}: {e}; fix the module"
+        ) from None
     if not callable(function):
-        raise ValueError(f"{name}: is a {type(function).__name__}, not a function")
+        raise ValueError(f"{name}: is a {type(function).__name__}, not a function; name a function")
     return function
 
 
 def serve(connection: Connection, function: Callable[..., Any]) -> None:
-    """Answer requests until the other end is closed, or until this process should be replaced.
+    """Answer requests until the other end is closed or this process should be replaced.
 
-    An answer holds ``value``, or ``failure`` ("error" or "memory") and ``detail``; ``leaves`` says that this
-    was the last one.
+    An answer has ``value``, or ``failure`` ("error" or "memory") and ``detail``; ``exits`` means that the
+    worker exits after this answer.
     """
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     connection.send_bytes(str(os.getpid()).encode())
-    leaves = False
-    while not leaves:
+    exits = False
+    while not exits:
         try:
             arguments = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
@@ -72,30 +78,30 @@ def serve(connection: Connection, function: Callable[..., Any]) -> None:
         except MemoryError:
             answer = {"failure": "memory", "detail": "out of memory"}
         except (Exception, SystemExit) as e:
-            answer = {"failure": "error", "detail": f"{type(e).__name__}: {str(e)[:_DETAIL]}"}
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start
-        leaves = answer.get("failure") == "memory" or grown > _GROWN
+            answer = {"failure": "error", "detail": f"{type(e).__name__}: {str(e)[:_MAX_DETAIL]}"}
+        growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start
+        exits = answer.get("failure") == "memory" or growth > _MAX_GROWTH
         try:
-            connection.send_bytes(json.dumps(answer | {"leaves": leaves}).encode())
+            connection.send_bytes(json.dumps(answer | {"exits": exits}).encode())
         except OSError:
             return
 
 
 def _plain(value: Any) -> bool | float:
-    """A verdict or a number, whatever library's type it came in."""
+    """The value as a Python bool or float; it may be of a library's own type, such as NumPy's."""
     if isinstance(value, bool):
         return value
     number = float(value)
     if number != number or number in (float("inf"), float("-inf")):
-        raise ValueError(f"the reward is {number}")
+        raise ValueError(f"the reward is {number}, not a finite number")
     return bool(value) if type(value).__name__ == "bool_" else number
 
 
-def _become_worker(fd: int, function: Callable[..., Any], memory: int, nursery: int) -> None:
-    # A group of its own: what a reward function starts is killed with it.
+def _run_worker(fd: int, function: Callable[..., Any], memory: int, server: int) -> None:
+    # A process group of its own, so that processes which a reward function starts are killed with it.
     os.setpgid(0, 0)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != nursery:
+    if os.getppid() != server:
         return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -105,10 +111,10 @@ def _become_worker(fd: int, function: Callable[..., Any], memory: int, nursery: 
 
 
 def main() -> None:
-    """Run the nursery."""
+    """Run the fork server."""
     name, memory, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     with socket.socket(fileno=int(sys.argv[4])) as control:
         try:
             function = load_function(name)
@@ -116,7 +122,7 @@ def main() -> None:
             control.sendall(json.dumps({"error": str(e)}).encode())
             return
         control.sendall(b"{}")
-        gc.freeze()  # what was imported stays shared with the forks
+        gc.freeze()  # imported objects stay in memory shared with the forks
         own = os.getpid()
         while os.getppid() == parent:
             if not select.select([control], [], [], 1.0)[0]:
@@ -128,7 +134,7 @@ def main() -> None:
                 code = 1
                 try:
                     control.close()
-                    _become_worker(descriptors[0], function, memory, own)
+                    _run_worker(descriptors[0], function, memory, own)
                     code = 0
                 finally:
                     os._exit(code)

@@ -1,6 +1,6 @@
-"""Grades responses against reference answers: by rules where these decide, else by math-verify in a worker.
+"""Grade responses against reference answers: by rules if they suffice, otherwise by math-verify in a worker.
 
-Rules take microseconds and cannot hang, so plain numbers never see a process (``benchmarks/grading.py``).
+Rules take microseconds and cannot hang, so plain numbers need no worker process (``benchmarks/grading.py``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rpg_megatron.rewards.latex_numbers import compare_constants
 from rpg_megatron.rewards.pool import Outcome, WorkerPool
 
 DEADLINE = 5.0
-"""Seconds that math-verify gets for one answer, unless told otherwise."""
+"""Default limit of math-verify for one answer, in seconds."""
 MEMORY = 2 * 1024**3
-"""Address space of a worker, in bytes, unless told otherwise."""
+"""Default address space of a worker, in bytes."""
 LONGEST, DEEPEST = 300, 12
-"""Characters and nested brackets of an answer that math-verify gets to see. Beyond that it is hopeless to
-wait: its time grows with the square of the one, and exponentially with the other.
+"""Most characters and nested brackets of an answer for math-verify, whose time grows with the square of the
+length and exponentially with the depth.
 """
-_REMEMBERED = 10_000
+_CACHE_SIZE = 10_000
 _SYMBOLIC = "rpg_megatron.rewards.math_verify_worker:equal"
 _FAILED = {
     "timeout": "math-verify was killed at the deadline",
@@ -37,23 +37,23 @@ _FAILED = {
 
 
 class Verdict(NamedTuple):
-    """Whether a response is right, and why."""
+    """Whether a response is correct, and why."""
 
     correct: bool
-    """Whether it gives the reference answer."""
+    """Whether its answer equals the reference answer."""
     extracted: str | None
-    """The answer that it gives, as it stands there; None if there is none in the form asked for."""
+    """The answer of the response, verbatim; None if there is none in the expected style."""
     reason: str
-    """What decided, in a few words."""
+    """Why it is correct or not, in a few words."""
 
 
-def map_future[A, B](source: Future[A], change: Callable[[A], B]) -> Future[B]:
-    """The future of ``change`` of its result."""
+def map_future[A, B](source: Future[A], function: Callable[[A], B]) -> Future[B]:
+    """A future of ``function`` applied to the result of ``source``."""
     result: Future[B] = Future()
 
     def done(finished: Future[A]) -> None:
         try:
-            result.set_result(change(finished.result()))
+            result.set_result(function(finished.result()))
         except Exception as e:
             result.set_exception(e)
 
@@ -61,15 +61,15 @@ def map_future[A, B](source: Future[A], change: Callable[[A], B]) -> Future[B]:
     return result
 
 
-def decided[A](value: A) -> Future[A]:
-    """A future that is done."""
+def completed_future[A](value: A) -> Future[A]:
+    """A future that already has its result."""
     future: Future[A] = Future()
     future.set_result(value)
     return future
 
 
-def judge_plainly(extracted: str | None, answer: str) -> Verdict | None:
-    """The verdict if rules alone give one; None if math-verify is to decide. Linear in long texts."""
+def grade_by_rules(extracted: str | None, answer: str) -> Verdict | None:
+    """The verdict if rules alone suffice; None if math-verify is needed. Linear in the text's length."""
     if extracted is None:
         return Verdict(False, None, "no answer found")
     if normalize.answers_match(extracted, answer):
@@ -87,7 +87,7 @@ def judge_plainly(extracted: str | None, answer: str) -> Verdict | None:
 
 
 def _depth(text: str) -> int:
-    """How deeply brackets are nested, closed or not."""
+    """Nesting depth of brackets, closed or not."""
     depth = deepest = 0
     for character in text:
         if character in "([{":
@@ -99,23 +99,23 @@ def _depth(text: str) -> int:
 
 
 class Grader:
-    """Grades with workers of its own, which are started when first needed. Safe to use from any thread."""
+    """Grades responses with its own workers, which start when first needed. Thread-safe."""
 
     def __init__(self, *, workers: int = 1, deadline: float = DEADLINE, memory: int = MEMORY):
         """deadline: seconds for one answer. memory: address space of a worker, in bytes."""
         self._pool = WorkerPool(_SYMBOLIC, workers=workers, deadline=deadline, memory=memory, lazy=True)
         self._lock = threading.Lock()
-        # A group's responses often give the same answer, and the same bomb need not be met twice at once.
-        self._known: OrderedDict[tuple[str, str], Future[Outcome]] = OrderedDict()
+        # Responses of a group often have the same answer; one that hangs should occupy one worker only.
+        self._cache: OrderedDict[tuple[str, str], Future[Outcome]] = OrderedDict()
 
     def submit(self, response: str, answer: str, style: Style = "auto") -> Future[Verdict]:
-        """Grade one response; never fails on any text."""
+        """Grade one response. No text makes it fail; raises ValueError for an unknown style."""
         if style not in STYLES:
             raise ValueError(f"style {style!r} is not known; use one of {', '.join(STYLES)}")
         extracted = find_answer(response, style)
-        verdict = judge_plainly(extracted, answer)
+        verdict = grade_by_rules(extracted, answer)
         if verdict is not None:
-            return decided(verdict)
+            return completed_future(verdict)
         assert extracted is not None
         return map_future(self._compare(extracted, answer), lambda outcome: _verdict(extracted, outcome))
 
@@ -136,13 +136,13 @@ class Grader:
     def _compare(self, extracted: str, answer: str) -> Future[Outcome]:
         key = extracted, answer
         with self._lock:
-            known = self._known.get(key)
-            if known is not None and not (known.done() and (known.exception() or known.result().failure)):
-                self._known.move_to_end(key)
-                return known
-            future = self._known[key] = self._pool.submit(extracted, answer)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            cached = self._cache.get(key)
+            if cached is not None and not (cached.done() and (cached.exception() or cached.result().failure)):
+                self._cache.move_to_end(key)
+                return cached
+            future = self._cache[key] = self._pool.submit(extracted, answer)
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
         return future
 
 
@@ -161,14 +161,13 @@ _shared_lock = threading.Lock()
 def grade(response: str, answer: str, *, style: Style = "auto") -> Verdict:
     """Grade one response against the reference answer.
 
-    style: where the answer stands, see ``extraction.Style``; of several the last counts. Then text and
-    plain numbers are compared, and what is neither goes to math-verify, in a worker process that is killed
-    after ``DEADLINE`` seconds. Never raises on any text. For many responses use a ``Grader`` of several
-    workers.
+    style: where to look for the answer, see ``extraction.Style``; the last match counts. Text and plain
+    numbers are compared by rules, everything else by math-verify in a worker process that is killed after
+    ``DEADLINE`` seconds. No text makes it fail. For many responses use a ``Grader`` with several workers.
     """
     global _shared
     with _shared_lock:
-        if _shared is None or _shared[0] != os.getpid():  # a fork has no threads: it gets its own
+        if _shared is None or _shared[0] != os.getpid():  # threads do not survive a fork: start a new grader
             grader = Grader()
             atexit.register(grader.close)
             _shared = os.getpid(), grader

@@ -1,8 +1,8 @@
-r"""Constants in LaTeX by value: \frac{\sqrt{3}}{2}, 4\pi, 2^{10} - 1.
+r"""Compare LaTeX constants by value: \frac{\sqrt{3}}{2}, 4\pi, 2^{10} - 1.
 
-Sixty digits tell two such constants apart, or do not, in microseconds; math-verify takes milliseconds to
-simplify the difference of two that it has not seen. What is not plainly a constant is left to it: decimals
-(it rounds some), a number before a fraction or a bracket (mixed or a product), a slash before a product.
+Comparing 60 digits takes microseconds; math-verify takes milliseconds to simplify a difference. Expressions
+that are not clearly constants are left to math-verify: decimals (it rounds some), a number before a fraction
+or a bracket (a mixed number or a product), a slash before a product.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 from decimal import Decimal
 
 LONGEST = 100
-"""Characters of a text that is read at all."""
+"""Most characters of a text that is parsed."""
 _DIGITS = 60
 _CONTEXT = decimal.Context(prec=_DIGITS, Emax=4000, Emin=-4000)
 _EQUAL, _CLEAR = Decimal("1e-45"), Decimal("1e-25")
-"""Relative differences: up to the first two values are the same, beyond the second they are not."""
-_LEAST_LEFT = Decimal("1e-6")
-"""Of the largest part of a sum. Less would leave rounding errors only."""
+"""Relative differences: up to the first, values are equal; above the second, they are different."""
+_MIN_SUM = Decimal("1e-6")
+"""Smallest sum relative to its largest term; below it, cancellation leaves rounding errors only."""
 _LARGEST_EXPONENT = 64
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 
@@ -29,12 +29,12 @@ _TOKEN = re.compile(
 )
 
 
-class _Unread(Exception):
-    """Not plainly a constant."""
+class _NotConstant(Exception):
+    """Not clearly a constant."""
 
 
 def compare_constants(a: str, b: str) -> bool | None:
-    """Whether two constants are equal; None if either is not read here, or they are too close."""
+    """Whether two constants are equal; None if either is not parsed here, or they are too close to tell."""
     x, y = _value(a), _value(b)
     if x is None or y is None:
         return None
@@ -51,13 +51,13 @@ def _value(text: str) -> Decimal | None:
         return None
     try:
         with decimal.localcontext(_CONTEXT):
-            return _Reader(text).whole()
-    except (_Unread, decimal.DecimalException, RecursionError):
+            return _Parser(text).parse()
+    except (_NotConstant, decimal.DecimalException, RecursionError):
         return None
 
 
-class _Reader:
-    """Recursive descent over the tokens; raises _Unread where the text is anything else."""
+class _Parser:
+    """Recursive-descent parser; raises _NotConstant for any other text."""
 
     def __init__(self, text: str) -> None:
         self._tokens: list[str] = []
@@ -65,52 +65,52 @@ class _Reader:
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
-                raise _Unread
+                raise _NotConstant
             token = match[match.lastgroup or 0]
             if token not in ("\\left", "\\right"):
                 self._tokens.append(
                     {"\u2212": "-", "\\dfrac": "\\frac", "\\tfrac": "\\frac"}.get(token, token)
                 )
             position = match.end()
-        self._at = 0
+        self._index = 0
 
-    def whole(self) -> Decimal:
-        """The value of everything."""
+    def parse(self) -> Decimal:
+        """The value of the text."""
         value = self._sum()
-        if self._at != len(self._tokens):
-            raise _Unread
+        if self._index != len(self._tokens):
+            raise _NotConstant
         return value
 
     def _next(self) -> str:
-        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+        return self._tokens[self._index] if self._index < len(self._tokens) else ""
 
-    def _take(self, *wanted: str) -> str:
+    def _take(self, *expected: str) -> str:
         token = self._next()
-        if not token or (wanted and token not in wanted):
-            raise _Unread
-        self._at += 1
+        if not token or (expected and token not in expected):
+            raise _NotConstant
+        self._index += 1
         return token
 
     def _sum(self) -> Decimal:
         value = largest = Decimal(0)
         sign = self._take() if self._next() in ("+", "-") else "+"
         while True:
-            part = self._product()
-            value = value + part if sign == "+" else value - part
-            largest = max(largest, abs(part))
+            term = self._product()
+            value = value + term if sign == "+" else value - term
+            largest = max(largest, abs(term))
             if self._next() not in ("+", "-"):
                 break
             sign = self._take()
-        if value and abs(value) < largest * _LEAST_LEFT:
-            raise _Unread
+        if value and abs(value) < largest * _MIN_SUM:
+            raise _NotConstant
         return value
 
     def _product(self) -> Decimal:
         value, divided = self._power(), False
         while token := self._next():
             if token in ("*", "\\cdot", "\\times", "/"):
-                if divided:  # a/b*c and a/b/c are read both ways
-                    raise _Unread
+                if divided:  # a/b*c and a/b/c are ambiguous
+                    raise _NotConstant
                 self._take()
                 factor = self._power()
                 divided = token == "/"
@@ -119,8 +119,8 @@ class _Reader:
                 value *= self._power()
             elif token in ("+", "-", ")", "}", "]"):
                 break
-            else:  # a number or a bracket that follows something: mixed, a product or an argument
-                raise _Unread
+            else:  # a number or a bracket after a factor: a mixed number, a product or an argument
+                raise _NotConstant
         return value
 
     def _power(self) -> Decimal:
@@ -130,9 +130,9 @@ class _Reader:
         self._take()
         exponent = self._group() if self._next() == "{" else self._digit()
         if self._next() == "^" or exponent != exponent.to_integral_value():
-            raise _Unread
+            raise _NotConstant
         if abs(exponent) > _LARGEST_EXPONENT or not value:
-            raise _Unread
+            raise _NotConstant
         return value ** int(exponent)
 
     def _atom(self) -> Decimal:
@@ -155,13 +155,13 @@ class _Reader:
                 self._take("]")
             value = self._argument()
             if value < 0:
-                raise _Unread
+                raise _NotConstant
             if degree == 2:
                 return value.sqrt()
             if degree not in (3, 4, 5, 6) or not value:
-                raise _Unread
+                raise _NotConstant
             return (value.ln() / degree).exp()
-        raise _Unread
+        raise _NotConstant
 
     def _argument(self) -> Decimal:
         return self._group() if self._next() == "{" else self._digit()
@@ -173,8 +173,8 @@ class _Reader:
         return value
 
     def _digit(self) -> Decimal:
-        r"""One digit without braces: \sqrt2, \frac12 and 2^10 take one."""
+        r"""One digit without braces, as in \sqrt2, \frac12 and 2^10."""
         token = self._take()
         if len(token) != 1 or not token.isdigit():
-            raise _Unread
+            raise _NotConstant
         return Decimal(token)

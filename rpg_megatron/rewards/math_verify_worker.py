@@ -1,7 +1,7 @@
-"""Equality of LaTeX answers by math-verify. For worker processes only: no text is too odd for it to hang on.
+"""Compare LaTeX answers with math-verify. For worker processes only, because some texts make it hang.
 
-Answers go through the LaTeX parser, never through sympy's own, which evaluates Python. Importing this takes a
-second and warms that parser up, so that workers which are forked later start warm.
+Answers go through the LaTeX parser, never through sympy's own parser, which evaluates Python. Importing this
+module takes a second and warms up the parser for workers that are forked later.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import re
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that we set no alarms: the pool does
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # warns that no timeout is set: the pool has one
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 
-# Units are off: it takes letters that may be variables (3+5m) for units. ``spelling`` knows ours.
+# Units are off: it treats letters that may be variables (3+5m) as units. ``normalize`` handles units.
 _LATEX = [
     LatexExtractionConfig(
         normalization_config=NormalizationConfig(
@@ -28,23 +28,23 @@ _DELIMITERS = re.compile(r"\\[()\[\]]|\$")
 
 
 def equal(extracted: str, answer: str) -> bool:
-    """Whether two answers in LaTeX are the same mathematically. May take for ever, or all memory."""
-    wanted = _parse(answer)
-    given = _parse(extracted) if wanted else []
-    return bool(given) and verify(wanted, given, timeout_seconds=None)
+    """Whether two LaTeX answers are mathematically equal. May hang or use all memory."""
+    expected = _parse(answer)
+    found = _parse(extracted) if expected else []
+    return bool(found) and verify(expected, found, timeout_seconds=None)
 
 
 @functools.lru_cache(256)  # a group's responses share the reference
 def _parse(text: str) -> list[object]:
     inner = _DELIMITERS.sub(" ", text.replace("\u2212", "-")).strip(" \t\r\n*_.,;:")
-    found: list[object] = parse(
+    expressions: list[object] = parse(
         f"${inner}$",
         _LATEX,
         fallback_mode="no_fallback",
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-    return found
+    return expressions
 
 
 for _a, _b in (

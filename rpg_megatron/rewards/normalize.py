@@ -1,7 +1,7 @@
-"""One spelling for answers that count as the same. Rules only: nothing is evaluated, no text can hang it.
+"""Normalise answers to a canonical form and compare them. Rules only: nothing is evaluated, no text can hang.
 
-Source: the rule-based grader of the RPG paper (arXiv 2505.17508, after DAPO): LaTeX and units taken off, then
-strings compared. Plain numbers are compared by value as well, so that 18.0 is 18 and 1/2 is 0.5.
+Follows the rule-based grader of the RPG paper (arXiv 2505.17508, after DAPO): remove LaTeX and units, then
+compare strings. Plain numbers are also compared by value, so that 18.0 equals 18 and 1/2 equals 0.5.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import re
 from fractions import Fraction
 
 LONGEST_NUMBER = 64
-"""A number of more characters is compared as text alone."""
+"""A number with more characters is compared as text only."""
 LONGEST = 1000
-"""An answer of more characters is compared as it stands."""
+"""An answer with more characters is compared without normalisation."""
 
 _WRAPPER = re.compile(
     r"\\(?:boxed|fbox|text|textbf|textit|textrm|mathrm|mathbf|mbox|overline)\s*\{([^{}]*)\}"
@@ -24,7 +24,7 @@ _REMOVED = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,!;:()\[\] 
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _NUMBER = rf"[+-]?\s*(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:\s*/\s*[+-]?[0-9]+)?"
-# Letters that may as well be a variable (5m, 2g) need a space before them.
+# Units that could also be a variable (5m, 2g) need a space before them.
 _UNITS = r"""
     \s*(?: \\?% | \^?\{?\\circ\}? | ° | degrees? | percent | dollars? | cents? | euros? | usd | feet | foot
          | (?:square\s+|cubic\s+)? (?: inch(?:es)? | ft | yards? | miles? | units?
@@ -37,7 +37,7 @@ _QUANTITY = re.compile(
     rf"(?P<number>{_NUMBER})(?:(?:{_UNITS})(?:\^?\{{?[23]\}}?)?)?".replace("\n", " "),
     re.IGNORECASE | re.VERBOSE,
 )
-# Words after a number that are part of its value, or of another answer.
+# Words after a number that change its value or its meaning.
 _COUNTING = (
     "dozen|hundred|thousand|million|billion|trillion|pair|score|half|halves|third|quarter|fifth|tenth"
     "|squared|cubed|factorial|and|plus|minus|times|mod|modulo|base|choose|over|divided|percentage|not|per"
@@ -54,10 +54,10 @@ def answers_match(a: str, b: str) -> bool:
 
 
 def answers_differ(a: str, b: str) -> bool:
-    r"""Whether two answers that are not the ``same`` cannot be: numbers and words.
+    r"""Whether two answers that do not match are certainly different, because they are numbers or words.
 
-    Two letters may be a product: ab is ba. Longer words are words, or yes would be yse. Commands that differ
-    by capitals alone are others: math-verify does not tell \Delta from \delta.
+    Two letters may be a product: ab equals ba. Longer words are compared as words, not as products of
+    letters. Commands that differ only in case are different, which math-verify misses: \Delta and \delta.
     """
     a, b = normalise(a), normalise(b)
     numbers = (as_number(a) is not None) + (as_number(b) is not None)
@@ -69,14 +69,14 @@ def answers_differ(a: str, b: str) -> bool:
 
 
 def canonical(answer: str) -> str:
-    """One spelling for all answers that count as the same: numbers as reduced fractions."""
+    """Canonical form, the same for all answers that match; numbers become reduced fractions."""
     text = normalise(answer)
     number = as_number(text)
     return text if number is None else str(number)
 
 
 def _same_percentage(a: str, b: str) -> bool:
-    """Whether one is a percentage and the other the same number without the sign: 50% is also 0.5."""
+    """Whether one is a percentage and the other its value: 50% and 0.5."""
     if len(a) > LONGEST or len(b) > LONGEST or ("%" in a) == ("%" in b):
         return False
     percent, plain = (as_number(normalise(x)) for x in ((a, b) if "%" in a else (b, a)))
@@ -86,7 +86,7 @@ def _same_percentage(a: str, b: str) -> bool:
 def as_number(text: str) -> Fraction | None:
     """Value of a plain decimal or a/b of at most LONGEST_NUMBER characters; None for everything else.
 
-    Exponents are not plain: 1e999999999 would take for ever to write out.
+    Exponents are not supported: 1e999999999 would take forever to write out.
     """
     if len(text) > LONGEST_NUMBER:
         return None
@@ -98,21 +98,21 @@ def as_number(text: str) -> Fraction | None:
 
 
 def normalise(answer: str) -> str:
-    """Take off what does not change an answer.
+    """Remove what does not change the meaning of an answer.
 
-    Gone are: dollars, boxes, LaTeX text and spacing, emphasis, a final full stop, spaces, the left side of an
-    equation; of a number also its unit, a counted noun (18 eggs), separators of thousands and a plus.
-    Capitals count, except in a plain word. A text of more than LONGEST characters is left as it is.
+    Removes dollar signs, boxes, LaTeX text and spacing commands, emphasis, a final full stop, spaces, and the
+    left side of an equation; from a number also its unit, a counted noun (18 eggs), thousands separators and
+    a plus sign. Case matters, except in a plain word. Longer texts than LONGEST are only stripped.
     """
     if len(answer) > LONGEST:
         return answer.strip()
     text = _REMOVED.sub("", answer.replace("\u2212", "-").replace("{,}", ",")).strip(" \t\r\n*_")
-    # Each round opens the innermost braces; a bound on the rounds, since the text is anyone's.
+    # Each round unwraps the innermost braces; the number of rounds is bounded, because any text may come.
     for _ in range(8):
-        opened = _FRACTION.sub(_spell_fraction, _WRAPPER.sub(r"\1", text))
-        if opened == text:
+        unwrapped = _FRACTION.sub(_plain_fraction, _WRAPPER.sub(r"\1", text))
+        if unwrapped == text:
             break
-        text = opened
+        text = unwrapped
     text = text.strip().rstrip(".,;: \t*_").strip()
     sides = _EQUALS.split(text)
     if len(sides) == 2 and sides[1].strip():
@@ -124,15 +124,16 @@ def normalise(answer: str) -> str:
     return text.lower() if text.isalpha() else text
 
 
-def _spell_fraction(match: re.Match[str]) -> str:
-    top = match[1] if match[1] is not None else match[2]
-    bottom = match[3] if match[3] is not None else match[4]
-    spelled = f"{_bracket(top)}/{_bracket(bottom)}"
+def _plain_fraction(match: re.Match[str]) -> str:
+    r"""\frac{a}{b} as a/b."""
+    numerator = match[1] if match[1] is not None else match[2]
+    denominator = match[3] if match[3] is not None else match[4]
+    fraction = f"{_bracket(numerator)}/{_bracket(denominator)}"
     mixed = match.start() > 0 and match.string[match.start() - 1].isdigit()  # 3\frac{1}{2} is not 31/2
-    return f"({spelled})" if mixed else spelled
+    return f"({fraction})" if mixed else fraction
 
 
 def _bracket(text: str) -> str:
-    """A part of a fraction, in brackets unless it is a plain number."""
+    """A numerator or denominator, in brackets unless it is a plain number."""
     text = text.strip()
     return text if _PLAIN.fullmatch(text) else f"({text})"

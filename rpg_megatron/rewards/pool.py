@@ -1,8 +1,7 @@
-"""Runs one function on many inputs in processes that are killed when an input takes too long.
+"""Worker pool with a deadline and a memory limit per input: runs one function in killable processes.
 
-A thread for each worker passes inputs on, one at a time. Whatever a worker does (hang, crash, use up its
-memory, raise), its input gets an ``Outcome`` that says so and the next worker is there in milliseconds: see
-``fork_server``.
+One thread per worker sends it inputs, one at a time. Whatever a worker does (hang, crash, run out of memory,
+raise), its input gets an ``Outcome``, and a new worker starts in milliseconds (see ``fork_server``).
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ logger = logging.getLogger(__name__)
 Failure = Literal["timeout", "crash", "memory", "error"]
 FAILURES: tuple[Failure, ...] = ("timeout", "crash", "memory", "error")
 
-_START = 300.0
-"""Seconds that importing the function, or a fork, may take on a busy machine."""
+_START_SECONDS = 300.0
+"""Limit for importing the function, and for a fork, on a busy machine."""
 
 
 class Outcome(NamedTuple):
-    """What came of one input."""
+    """Result of one input."""
 
     value: bool | float | None
-    """What the function returned; None if it did not."""
+    """Return value of the function; None if it failed."""
     failure: Failure | None = None
-    """Why it did not: killed at the deadline, died, out of memory, or an exception."""
+    """Why it failed: killed at the deadline, crashed, out of memory, or an exception."""
     detail: str = ""
-    """The exception."""
+    """Type and message of the exception."""
 
 
 class _Worker(NamedTuple):
     connection: Connection
     pid: int
     handle: int
-    """File descriptor of the process: its number may be another process's by the time we kill it."""
+    """pidfd of the process: its pid may be reused before we kill it."""
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # with what it started
+            os.killpg(self.pid, signal.SIGKILL)  # and the processes that it started
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
@@ -62,15 +61,13 @@ class _Worker(NamedTuple):
 
 
 class WorkerPool:
-    """Workers for one function, ``module:name``, whose arguments JSON can hold and that returns a bool or a
-    number.
-    """
+    """Workers for one function, ``module:name``: JSON-serialisable arguments, a bool or number as result."""
 
     def __init__(self, function: str, *, workers: int, deadline: float, memory: int, lazy: bool = False):
-        """Import the function, in another process.
+        """Start the fork server, which imports the function.
 
-        deadline: seconds for one input. memory: address space of a worker, in bytes. lazy: import it when
-        there is the first input.
+        deadline: seconds for one input. memory: address space of a worker, in bytes. lazy: start the fork
+        server with the first input.
         Raises UserError if the function cannot be imported.
         """
         self._function, self._deadline, self._memory = function, deadline, memory
@@ -79,10 +76,10 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._closed = False
         self._owner = os.getpid()
-        self._living: dict[int, _Worker] = {}
-        self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._fork_server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         if not lazy:
-            self._nursery = self._start_nursery()
+            self._fork_server = self._start_fork_server()
         self._threads = [
             threading.Thread(target=self._work, name=f"reward-{i}", daemon=True) for i in range(workers)
         ]
@@ -90,35 +87,35 @@ class WorkerPool:
             thread.start()
 
     def submit(self, *arguments: Any) -> Future[Outcome]:
-        """Queue one input. The future holds an Outcome whatever happens to the worker."""
+        """Queue one input. The future gets an Outcome whatever happens to the worker."""
         future: Future[Outcome] = Future()
         self._tasks.put((list(arguments), future))
         return future
 
     def pop_counts(self) -> dict[str, int]:
-        """How many inputs failed, by failure, since this was asked last."""
+        """Number of failed inputs by kind of failure, since the last call."""
         with self._lock:
             counts: dict[str, int] = {failure: self._counts[failure] for failure in FAILURES}
             self._counts.clear()
         return counts
 
     def close(self) -> None:
-        """Kill the workers and wait until they are gone. Inputs under way count as crashed."""
-        if os.getpid() != self._owner:  # a fork at its exit: the workers are its parent's
+        """Kill the workers; wait for threads and fork server to end. Unfinished inputs count as crashed."""
+        if os.getpid() != self._owner:  # a fork that exits: the workers belong to its parent
             return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            living = list(self._living.values())
-        for worker in living:
+            workers = list(self._workers.values())
+        for worker in workers:
             worker.kill()
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
             thread.join()
-        if self._nursery is not None:
-            process, control = self._nursery
+        if self._fork_server is not None:
+            process, control = self._fork_server
             control.close()
             process.wait()
 
@@ -130,12 +127,12 @@ class WorkerPool:
 
     # -- processes -------------------------------------------------------------------------------------------
 
-    def _start_nursery(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _start_fork_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "rpg_megatron.rewards.fork_server", self._function]
             command += [str(self._memory), str(os.getpid()), str(theirs.fileno())]
-            # A group of its own, so that Ctrl-C does not reach it, but this process's session.
+            # Its own process group, so that Ctrl-C does not reach it, in this process's session.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -143,61 +140,62 @@ class WorkerPool:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
-        ours.settimeout(_START)
+        ours.settimeout(_START_SECONDS)
         try:
-            said = json.loads(ours.recv(65536) or b"null")
+            reply = json.loads(ours.recv(65536) or b"null")
         except TimeoutError:
-            said = {"error": f"{self._function}: importing it took more than {_START:.0f} s"}
+            reply = {"error": f"{self._function}: importing it took more than {_START_SECONDS:.0f} s"}
         except ConnectionError:
-            said = None
-        if not isinstance(said, dict) or "error" in said:
+            reply = None
+        if not isinstance(reply, dict) or "error" in reply:
             ours.close()
             process.kill()
             code = process.wait()
             raise UserError(
-                f"reward.type: {said['error']}"
-                if said
-                else f"reward.type: importing {self._function} ended the process (exit code {code}); mend it"
+                f"reward.type: {reply['error']}"
+                if reply
+                else f"reward.type: importing {self._function} ended the process (exit code {code}); fix it"
             )
         return process, ours
 
     def _fork(self) -> _Worker:
-        """A fresh worker. A nursery that was killed is started again."""
+        """A new worker. Restarts the fork server if it was killed."""
         for attempt in range(3):
             ours, theirs = socket.socketpair()
             connection = Connection(ours.detach())
             try:
                 with theirs:
-                    self._request(theirs.fileno())
-                if not connection.poll(_START):
+                    self._request_worker(theirs.fileno())
+                if not connection.poll(_START_SECONDS):
                     raise EOFError
                 pid = int(connection.recv_bytes())
                 worker = _Worker(connection, pid, os.pidfd_open(pid))
             except (EOFError, OSError):
                 connection.close()
-                logger.warning("a reward worker died as it started (attempt %d)", attempt + 1)
+                logger.warning("a reward worker died at its start (attempt %d)", attempt + 1)
                 continue
             with self._lock:
-                self._living[pid] = worker
+                self._workers[pid] = worker
                 if self._closed:
                     worker.kill()
             return worker
-        raise RuntimeError("reward workers cannot be started; see the messages above")
+        raise RuntimeError("reward workers cannot be started; see the warnings above")
 
-    def _request(self, descriptor: int) -> None:
-        """Have a worker forked that serves this descriptor."""
+    def _request_worker(self, descriptor: int) -> None:
+        """Ask the fork server for a worker that serves this descriptor."""
         with self._lock:
-            if self._nursery is not None and self._nursery[0].poll() is not None and not self._closed:
-                logger.warning("the process that starts reward workers is gone; starting it again")
-                self._nursery[1].close()
-                self._nursery = None
-            if self._nursery is None:
-                self._nursery = self._start_nursery()
-            socket.send_fds(self._nursery[1], [b"w"], [descriptor])
+            server = self._fork_server
+            if server is not None and server[0].poll() is not None and not self._closed:
+                logger.warning("the fork server of the reward workers is gone; starting it again")
+                server[1].close()
+                server = None
+            if server is None:
+                server = self._fork_server = self._start_fork_server()
+            socket.send_fds(server[1], [b"w"], [descriptor])
 
-    def _forget(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker) -> None:
         with self._lock:
-            self._living.pop(worker.pid, None)
+            self._workers.pop(worker.pid, None)
         worker.close()
 
     # -- threads ---------------------------------------------------------------------------------------------
@@ -213,12 +211,12 @@ class WorkerPool:
                 continue
             try:
                 worker = worker or self._fork()
-                outcome, leaves = self._ask(worker, arguments)
+                outcome, ended = self._call(worker, arguments)
             except Exception as e:
                 future.set_exception(e)
                 continue
-            if leaves:
-                self._forget(worker)
+            if ended:
+                self._remove(worker)
                 worker = None
             if outcome.failure:
                 with self._lock:
@@ -226,12 +224,12 @@ class WorkerPool:
             future.set_result(outcome)
         if worker:
             worker.kill()
-            self._forget(worker)
+            self._remove(worker)
 
-    def _ask(self, worker: _Worker, arguments: list[Any]) -> tuple[Outcome, bool]:
-        """The outcome, and whether the worker is of no more use."""
+    def _call(self, worker: _Worker, arguments: list[Any]) -> tuple[Outcome, bool]:
+        """The outcome, and whether the worker has ended."""
         try:
-            # It is idle and reads, so this cannot block for long, however large the input.
+            # The worker is idle and reads, so sending does not block for long, even with a large input.
             worker.connection.send_bytes(json.dumps(arguments).encode())
             if not worker.connection.poll(self._deadline):
                 worker.kill()
@@ -242,5 +240,5 @@ class WorkerPool:
             return Outcome(None, "crash", "the worker died"), True
         return (
             Outcome(answer.get("value"), answer.get("failure"), answer.get("detail", "")),
-            bool(answer["leaves"]),
+            bool(answer["exits"]),
         )

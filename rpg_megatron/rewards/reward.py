@@ -1,4 +1,4 @@
-"""From a response to a reward, as the settings say: correctness, overlong and format, each on its own."""
+"""Rewards of responses: correctness (built-in graders or a user's function), overlong and format penalty."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _METRICS = {"timeout": "timeouts", "crash": "crashes", "memory": "out_of_memory"
 
 
 class Score(NamedTuple):
-    """Verdict on one response."""
+    """Reward and verdict of one response."""
 
     reward: float
-    """What the advantage is made from: the sum of the parts."""
+    """The reward that advantages are computed from: the sum of ``parts``."""
     correct: bool
-    """Whether the verifier accepted the answer; kept apart from the reward."""
+    """Whether the grader accepted the answer; independent of the reward."""
     extracted: str | None
     """The answer that was found."""
     reason: str
-    """What decided."""
+    """Why the answer is correct or not."""
     parts: dict[str, float]
-    """``correctness``, and of ``overlong`` and ``format`` those that are on."""
+    """Components of the reward: ``correctness``, and ``overlong`` and ``format`` if they are on."""
 
 
 class Scorer:
-    """Scores responses with worker processes of its own. Safe to use from any thread."""
+    """Scores responses with its own worker processes. Thread-safe."""
 
-    def __init__(self, settings: RewardSettings, longest: int):
-        """longest: tokens at which a response is cut (the overlong penalty's end).
+    def __init__(self, settings: RewardSettings, max_tokens: int):
+        """max_tokens: length at which a response is truncated, where the overlong penalty is largest.
 
         Raises UserError if the settings name a function that cannot be imported.
         """
-        self._settings, self._longest = settings, longest
+        self._settings, self._max_tokens = settings, max_tokens
         memory = int(settings.memory_gib * 1024**3)
-        self._told = False
+        self._warned = False
         self._grader: Grader | None = None
         self._function: WorkerPool | None = None
         workers, deadline = settings.workers, settings.deadline
@@ -51,13 +51,13 @@ class Scorer:
             self._function = WorkerPool(settings.type, workers=workers, deadline=deadline, memory=memory)
 
     def submit(self, response: str, answer: str, length: int) -> Future[Score]:
-        """Score one response of ``length`` tokens. Holds a Score whatever the text and the function do."""
+        """Score one response of ``length`` tokens. The future gets a Score for any text and any failure."""
         settings = self._settings
 
         def combine(verdict: Verdict, correctness: float) -> Score:
             parts = {"correctness": correctness}
             if settings.overlong is not None:
-                parts["overlong"] = overlong_penalty(settings.overlong, length, self._longest)
+                parts["overlong"] = overlong_penalty(settings.overlong, length, self._max_tokens)
             if settings.format:
                 parts["format"] = settings.format if verdict.extracted is None else 0.0
             return Score(sum(parts.values()), verdict.correct, verdict.extracted, verdict.reason, parts)
@@ -71,10 +71,10 @@ class Scorer:
         assert self._function is not None
         extracted = find_answer(response)
 
-        def judge(outcome: Outcome) -> Score:
+        def score(outcome: Outcome) -> Score:
             value = outcome.value
             if value is None:
-                self._tell(outcome)
+                self._warn_once(outcome)
                 failed = f"{settings.type}: {outcome.failure}: {outcome.detail}"
                 return combine(Verdict(False, extracted, failed), settings.wrong)
             if isinstance(value, bool):
@@ -82,10 +82,10 @@ class Scorer:
                 return combine(Verdict(bool(outcome.value), extracted, settings.type), value)
             return combine(Verdict(value > 0, extracted, settings.type), value)
 
-        return map_future(self._function.submit(response, answer), judge)
+        return map_future(self._function.submit(response, answer), score)
 
     def pop_counts(self) -> dict[str, float]:
-        """``reward/timeouts``, ``crashes``, ``out_of_memory`` and ``errors`` since this was asked last."""
+        """``reward/timeouts``, ``crashes``, ``out_of_memory`` and ``errors`` since the last call."""
         source = self._grader or self._function
         assert source is not None
         counts = source.pop_counts()
@@ -93,14 +93,14 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers."""
-        for part in (self._grader, self._function):
-            if part is not None:
-                part.close()
+        for workers in (self._grader, self._function):
+            if workers is not None:
+                workers.close()
 
-    def _tell(self, outcome: Outcome) -> None:
-        """Say the first failure of the user's function: all responses being wrong would not tell why."""
-        if not self._told:
-            self._told = True
+    def _warn_once(self, outcome: Outcome) -> None:
+        """Log the first failure of the user's function; metrics alone do not give the reason."""
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "reward.type %s: %s: %s; the response counts as wrong (later failures are only counted)",
                 self._settings.type,
@@ -109,6 +109,6 @@ class Scorer:
             )
 
 
-def overlong_penalty(settings: OverlongSettings, length: int, longest: int) -> float:
-    """DAPO's soft penalty: 0 up to ``longest - buffer`` tokens, then linear, ``-factor`` at ``longest``."""
-    return min(0.0, -settings.factor * (length - (longest - settings.buffer)) / settings.buffer)
+def overlong_penalty(settings: OverlongSettings, length: int, max_tokens: int) -> float:
+    """DAPO's soft penalty: 0 up to ``max_tokens - buffer``, then linear to ``-factor`` at ``max_tokens``."""
+    return min(0.0, -settings.factor * (length - (max_tokens - settings.buffer)) / settings.buffer)

@@ -1,1 +1,1 @@
-"""Prompts in, trajectories out: sampler, dynamic sampling, engine pool."""
+"""Rollouts: the sampler process, generation on the engine pool, dynamic sampling, held-out evaluation."""

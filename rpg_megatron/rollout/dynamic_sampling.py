@@ -1,7 +1,7 @@
-"""Dynamic sampling: which groups a step trains on, how many more prompts it takes, what the next step gets.
+"""Dynamic sampling (DAPO): drop groups without a learning signal, sample prompts until the step is full.
 
-A group whose responses are all right or all wrong has advantage 0 and teaches nothing (DAPO). Such groups go;
-prompts are drawn until the step is full. What is over comes first in the next step, or is dropped.
+A group whose responses are all right or all wrong has advantage 0, so it is dropped. Surplus groups come
+first in the next step, or are dropped (``rollout.dynamic.surplus``).
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ Group = list[Trajectory]
 
 
 class DynamicSampler:
-    """The groups of one step. Groups are taken in the order of their prompts, not in that of their arrival:
-    the slow ones are not passed over, and the choice does not depend on timing.
+    """The groups of one step, in the order of their prompts and not of their arrival.
+
+    So slow groups are not left out, and the selection does not depend on timing.
     """
 
-    def __init__(self, settings: RolloutSettings, before: Sequence[Group] = ()):
-        """before: groups that the last step had over."""
+    def __init__(self, settings: RolloutSettings, surplus: Sequence[Group] = ()):
+        """surplus: the surplus groups of the previous step."""
         self._settings = settings
         self._dynamic = settings.dynamic
-        self._groups: list[Group] = list(before)
-        self._before = len(before)
+        self._groups: list[Group] = list(surplus)
+        self._carried_in = len(surplus)
         self._rounds = self._generated = self._all_right = self._all_wrong = 0
         self._right = self._responses = 0
 
-    def wanted(self, step: int) -> int:
-        """How many prompts to sample next; 0: the step is full.
+    def prompts_needed(self, step: int) -> int:
+        """Number of prompts to sample next; 0: the step is full.
 
-        Raises UserError if it is not full after as many rounds as the settings allow.
+        Raises UserError if it is not full after ``rollout.dynamic.rounds`` rounds.
         """
         missing = self._settings.prompts_per_step - len(self._groups)
         if missing <= 0:
@@ -43,11 +44,11 @@ class DynamicSampler:
         if self._dynamic is None:
             return missing
         if self._rounds == self._dynamic.rounds:
-            raise UserError(self._starved(step, self._dynamic.rounds))
+            raise UserError(self._not_full_message(step, self._dynamic.rounds))
         return math.ceil(missing * self._dynamic.oversample)
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Take what one round sampled, in the order of its prompts."""
+        """Add the groups of one round, in the order of their prompts."""
         self._rounds += 1
         self._generated += len(groups)
         for group in groups:
@@ -60,10 +61,10 @@ class DynamicSampler:
                 self._groups.append(group)
 
     def result(self) -> tuple[Group, list[Group]]:
-        """The step's trajectories, groups numbered from 0, and the groups that the next step gets."""
+        """The step's trajectories, with groups numbered from 0, and the surplus groups for the next step."""
         count = self._settings.prompts_per_step
         used = [replace(t, group=number) for number, group in enumerate(self._groups[:count]) for t in group]
-        return used, self._over()
+        return used, self._surplus()
 
     def metrics(self) -> dict[str, float]:
         """``sampling/*``, in groups; empty unless sampling is dynamic."""
@@ -74,34 +75,34 @@ class DynamicSampler:
             "generated": self._generated,
             "all_right": self._all_right,
             "all_wrong": self._all_wrong,
-            "kept": len(self._groups) - self._before,
-            "carried_in": self._before,
-            "carried_over": len(self._over()),
+            "kept": len(self._groups) - self._carried_in,
+            "carried_in": self._carried_in,
+            "carried_over": len(self._surplus()),
         }
-        shares = {"sampling/accuracy": self._right / self._responses} if self._responses else {}
-        return {f"sampling/{name}": float(count) for name, count in counts.items()} | shares
+        accuracy = {"sampling/accuracy": self._right / self._responses} if self._responses else {}
+        return {f"sampling/{name}": float(count) for name, count in counts.items()} | accuracy
 
-    def _over(self) -> list[Group]:
-        """What the next step begins with."""
+    def _surplus(self) -> list[Group]:
+        """Groups that the next step starts with."""
         drop = self._dynamic is not None and self._dynamic.surplus == "drop"
         return [] if drop else self._groups[self._settings.prompts_per_step :]
 
-    def _starved(self, step: int, rounds: int) -> str:
+    def _not_full_message(self, step: int, rounds: int) -> str:
         easy = self._all_right > self._all_wrong
         return (
             f"step {step}: after {rounds} rounds of dynamic sampling {len(self._groups)} of "
             f"{self._settings.prompts_per_step} groups have both right and wrong responses (sampled "
-            f"{self._generated}: {self._all_right} all right, {self._all_wrong} all wrong). The prompts are "
-            f"too {'easy' if easy else 'hard'} for the model, or the reward is; take others, or raise "
+            f"{self._generated}: {self._all_right} all right, {self._all_wrong} all wrong). The prompts or "
+            f"the reward are too {'easy' if easy else 'hard'} for the model: use other data, or raise "
             "rollout.dynamic.rounds, rollout.dynamic.oversample or rollout.samples_per_prompt"
         )
 
 
 def groups_to_rows(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
-    """What JSON can hold of groups that are carried over."""
+    """Surplus groups as JSON-serialisable rows."""
     return [[to_row(trajectory) for trajectory in group] for group in groups]
 
 
 def groups_from_rows(rows: Sequence[Sequence[dict[str, Any]]]) -> list[Group]:
-    """The groups that ``groups_to_rows`` was given."""
+    """Inverse of ``groups_to_rows``."""
     return [[from_row(row) for row in group] for group in rows]

@@ -1,8 +1,8 @@
-"""The engines as the sampler sees them: which of them serves which weights, and who is away.
+"""The pool of vLLM engines: weight version and health of each, sync, sleep and wake, restarts.
 
-An engine that is lost (dead, hung, or left with a mixture of weights) is reported to the launcher, which
-restarts it. It comes back with random weights, so it gets no request before it was synced again; for that the
-trainers must publish once more, and rank 0 is told so (see ``channel.ResyncRequired``).
+An engine that fails (dead, hung, or with a mixture of weights) is reported to the launcher, which restarts
+it. It comes back with random weights, so it gets no request before it is synced again. For that the trainers
+must publish again: the sampler answers rank 0 with ``sampler_client.ResyncRequired``.
 """
 
 from __future__ import annotations
@@ -26,63 +26,63 @@ logger = logging.getLogger("rpg_megatron.sampler")
 _POLL_SECONDS = 0.2
 _PROBE_SECONDS = 2.0
 _RETURN_SECONDS = 0.3
-"""How long a sync waits for an engine that may have come back already."""
+"""How long a sync waits for a restarting engine that may be ready already."""
 
 
 class Replica:
-    """One engine, through all its lives."""
+    """One engine, across its restarts."""
 
     def __init__(self, client: EngineClient):
         self.client = client
         self.incarnation = 0
-        """The life that everything below is about."""
+        """Number of the engine process (0, then one more per restart) that the fields below describe."""
         self.version: int | None = None
-        """Version of the weights that it serves; None: unknown, or random ones."""
+        """Version of the weights that it serves; None: unknown or random."""
         self.serving = asyncio.Event()
         """Set while it serves the weights of the step."""
-        self.away: asyncio.Task[None] | None = None
-        """Ends when a lost engine answers again; it has no weights then. None if it was never lost."""
+        self.restart: asyncio.Task[None] | None = None
+        """Ends when a failed engine answers again, without weights. None if it never failed."""
         self.watch: asyncio.Task[None] | None = None
 
     @property
     def index(self) -> int:
-        """Its number."""
+        """Index of the engine, from 0."""
         return self.client.index
 
     @property
     def is_away(self) -> bool:
-        """Lost, and not back yet."""
-        return self.away is not None and not self.away.done()
+        """Failed, and not restarted yet."""
+        return self.restart is not None and not self.restart.done()
 
     @property
     def needs_weights(self) -> bool:
-        """Back, and not synced yet."""
-        return self.away is not None and self.away.done() and not self.serving.is_set()
+        """Restarted, and not synced yet."""
+        return self.restart is not None and self.restart.done() and not self.serving.is_set()
 
 
 class EnginePool:
-    """All engines of a run. Its methods belong to one event loop."""
+    """All engines of a run. Call its methods from one event loop."""
 
     def __init__(self, settings: EngineSettings, clients: Sequence[EngineClient], work: Path):
-        """work: the folder that is shared with the launcher."""
+        """work: the folder shared with the launcher."""
         self.replicas = [Replica(client) for client in clients]
         self.version: int | None = None
-        """Version that the engines are to serve; None before the first sync."""
+        """Version that the engines should serve; None before the first sync."""
         self.returned = asyncio.Event()
-        """Set when an engine came back and waits for weights."""
+        """Set when an engine has restarted and needs weights."""
         self.resent = 0
-        """How many requests had to be sent again."""
+        """Number of requests that were sent again."""
         self._settings = settings
         self._work = work
-        self._counted = 0
+        self._restarts_counted = 0
 
     async def sync(self, manifest: Manifest, version: int, *, again: bool) -> SyncResult:
-        """Bring the published weights into the engines, all at the same time.
+        """Load the published weights into the engines, all at the same time.
 
-        again: the version is still the same, and only those engines are synced that do not serve it.
-        Engines that start with the run are waited for; those that are being restarted are left out, and make
-        themselves heard later. One that is lost on the way is reported to the launcher.
-        Raises EngineError if an engine does not come up.
+        again: the version has not changed; only engines that do not serve it yet are synced.
+        Waits for engines that start with the run. Engines that are being restarted are left out, and set
+        ``returned`` later. An engine that fails during the sync is reported to the launcher.
+        Raises EngineError if an engine does not start.
         """
         set_gpu_owner(self._work, trainers=False)
         if not again:
@@ -94,8 +94,8 @@ class EnginePool:
         result = SyncResult()
 
         async def one(replica: Replica) -> None:
-            if replica.away is not None:
-                await asyncio.wait([replica.away], timeout=_RETURN_SECONDS)
+            if replica.restart is not None:
+                await asyncio.wait([replica.restart], timeout=_RETURN_SECONDS)
             elif replica.watch is None:
                 await replica.client.wait_ready(self._settings.start_timeout)
                 replica.incarnation = incarnation_of(self._work, replica.index)
@@ -112,7 +112,7 @@ class EnginePool:
             except SyncError as e:
                 self.mark_failed(replica, incarnation, f"engine {replica.index}: {e}")
             else:
-                # If it died right after, what has come back knows nothing.
+                # If it was restarted since, the new process has no weights.
                 if self.check(replica, incarnation):
                     result.reports.append(report)
                     replica.version = version
@@ -132,35 +132,37 @@ class EnginePool:
         )
 
     async def sleep(self, level: int) -> None:
-        """Have all engines leave their GPUs. Level 1: their weights wait in host memory. 2: they are gone,
-        and the next sync brings others.
+        """Put all engines to sleep, which frees their GPU memory.
 
-        To be called while nothing is asked of them. One that is starting is waited for, one that does not go
-        to sleep is reported to the launcher.
+        Level 1 keeps the weights in host memory; level 2 discards them, and the next sync loads new ones.
+        Call it while no request is running. Waits for engines that are starting; one that does not go to
+        sleep is reported to the launcher.
         """
         if level == 2:
             for replica in self.replicas:
                 replica.version = None
-        # From here on none is restarted; those that just were come first.
+        # The launcher restarts no engine from here on; wait for those that it has just restarted.
         set_gpu_owner(self._work, trainers=True)
         self.refresh()
         starting = [
-            r.away for r in self.replicas if r.away and incarnation_of(self._work, r.index) != r.incarnation
+            r.restart
+            for r in self.replicas
+            if r.restart and incarnation_of(self._work, r.index) != r.incarnation
         ]
         if starting:
             await asyncio.wait(starting)
-        await self._tell_all(f"/sleep?level={level}&mode=abort")
+        await self._post_all(f"/sleep?level={level}&mode=abort")
 
     async def wake(self) -> None:
-        """After level 1: let all engines serve again what they served."""
+        """Wake all engines from level 1; they serve the same weights as before."""
         set_gpu_owner(self._work, trainers=False)
-        await self._tell_all("/wake_up")
+        await self._post_all("/wake_up")
 
-    async def _tell_all(self, path: str) -> None:
+    async def _post_all(self, path: str) -> None:
         async def one(replica: Replica) -> None:
             incarnation = replica.incarnation
             if not self.check(replica, incarnation):
-                return  # away, or new and awake: it is put to sleep with the others the next time
+                return  # away, or just restarted and awake: it is put to sleep with the others next time
             try:
                 status, text = await replica.client.post(path)
             except EngineError as e:
@@ -177,60 +179,61 @@ class EnginePool:
         await run_all([one(replica) for replica in self.replicas])
 
     def expect(self, version: int | None) -> None:
-        """Before requests are sent: the engines that take part are those that serve ``version``.
+        """Call it before sending requests: check that ``version`` is the one that was synced last.
 
-        None: whatever they serve. Engines that nobody ever synced serve what they were started with.
+        None accepts any version. Engines that were never synced serve the weights they started with. Raises
+        EngineError for another version.
         """
         if self.version is None:
             for replica in self.replicas:
                 if not replica.is_away:
                     replica.serving.set()
         elif version is not None and version != self.version:
-            raise EngineError(f"asked for weights {version}, but those of {self.version} were synced last")
+            raise EngineError(f"weights {version} requested, but version {self.version} was synced last")
         self.refresh()
 
     def check(self, replica: Replica, incarnation: int) -> bool:
-        """Whether the engine still is in that life; it counts as away from now on if it is not."""
+        """Whether the engine is running and still has that incarnation; if not, it counts as away."""
         if replica.incarnation == incarnation and incarnation_of(self._work, replica.index) != incarnation:
-            self._leave(replica)
+            self._mark_away(replica)
         return replica.incarnation == incarnation and not replica.is_away
 
     def refresh(self) -> None:
-        """Notice engines that the launcher has restarted of its own accord."""
+        """Detect engines that the launcher restarted on its own."""
         for replica in self.replicas:
             self.check(replica, replica.incarnation)
 
     def pop_counts(self) -> dict[str, float]:
-        """The counts, as metrics of a step, since they were taken last."""
-        lives = sum(incarnation_of(self._work, replica.index) for replica in self.replicas)
+        """Metrics ``engine/*`` since the last call."""
+        restarts = sum(incarnation_of(self._work, replica.index) for replica in self.replicas)
         counts = {
-            "engine/restarts": float(lives - self._counted),
+            "engine/restarts": float(restarts - self._restarts_counted),
             "engine/requests_resent": float(self.resent),
         }
-        self._counted, self.resent = lives, 0
+        self._restarts_counted, self.resent = restarts, 0
         return counts
 
     def mark_failed(self, replica: Replica, incarnation: int, reason: str) -> None:
-        """Something of that life failed: have the engine restarted, once for each life.
+        """Request a restart of the engine, once per incarnation.
 
-        Raises EngineError with the reason if engines are not to be restarted.
+        Raises EngineError with the reason if ``engine.restarts`` is 0.
         """
         if not self.check(replica, incarnation):
             return
         if not self._settings.restarts:
             raise EngineError(reason)
-        logger.warning("%s; asking for a restart", reason)
+        logger.warning("%s; requesting a restart", reason)
         ask_restart(self._work, replica.index, incarnation, reason)
-        self._leave(replica)
+        self._mark_away(replica)
 
-    def _leave(self, replica: Replica) -> None:
+    def _mark_away(self, replica: Replica) -> None:
         replica.serving.clear()
         replica.version = None
         if not replica.is_away:
-            replica.away = asyncio.create_task(self._return(replica))
+            replica.restart = asyncio.create_task(self._wait_restarted(replica))
 
-    async def _return(self, replica: Replica) -> None:
-        """Until a new life answers. How long that may take, and how often, is the launcher's to say."""
+    async def _wait_restarted(self, replica: Replica) -> None:
+        """Wait until a new incarnation answers. The launcher limits how long and how often."""
         while (
             incarnation_of(self._work, replica.index) == replica.incarnation
             or not await replica.client.health()
@@ -239,14 +242,14 @@ class EnginePool:
         replica.incarnation = incarnation_of(self._work, replica.index)
         note_answer(self._work, replica.index, replica.incarnation)
         logger.info("engine %d is back", replica.index)
-        if self.version is None:  # with the weights that it had before
+        if self.version is None:  # never synced: it serves the weights it starts with
             replica.serving.set()
         self.returned.set()
 
     async def _watch(self, replica: Replica) -> None:
-        """Notice an engine that falls silent; one that is gone the launcher sees by itself."""
+        """Detect an engine that does not answer; the launcher detects one that exits."""
         limit = self._settings.health_timeout
-        heard = time.monotonic()
+        last_answer = time.monotonic()
         while True:
             await asyncio.sleep(min(_PROBE_SECONDS, limit))
             incarnation = replica.incarnation
@@ -255,24 +258,24 @@ class EnginePool:
                 or await replica.client.health(timeout=limit)
                 or incarnation != replica.incarnation
             ):
-                heard = time.monotonic()
-            elif time.monotonic() - heard > limit and self._settings.restarts:
+                last_answer = time.monotonic()
+            elif time.monotonic() - last_answer > limit and self._settings.restarts:
                 reason = f"engine {replica.index} did not answer for {limit:.0f} s (engine.health_timeout)"
                 self.mark_failed(replica, incarnation, reason)
 
 
-async def run_all(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Results in order; the first failure cancels the rest and is raised."""
+async def run_all(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run concurrently; results in order. The first failure cancels the rest and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(w) for w in work]
+            tasks = [group.create_task(c) for c in coroutines]
     except BaseExceptionGroup as e:
         raise first_error(e) from None
     return [task.result() for task in tasks]
 
 
 def first_error(error: BaseException) -> BaseException:
-    """What lies in a group of errors."""
+    """The first exception inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""Groups of responses, sampled on whichever engine is free; none is lost or doubled when an engine is."""
+"""Generate groups of responses on whichever engine is free; engine failures neither lose nor repeat one."""
 
 from __future__ import annotations
 
@@ -15,113 +15,115 @@ from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.engine.client import EngineGone, Sample
 from rpg_megatron.rollout.engine_pool import EnginePool, Replica, first_error
 
-_AHEAD = 1.25
-"""Sequences sent to an engine, over those it decodes at once: enough that it never waits for the next prompt.
-"""
+_OVERSUBSCRIPTION = 1.25
+"""Sequences sent to an engine, relative to those it decodes at once, so that it never waits for a prompt."""
 
 
 @dataclass
 class GenerationRequest:
-    """A group of responses to be sampled."""
+    """A group of responses to one prompt, to be generated."""
 
     prompt: Prompt
     samples: int
+    """Number of responses."""
     seed: int
-    """Response i is drawn with seed + i."""
+    """Response i is sampled with seed + i."""
     max_tokens: int
-    """Longest response."""
+    """Token limit of a response."""
     done: list[Sample] = field(default_factory=list)
-    """The responses so far. Any engine may add the next: the seed says what they are."""
+    """The responses so far. Any engine may generate the next: it is determined by the seed."""
 
 
-async def sample_draws(
-    fleet: EnginePool,
-    draws: Sequence[GenerationRequest],
-    finish: Callable[[int], None],
+async def generate_all(
+    pool: EnginePool,
+    requests: Sequence[GenerationRequest],
+    on_complete: Callable[[int], None],
     *,
-    most: int,
+    max_sequences: int,
     **sampling: Any,
 ) -> None:
-    """Fill up all draws; ``finish(place)`` is called for each as it is done.
+    """Complete all requests; ``on_complete(index)`` is called for each as it is complete.
 
-    What a lost engine leaves unfinished goes to the others, or waits until it is back.
-    most: sequences that an engine decodes at once. sampling: see ``EngineClient.generate``.
+    What a failed engine leaves unfinished goes to the other engines, or waits for its restart.
+    max_sequences: sequences that an engine decodes at once. sampling: see ``EngineClient.generate``.
     """
-    if not draws:
+    if not requests:
         return
-    waiting: asyncio.Queue[int] = asyncio.Queue()
-    for place in range(len(draws)):
-        waiting.put_nowait(place)
-    left = len(draws)
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    for index in range(len(requests)):
+        queue.put_nowait(index)
+    left = len(requests)
     finished = asyncio.Event()
 
     async def work(replica: Replica) -> None:
         nonlocal left
         while True:
             await replica.serving.wait()
-            place = await waiting.get()
-            if not await _fill(fleet, replica, draws[place], most, sampling):
-                waiting.put_nowait(place)
+            index = await queue.get()
+            if not await _complete(pool, replica, requests[index], max_sequences, sampling):
+                queue.put_nowait(index)
                 continue
-            finish(place)
+            on_complete(index)
             left -= 1
             if not left:
                 finished.set()
 
-    sequences = min(max(draw.samples for draw in draws), most)
-    count = max(1, -(-int(_AHEAD * most) // sequences))
+    sequences = min(max(request.samples for request in requests), max_sequences)
+    count = max(1, -(-int(_OVERSUBSCRIPTION * max_sequences) // sequences))
     try:
         async with asyncio.TaskGroup() as group:
-            # Slots of the engines alternate, so that a step of few prompts is spread over all of them.
-            slots = [group.create_task(work(r)) for _ in range(count) for r in fleet.replicas]
+            # Workers of the engines alternate, so that a step of few prompts is spread over all engines.
+            workers = [group.create_task(work(r)) for _ in range(count) for r in pool.replicas]
             await finished.wait()
-            for slot in slots:  # they wait for more, or for their engine
-                slot.cancel()
+            for worker in workers:  # they wait for further requests or for their engine
+                worker.cancel()
     except BaseExceptionGroup as e:
         raise first_error(e) from None
 
 
-async def _fill(
-    fleet: EnginePool, replica: Replica, draw: GenerationRequest, most: int, sampling: dict[str, Any]
+async def _complete(
+    pool: EnginePool,
+    replica: Replica,
+    request: GenerationRequest,
+    max_sequences: int,
+    sampling: dict[str, Any],
 ) -> bool:
-    """Complete one group, in several requests if it is larger than what the engine takes in one.
+    """Generate the missing responses of a request, at most ``max_sequences`` per call to the engine.
 
-    Returns whether it is complete: not if the engine was lost.
+    Returns whether it is complete; it is not if the engine failed.
     """
-    while len(draw.done) < draw.samples:
+    while len(request.done) < request.samples:
         if not replica.serving.is_set():
             return False
         incarnation = replica.incarnation
         try:
             samples = await replica.client.generate(
-                draw.prompt.tokens,
-                n=min(most, draw.samples - len(draw.done)),
-                max_tokens=draw.max_tokens,
-                seed=draw.seed + len(draw.done),
+                request.prompt.tokens,
+                n=min(max_sequences, request.samples - len(request.done)),
+                max_tokens=request.max_tokens,
+                seed=request.seed + len(request.done),
                 **sampling,
             )
         except EngineGone as e:
-            fleet.mark_failed(replica, incarnation, str(e))
-            fleet.resent += 1
+            pool.mark_failed(replica, incarnation, str(e))
+            pool.resent += 1
             return False
-        if not fleet.check(replica, incarnation):  # what answered may have been the next life
-            fleet.resent += 1
+        if not pool.check(replica, incarnation):  # a restarted engine may have answered, without weights
+            pool.resent += 1
             return False
-        draw.done += samples
+        request.done += samples
     return True
 
 
-def seed_of(seed: int, purpose: str, step: int, place: int, prompt_id: int) -> int:
-    """Seed of a group's first response: 62 bits, far apart for any two groups."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}/{place}/{prompt_id}".encode(), digest_size=8).digest()
+def seed_of(seed: int, purpose: str, step: int, index: int, prompt_id: int) -> int:
+    """Seed of a group's first response: a 62-bit hash, so that the seeds of two groups do not overlap."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}/{index}/{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
-    """Token ids that end a response.
-
-    They are the tokenizer's and those of the checkpoint's generation_config.json, or of config.json without
-    one.
+    """Token ids that end a response: the tokenizer's end-of-sequence token, and those of the checkpoint's
+    generation_config.json (config.json if there is none). Raises UserError if there is none at all.
     """
     found = {tokenizer.eos_token_id}
     listed = None

@@ -1,4 +1,4 @@
-"""Held-out problems, sampled and graded: in training by the sampler, and by ``rpg-megatron eval``."""
+"""Sample and grade the held-out evaluation sets, for the sampler in training and ``rpg-megatron eval``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rpg_megatron.engine.command import context_length
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards.reward import Scorer
 from rpg_megatron.rollout.engine_pool import EnginePool, first_error
-from rpg_megatron.rollout.generation import GenerationRequest, sample_draws, seed_of, stop_tokens
+from rpg_megatron.rollout.generation import GenerationRequest, generate_all, seed_of, stop_tokens
 
 
 class HeldOut:
-    """The held-out sets of some settings. Its coroutines belong to the fleet's event loop."""
+    """The held-out sets of the settings. Call its coroutines from the engine pool's event loop."""
 
     def __init__(
         self,
         settings: Settings,
         tokenizer: Any,
-        fleet: EnginePool,
+        pool: EnginePool,
         scorer: Scorer,
         prompts: Mapping[str, list[Prompt]],
     ):
@@ -31,59 +31,60 @@ class HeldOut:
         if settings.evaluation is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
         self._evaluation = settings.evaluation
-        self._tokenizer, self._fleet, self._scorer = tokenizer, fleet, scorer
-        self._most = settings.engine.max_sequences
+        self._tokenizer, self._pool, self._scorer = tokenizer, pool, scorer
+        self._max_sequences = settings.engine.max_sequences
+        self._max_response, self._context = settings.rollout.max_response_tokens, context_length(settings)
         self._stops = stop_tokens(settings.model.path, tokenizer)
-        context, longest = context_length(settings), settings.rollout.max_response_tokens
-        self._room = {
-            (part.name, prompt.id): min(longest, context - len(prompt.tokens))
-            for part in self._evaluation.heldout
-            for prompt in prompts[part.name]
-        }
-        self._draws = [
-            (part.name, prompt, seed_of(settings.seed, part.seeds, 0, place, prompt.id))
-            for part in self._evaluation.heldout
-            for place, prompt in enumerate(prompts[part.name])
+        self._problems = [
+            (heldout.name, prompt, seed_of(settings.seed, heldout.seeds, 0, index, prompt.id))
+            for heldout in self._evaluation.heldout
+            for index, prompt in enumerate(prompts[heldout.name])
         ]
+        """Name of the set, prompt, and seed of its first response."""
 
     @property
     def problems(self) -> int:
-        """How many there are, of all sets."""
-        return len(self._draws)
+        """Number of problems in all sets."""
+        return len(self._problems)
 
     async def evaluate(
-        self, finish: Callable[[EvalResult], None], *, skip: Collection[tuple[str, int]] = ()
+        self, on_result: Callable[[EvalResult], None], *, skip: Collection[tuple[str, int]] = ()
     ) -> list[EvalResult]:
-        """Sample and grade all problems but those to ``skip``, each given by set and prompt id.
+        """Sample and grade all problems except those in ``skip``, which holds (set name, prompt id).
 
-        finish: is called with each as it is graded. Returns all of them, in the order of the sets. The
-        responses depend on the seed, the set and the problem's place in it, not on what is skipped.
+        on_result: called with each result as it is graded. Returns all of them, in the order of the sets. The
+        responses depend on the seed, the set and the problem's index in it, not on what is skipped.
         """
-        chosen = [(name, prompt, seed) for name, prompt, seed in self._draws if (name, prompt.id) not in skip]
-        samples = self._evaluation.samples
-        draws = [
-            GenerationRequest(prompt, samples, seed, self._room[name, prompt.id])
-            for name, prompt, seed in chosen
+        problems = [problem for problem in self._problems if (problem[0], problem[1].id) not in skip]
+        requests = [
+            GenerationRequest(
+                prompt,
+                self._evaluation.samples,
+                seed,
+                min(self._max_response, self._context - len(prompt.tokens)),
+            )
+            for _, prompt, seed in problems
         ]
         results: dict[int, EvalResult] = {}
 
-        async def grade(place: int) -> None:
-            results[place] = await self._grade(chosen[place][0], draws[place].prompt, draws[place].done)
-            draws[place].done = []
-            finish(results[place])
+        async def grade(index: int) -> None:
+            request = requests[index]
+            results[index] = await self._grade(problems[index][0], request.prompt, request.done)
+            request.done = []
+            on_result(results[index])
 
         try:
-            async with asyncio.TaskGroup() as group:  # what cannot be graded or kept ends the sampling too
+            async with asyncio.TaskGroup() as group:  # an error in grading or on_result ends the sampling too
 
-                def start(place: int) -> None:
-                    group.create_task(grade(place))
+                def start(index: int) -> None:
+                    group.create_task(grade(index))
 
                 group.create_task(
-                    sample_draws(
-                        self._fleet,
-                        draws,
+                    generate_all(
+                        self._pool,
+                        requests,
                         start,
-                        most=self._most,
+                        max_sequences=self._max_sequences,
                         temperature=self._evaluation.temperature,
                         top_p=self._evaluation.top_p,
                         stop_token_ids=self._stops,
@@ -92,7 +93,7 @@ class HeldOut:
                 )
         except BaseExceptionGroup as e:
             raise first_error(e) from None
-        return [results[place] for place in range(len(draws))]
+        return [results[index] for index in range(len(requests))]
 
     async def _grade(self, name: str, prompt: Prompt, samples: list[Sample]) -> EvalResult:
         texts = [self._tokenizer.decode(s.tokens.tolist(), skip_special_tokens=True) for s in samples]

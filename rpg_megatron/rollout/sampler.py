@@ -1,9 +1,9 @@
-"""The sampler process: feeds prompts to the engines, scores the responses, hands finished batches to rank 0.
+"""The sampler process: sends prompts to the engines, scores the responses, returns batches to trainer rank 0.
 
 ``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR``: settings from RUN_DIR/config.yaml,
-sockets in WORK_DIR, the run's token in the environment. One asyncio loop does the work; a thread serves rank
-0, one request at a time. It lives until SIGTERM, or until the launcher is gone; Ctrl-C is the launcher's to
-act on.
+sockets in WORK_DIR, the run's token in the environment. An asyncio loop does the work; a thread serves rank
+0, one request at a time. The process ends on SIGTERM or when the launcher is gone; the launcher handles
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -35,7 +35,7 @@ from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards.reward import Scorer
 from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, groups_from_rows, groups_to_rows
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.generation import GenerationRequest, sample_draws, seed_of, stop_tokens
+from rpg_megatron.rollout.generation import GenerationRequest, generate_all, seed_of, stop_tokens
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.sampler_client import (
     EVENTS,
@@ -53,147 +53,155 @@ logger = logging.getLogger("rpg_megatron.sampler")
 
 
 class Sampler:
-    """What the process does, apart from how it is asked. Its coroutines belong to one event loop."""
+    """Rollouts and evaluation, without the socket. Call its coroutines from one event loop."""
 
     def __init__(
         self,
         settings: Settings,
         tokenizer: Any,
-        fleet: EnginePool,
+        pool: EnginePool,
         events: EventSender,
     ):
         self._settings = settings
         self._tokenizer = tokenizer
-        self._fleet = fleet
+        self._pool = pool
         self._events = events
-        self._under_way: asyncio.Task[Any] | None = None
+        self._request: asyncio.Task[Any] | None = None
+        """The rollout or evaluation in progress."""
         self._context = context_length(settings)
         self._stops = stop_tokens(settings.model.path, tokenizer)
         self._stream = PromptStream(
             load_prompts(settings.data, tokenizer), settings.seed, settings.data.weights
         )
         self._surplus: list[list[Trajectory]] = []
-        """Groups that dynamic sampling had over in the last step."""
+        """Surplus groups of dynamic sampling in the last step."""
         self._scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
         self._heldout: HeldOut | None = None
         if settings.evaluation is not None:
             prompts = {part.name: load_prompts(part.data, tokenizer) for part in settings.evaluation.heldout}
-            self._heldout = HeldOut(settings, tokenizer, fleet, self._scorer, prompts)
+            self._heldout = HeldOut(settings, tokenizer, pool, self._scorer, prompts)
 
     # -- requests --------------------------------------------------------------------------------------------
 
     async def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
         """Sample and score the next ``prompts_per_step`` prompts with weights ``version``.
 
-        What is sampled depends on seed, step, place in the batch and weights, not on timing or on which
-        engine did it. A prompt that the stream gives twice in a step makes two groups.
+        The responses depend on seed, step, index in the batch and weights, not on timing or on the engine
+        that generated them. A prompt that the stream returns twice in a step makes two groups.
         """
-        self._fleet.expect(version)
-        batch: RolloutBatch | ResyncRequired = await self._begin(self._rollout(step, version))
+        self._pool.expect(version)
+        batch: RolloutBatch | ResyncRequired = await self._start(self._rollout(step, version))
         return batch
 
     async def evaluate(self) -> list[EvalResult] | ResyncRequired:
         """Sample and grade the held-out sets; results in their order.
 
-        The seeds are the same at each evaluation, so that two of them differ by the weights alone.
+        The seeds are the same at each evaluation, so that two evaluations differ by the weights only.
         """
-        self._fleet.expect(None)
-        results: list[EvalResult] | ResyncRequired = await self._begin(self._evaluate())
+        self._pool.expect(None)
+        results: list[EvalResult] | ResyncRequired = await self._start(self._evaluate())
         return results
 
     async def resume_request(self) -> Any:
-        """Wait for what was asked last and is under way: its result, or that an engine wants weights."""
-        task = self._under_way
+        """Wait for the current request; returns its result, or ResyncRequired if an engine needs weights."""
+        task = self._request
         if task is None:
-            raise RuntimeError("nothing is under way")
+            raise RuntimeError("no rollout or evaluation is in progress; call rollout or evaluate first")
         while not task.done():
-            if wanting := [r.index for r in self._fleet.replicas if r.needs_weights]:
-                return ResyncRequired(tuple(wanting))
-            self._fleet.returned.clear()
-            returned = asyncio.create_task(self._fleet.returned.wait())
+            if unsynced := [r.index for r in self._pool.replicas if r.needs_weights]:
+                return ResyncRequired(tuple(unsynced))
+            self._pool.returned.clear()
+            returned = asyncio.create_task(self._pool.returned.wait())
             await asyncio.wait([task, returned], return_when=asyncio.FIRST_COMPLETED)
             returned.cancel()
-        self._under_way = None
+        self._request = None
         return task.result()
 
     async def sync(self, manifest: Manifest, version: int, again: bool) -> SyncResult:
-        """Bring the published weights into the engines; see ``EnginePool.sync``."""
-        return await self._fleet.sync(manifest, version, again=again)
+        """Load the published weights into the engines; see ``EnginePool.sync``."""
+        return await self._pool.sync(manifest, version, again=again)
 
     async def sleep(self, level: int) -> None:
-        """Have the engines leave their GPUs; see ``EnginePool.sleep``."""
-        await self._fleet.sleep(level)
+        """Put the engines to sleep; see ``EnginePool.sleep``."""
+        await self._pool.sleep(level)
 
     async def wake(self) -> None:
-        """Let them serve again what they served."""
-        await self._fleet.wake()
+        """Wake engines that sleep at level 1."""
+        await self._pool.wake()
 
     async def counts(self) -> dict[str, float]:
-        """Metrics of what went wrong with engines since this was asked last."""
-        return self._fleet.pop_counts()
+        """``engine/*`` metrics since the last call."""
+        return self._pool.pop_counts()
 
     async def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the prompts to go on where they are; JSON can hold it."""
+        """State for a checkpoint, JSON-serialisable: position in the data, and surplus groups."""
         return {"stream": self._stream.state(), "surplus": groups_to_rows(self._surplus)}
 
     async def restore(self, state: dict[str, Any]) -> None:
-        """Take up a ``state()``."""
+        """Restore what ``state()`` returned."""
         self._stream.restore(state["stream"])
         self._surplus = groups_from_rows(state["surplus"])
 
     def close(self) -> None:
-        """End the processes that verify answers."""
+        """End the grading workers."""
         self._scorer.close()
 
-    async def _begin(self, work: Coroutine[Any, Any, Any]) -> Any:
-        if self._under_way is not None:  # whoever asked for that is gone
-            self._under_way.cancel()
-        self._under_way = asyncio.create_task(work)
+    async def _start(self, request: Coroutine[Any, Any, Any]) -> Any:
+        if self._request is not None:  # of a client that disconnected
+            self._request.cancel()
+        self._request = asyncio.create_task(request)
         return await self.resume_request()
 
     # -- sampling --------------------------------------------------------------------------------------------
 
     async def _rollout(self, step: int, version: int) -> RolloutBatch:
-        started, waited, place = time.monotonic(), 0.0, 0
-        selection = DynamicSampler(self._settings.rollout, self._surplus)
-        while wanted := selection.wanted(step):
-            prompts = self._stream.take(wanted)
-            groups, seconds = await self._sample_groups(prompts, place, step, version)
-            selection.add(groups)
-            waited += seconds
-            place += wanted
-        trajectories, self._surplus = selection.result()
+        started, reward_seconds, start = time.monotonic(), 0.0, 0
+        dynamic = DynamicSampler(self._settings.rollout, self._surplus)
+        while count := dynamic.prompts_needed(step):
+            prompts = self._stream.take(count)
+            groups, seconds = await self._sample_groups(prompts, start, step, version)
+            dynamic.add(groups)
+            reward_seconds += seconds
+            start += count
+        trajectories, self._surplus = dynamic.result()
         seconds = time.monotonic() - started
-        metrics = batch_metrics(trajectories) | selection.metrics() | self._scorer.pop_counts()
-        metrics |= {"time/rollout": seconds - waited, "time/reward": waited}
+        metrics = batch_metrics(trajectories) | dynamic.metrics() | self._scorer.pop_counts()
+        metrics |= {"time/rollout": seconds - reward_seconds, "time/reward": reward_seconds}
         return RolloutBatch(trajectories, metrics, seconds)
 
     async def _sample_groups(
         self, prompts: list[Prompt], start: int, step: int, version: int
     ) -> tuple[list[list[Trajectory]], float]:
-        """Scored groups in the prompts' order, and the seconds from the last response to the last score.
+        """Scored groups in the order of the prompts, and seconds from the last response to the last score.
 
-        start: place of the first prompt in the step, which their seeds depend on.
+        start: index of the first prompt in the step; the seeds depend on it.
         """
-        samples_per_prompt = self._settings.rollout.samples_per_prompt
-        draws = [
-            self._prepare(prompt, start + place, samples_per_prompt, step)
-            for place, prompt in enumerate(prompts)
-        ]
-        scoring: dict[int, list[asyncio.Task[Trajectory]]] = {}  # goes on while the engines sample
+        requests = [self._request_of(prompt, start + i, step) for i, prompt in enumerate(prompts)]
+        scoring: dict[int, list[asyncio.Task[Trajectory]]] = {}  # runs while the engines generate
+        self._events.phase("rollout", 0, len(requests))
 
-        def finish(place: int, samples: list[Sample]) -> None:
-            scoring[place] = [
+        def on_complete(index: int) -> None:
+            request = requests[index]
+            scoring[index] = [
                 asyncio.create_task(
-                    self._trajectory(draws[place], sample, group=place, number=number, version=version)
+                    self._trajectory(request, sample, group=index, number=number, version=version)
                 )
-                for number, sample in enumerate(samples)
+                for number, sample in enumerate(request.done)
             ]
+            self._events.phase("rollout", len(scoring), len(requests))
 
-        await self._sample(draws, finish)
-        sampled = time.monotonic()
-        groups = [await asyncio.gather(*scoring[place]) for place in range(len(prompts))]
-        return groups, time.monotonic() - sampled
+        await generate_all(
+            self._pool,
+            requests,
+            on_complete,
+            max_sequences=self._settings.engine.max_sequences,
+            temperature=self._settings.rollout.temperature,
+            stop_token_ids=self._stops,
+            logprobs=True,
+        )
+        generated = time.monotonic()
+        groups = [await asyncio.gather(*scoring[index]) for index in range(len(prompts))]
+        return groups, time.monotonic() - generated
 
     async def _evaluate(self) -> list[EvalResult]:
         if self._heldout is None:
@@ -209,41 +217,18 @@ class Sampler:
 
         return await self._heldout.evaluate(count)
 
-    async def _sample(
-        self, draws: list[GenerationRequest], finish: Callable[[int, list[Sample]], None]
-    ) -> None:
-        """Sample all draws; ``finish(place, samples)`` is called for each as it is done."""
-        done = 0
-        self._events.phase("rollout", 0, len(draws))
-
-        def count(place: int) -> None:
-            nonlocal done
-            finish(place, draws[place].done)
-            done += 1
-            self._events.phase("rollout", done, len(draws))
-
-        await sample_draws(
-            self._fleet,
-            draws,
-            count,
-            most=self._settings.engine.max_sequences,
-            temperature=self._settings.rollout.temperature,
-            stop_token_ids=self._stops,
-            logprobs=True,
-        )
-
-    def _prepare(self, prompt: Prompt, place: int, samples: int, step: int) -> GenerationRequest:
+    def _request_of(self, prompt: Prompt, index: int, step: int) -> GenerationRequest:
         return GenerationRequest(
             prompt,
-            samples,
-            seed_of(self._settings.seed, "rollout", step, place, prompt.id),
+            self._settings.rollout.samples_per_prompt,
+            seed_of(self._settings.seed, "rollout", step, index, prompt.id),
             min(self._settings.rollout.max_response_tokens, self._context - len(prompt.tokens)),
         )
 
     async def _trajectory(
-        self, draw: GenerationRequest, sample: Sample, *, group: int, number: int, version: int
+        self, request: GenerationRequest, sample: Sample, *, group: int, number: int, version: int
     ) -> Trajectory:
-        prompt = draw.prompt
+        prompt = request.prompt
         text = self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
         score = await asyncio.wrap_future(self._scorer.submit(text, prompt.answer, len(sample.tokens)))
         return Trajectory(
@@ -262,12 +247,12 @@ class Sampler:
             answer=prompt.answer,
             extracted=score.extracted,
             reason=score.reason,
-            seed=draw.seed + number,
+            seed=request.seed + number,
         )
 
 
 def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Rewards and lengths of a batch, by the names that ``metrics.jsonl`` uses."""
+    """Metrics ``reward/*`` and ``response/*`` of a batch."""
     rewards = np.array([t.reward for t in trajectories], np.float64)
     lengths = np.array([len(t.response) for t in trajectories], np.float64)
     parts = {
@@ -292,12 +277,12 @@ _METHODS = ("rollout", "sync", "sleep", "wake", "evaluate", "resume_request", "c
 
 
 def serve(listener: Listener, sampler: Sampler, loop: asyncio.AbstractEventLoop) -> None:
-    """Answer clients, one after another, for ever. Runs in a thread; the work is done in ``loop``."""
+    """Serve clients, one at a time, until the listener is closed. Runs in a thread, the work in ``loop``."""
     while True:
         try:
             connection = listener.accept()
         except (AuthenticationError, EOFError, ConnectionError) as e:
-            logger.warning("turned a client away: %s", e)
+            logger.warning("rejected a client: %s", e)
             continue
         except OSError:  # the listener is closed
             return
@@ -313,7 +298,7 @@ def _serve_client(connection: Connection, sampler: Sampler, loop: asyncio.Abstra
             return
         try:
             if method not in _METHODS:
-                raise RuntimeError(f"the sampler knows no {method!r}; it knows {', '.join(_METHODS)}")
+                raise RuntimeError(f"unknown method {method!r}; use one of {', '.join(_METHODS)}")
             answer = (
                 "ok",
                 asyncio.run_coroutine_threadsafe(getattr(sampler, method)(**arguments), loop).result(),
@@ -332,16 +317,19 @@ def _serve_client(connection: Connection, sampler: Sampler, loop: asyncio.Abstra
 
 
 async def _run(settings: Settings, work: Path, token: str) -> None:
-    from transformers import AutoTokenizer  # slow to import, and the only user of it here
+    from transformers import AutoTokenizer  # slow to import
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # the second: a scheduler's warning to all processes
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
         loop.add_signal_handler(number, stop.set)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"model.path: no usable tokenizer in {settings.model.path} ({e})") from None
+        raise UserError(
+            f"model.path: no usable tokenizer in {settings.model.path} ({e}); copy the "
+            "model's tokenizer files there"
+        ) from None
     engines = [
         EngineClient(i, engine_address(work, i), token, timeout=settings.engine.request_timeout)
         for i in range(settings.engine.replicas)

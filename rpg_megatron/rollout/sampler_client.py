@@ -1,8 +1,8 @@
-"""Rank 0's line to the sampler: what is asked, what comes back, and the client.
+"""Rank 0's client of the sampler process, and the types that they exchange.
 
-Requests and answers are pickled by ``multiprocessing.connection`` over a unix socket in a private folder;
-both sides prove that they know the run's token. Every request is ``(method, keyword arguments)``, every
-answer ``(kind, value)`` with kind "ok", "user_error" or "error".
+Requests and answers are pickled by ``multiprocessing.connection`` over a unix socket in a private folder; the
+run's token authenticates both sides. A request is ``(method, keyword arguments)``, an answer ``(kind,
+value)`` with kind "ok", "user_error" or "error".
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ _POLL_SECONDS = 0.2
 
 @dataclass
 class RolloutBatch:
-    """A step's rollouts, scored."""
+    """The scored rollouts of a step."""
 
     trajectories: list[Trajectory]
-    """In the order in which the stream gave the prompts, then by sample; each prompt's responses stand
-    together.
-    """
+    """Sorted by group, in the order of the prompts, then by sample."""
     metrics: dict[str, float] = field(default_factory=dict)
     """``reward/*``, ``response/*``, ``time/*``."""
     seconds: float = 0.0
@@ -44,19 +42,19 @@ class RolloutBatch:
 
 @dataclass
 class SyncResult:
-    """What came of a sync. Engines that are being restarted appear in neither list."""
+    """Result of a sync. Engines that are being restarted appear in neither list."""
 
     reports: list[SyncReport] = field(default_factory=list)
     """One for each engine that serves the new weights now."""
     refused: list[str] = field(default_factory=list)
-    """Why an engine took nothing; it holds its old weights. Publishing again may mend it."""
+    """Messages of engines whose check failed; they keep their old weights. Publishing again may help."""
 
 
 @dataclass(frozen=True)
 class ResyncRequired:
-    """Instead of an answer: engines were restarted and need the weights to be published again.
+    """Returned instead of a result: engines were restarted, and the weights must be published again.
 
-    Publish, ``sync(..., again=True)``, then ``resume_request``: what was asked for is under way.
+    Publish, ``sync(..., again=True)``, then ``resume_request``; meanwhile the request continues.
     """
 
     engines: tuple[int, ...]
@@ -65,7 +63,7 @@ class ResyncRequired:
 class SamplerClient:
     """Blocking client of the sampler process. One request at a time.
 
-    Every method raises UserError for what the user can mend and RuntimeError for everything else, with the
+    Every method raises UserError for errors that the user can fix and RuntimeError for all others, with the
     sampler's message.
     """
 
@@ -79,8 +77,8 @@ class SamplerClient:
     ):
         """Connect; waits up to ``timeout`` seconds for the sampler to listen.
 
-        while_waiting: called a few times a second while an answer is awaited. What it raises ends the wait,
-        and the client is of no more use.
+        while_waiting: called a few times a second during a request. If it raises, the request ends with that
+        exception and the client must not be used again.
         """
         self._while_waiting = while_waiting
         end = time.monotonic() + timeout
@@ -96,48 +94,48 @@ class SamplerClient:
                 time.sleep(0.05)
 
     def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
-        """Sample and score the next prompts; ``version`` is that of the weights the engines serve."""
-        answer: RolloutBatch | ResyncRequired = self._ask("rollout", step=step, version=version)
+        """Sample and score the next prompts; ``version``: of the weights that the engines serve."""
+        answer: RolloutBatch | ResyncRequired = self._call("rollout", step=step, version=version)
         return answer
 
     def sync(self, manifest: Manifest, version: int, *, again: bool = False) -> SyncResult:
-        """Bring the published weights into the engines; ``again``: into those that do not serve them yet."""
-        answer: SyncResult = self._ask("sync", manifest=manifest, version=version, again=again)
+        """Load the published weights into the engines; ``again``: only into those that do not serve them."""
+        answer: SyncResult = self._call("sync", manifest=manifest, version=version, again=again)
         return answer
 
     def sleep(self, level: int) -> None:
-        """Have the engines leave their GPUs: 1, until ``wake``; 2, weights too, until the next ``sync``."""
-        self._ask("sleep", level=level)
+        """Put the engines to sleep. Level 1: until ``wake``. Level 2 discards the weights: until ``sync``."""
+        self._call("sleep", level=level)
 
     def wake(self) -> None:
-        """Let engines that sleep by level 1 serve again."""
-        self._ask("wake")
+        """Wake engines that sleep at level 1."""
+        self._call("wake")
 
     def evaluate(self) -> list[EvalResult] | ResyncRequired:
-        """Sample and grade the whole held-out set, in its own order."""
-        answer: list[EvalResult] | ResyncRequired = self._ask("evaluate")
+        """Sample and grade the held-out sets; results in their order."""
+        answer: list[EvalResult] | ResyncRequired = self._call("evaluate")
         return answer
 
     def resume_request(self) -> Any:
-        """The answer to the ``rollout`` or ``evaluate`` that wanted weights; it may want some again."""
-        return self._ask("resume_request")
+        """The result of the ``rollout`` or ``evaluate`` that returned ResyncRequired, or ResyncRequired."""
+        return self._call("resume_request")
 
     def counts(self) -> dict[str, float]:
-        """``engine/restarts`` and ``engine/requests_resent`` since this was asked last."""
-        answer: dict[str, float] = self._ask("counts")
+        """``engine/restarts`` and ``engine/requests_resent`` since the last call."""
+        answer: dict[str, float] = self._call("counts")
         return answer
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the prompts to go on where they are."""
-        answer: dict[str, Any] = self._ask("state")
+        """The sampler's state for a checkpoint: position in the data, and surplus groups."""
+        answer: dict[str, Any] = self._call("state")
         return answer
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up a ``state()``."""
-        self._ask("restore", state=state)
+        """Restore what ``state()`` returned."""
+        self._call("restore", state=state)
 
     def close(self) -> None:
-        """Hang up. The sampler goes on and waits for the next client; the launcher ends it."""
+        """Disconnect. The sampler waits for the next client; the launcher ends it."""
         self._connection.close()
 
     def __enter__(self) -> SamplerClient:
@@ -146,7 +144,7 @@ class SamplerClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, method: str, **arguments: Any) -> Any:
+    def _call(self, method: str, **arguments: Any) -> Any:
         try:
             self._connection.send((method, arguments))
             while not self._connection.poll(_POLL_SECONDS):

@@ -1,1 +1,1 @@
-"""Processes and their groups, events, small collectives."""
+"""Utilities: collectives over the control group, process groups of the OS, events, dtypes, atomic files."""

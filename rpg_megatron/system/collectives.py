@@ -1,8 +1,8 @@
-"""Small agreements between ranks: tell everyone, wait for each other, fail together.
+"""CPU collectives between ranks over gloo: broadcast and gather objects, barrier, fail on all ranks together.
 
-None of them touches a GPU. They go over a gloo group, the control group, whatever the default group is: in a
-collective over NCCL a rank that waits runs a kernel on its GPU, which engines may share, and an object takes
-memory on it. One thread of a rank uses the control group, the main one; any other has a group of its own.
+They use a gloo group, the control group, and no GPU: in an NCCL collective a waiting rank runs a kernel on
+its GPU, which engines may share, and objects take GPU memory. Only the main thread of a rank uses the control
+group; every other thread has a group of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rpg_megatron.config.errors import UserError
 
 TIMEOUT = timedelta(hours=12)
-"""Ranks wait while rank 0 waits for rollouts. A dead rank is noticed by the launcher, not by this."""
+"""Long, because ranks wait while rank 0 waits for rollouts. The launcher detects dead ranks."""
 
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """The default process group -> the control group over its ranks; one entry at most."""
@@ -30,7 +30,7 @@ def new_gloo_group() -> dist.ProcessGroup:
 
 
 def control_group() -> dist.ProcessGroup:
-    """The main threads' group over all ranks. Collective when it is asked for first."""
+    """The gloo group over all ranks for the main threads. The first call is collective."""
     default = dist.group.WORLD
     assert default is not None, "no process group is initialised"
     if default in _control.values():  # within ``default_group_on_host``
@@ -44,7 +44,7 @@ def control_group() -> dist.ProcessGroup:
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's value, in rank order, on every rank; ``[value]`` without an initialised process group.
 
-    Meant for a few kilobytes: it goes through pickle.
+    The values are pickled; meant for a few kilobytes.
     """
     if not dist.is_initialized():
         return [value]
@@ -74,11 +74,10 @@ def barrier() -> None:
 
 @contextmanager
 def default_group_on_host() -> Iterator[None]:
-    """Within the block the control group is torch's default group.
+    """Make the control group torch's default group within the block.
 
-    For collectives of Megatron's and torch's own that name no group, where those carry objects: to plan a
-    checkpoint, each rank tells all others about all of its tensors. Not for messages of tensors on a GPU.
-    Does nothing without an initialised process group.
+    For object collectives inside Megatron and torch that use the default group, such as those that plan a
+    checkpoint. Not for GPU tensors. Does nothing without an initialised process group.
     """
     if not dist.is_initialized():
         yield
@@ -93,9 +92,10 @@ def default_group_on_host() -> Iterator[None]:
 
 
 def run_together[T](step: Callable[[], T]) -> T:
-    """Run each rank's share of a step; if it fails on any rank, raise on all of them instead of hanging.
+    """Run ``step`` on each rank; if it fails on any rank, raise on all ranks instead of hanging.
 
-    The failing rank raises its own exception; the others a UserError or RuntimeError that names it.
+    The failing rank raises its own exception; the others raise a UserError (if all failures are UserError or
+    OSError) or a RuntimeError with rank and message.
     """
     error: Exception | None = None
     result: T | None = None
@@ -103,8 +103,8 @@ def run_together[T](step: Callable[[], T]) -> T:
         result = step()
     except Exception as e:
         error = e
-    told = None if error is None else (isinstance(error, UserError | OSError), f"{error}" or repr(error))
-    failed = [(r, p) for r, p in enumerate(gather_objects(told)) if p is not None]
+    failure = None if error is None else (isinstance(error, UserError | OSError), f"{error}" or repr(error))
+    failed = [(r, p) for r, p in enumerate(gather_objects(failure)) if p is not None]
     if error is not None:
         raise error
     if failed:

@@ -1,6 +1,6 @@
 """Names of element types: torch's ("bfloat16") and those in safetensors headers ("BF16").
 
-Imports torch only when asked for a ``torch.dtype``, so that ``plan`` and ``doctor`` start at once.
+Imports torch only when a ``torch.dtype`` is needed, so that ``plan`` and ``doctor`` start fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 """Bytes of one element."""
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
-"""What weights may be stored as; anything else is quantised."""
+"""Dtypes that weights may be stored in; checkpoints in others are quantised."""
 
 SAFETENSORS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names of ``WEIGHT_DTYPES`` in a safetensors header."""

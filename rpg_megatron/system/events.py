@@ -1,4 +1,4 @@
-"""Progress messages to whoever displays them, if anyone does."""
+"""Send progress events to the launcher's display over a unix socket."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 class EventSender:
     """Sends small JSON objects as datagrams to a unix socket. Never blocks and never raises.
 
-    Nobody need listen; what the display cannot take at once is lost. So nothing but the display may depend on
-    it.
+    Events are dropped if nobody listens or the queue is full, so only the display may depend on them.
     """
 
     def __init__(self, path: Path):
@@ -24,7 +23,7 @@ class EventSender:
         """Send one object, for example ``{"kind": "phase", "name": "rollout", "done": 3, "total": 64}``."""
         try:
             self._socket.sendto(json.dumps(event, default=str).encode(), self._path)
-        except (OSError, ValueError, TypeError):  # nobody listens, a full queue, too long, not JSON
+        except (OSError, ValueError, TypeError):  # no listener, queue full, message too long, not JSON
             return
 
     def phase(self, name: str, done: int, total: int) -> None:
@@ -32,5 +31,5 @@ class EventSender:
         self.send({"kind": "phase", "name": name, "done": done, "total": total})
 
     def close(self) -> None:
-        """Close the socket; sending does nothing from then on."""
+        """Close the socket; further events are dropped."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""Files that appear under their name when they are complete."""
+"""Atomic file writes: write to a temporary file, then rename."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 def atomic_write(file: Path, *, private: bool = False, suffix: str = "") -> Iterator[Path]:
     """Give the block a temporary path beside ``file`` to write to; the result then replaces ``file``.
 
-    If the block raises, ``file`` stays as it was and the temporary file is removed. private: mode 0600 from
-    the start, under a name that nobody can guess. suffix: end of the temporary name, for writers that choose
-    their format by it. Raises OSError.
+    If the block raises, ``file`` is unchanged and the temporary file is removed. private: mode 0600 from the
+    start, with an unpredictable name. suffix: end of the temporary name, for writers that choose their format
+    by it. Raises OSError.
     """
     if private:
         descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", suffix=suffix, dir=file.parent)

@@ -1,7 +1,7 @@
-"""Process groups as /proc shows them: who is in one, how to end one, what it left in shared memory.
+"""Operating-system process groups, read from /proc: members, termination, leftover shared memory.
 
-Every child of the launcher leads a session of its own, and what it starts stays in that session: ending the
-session ends grandchildren too (vLLM's engine core and workers), whether or not their parent still lives.
+Every child of the launcher leads a session of its own, and its own children stay in that session. So ending
+the session also ends grandchildren (vLLM's engine core and workers), even if their parent has exited.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def _stat_fields(pid: int | str) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (the name before it may hold blanks), or nothing."""
+    """Fields of /proc/PID/stat from the state on (the name before it may contain spaces), or []."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -26,26 +26,26 @@ def _stat_fields(pid: int | str) -> list[str]:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock tick at which a process started, None if it is gone. With the pid it names a process for good."""
+    """Clock tick at which a process started; None if it has ended. Unique together with the pid."""
     fields = _stat_fields(pid)
     return int(fields[19]) if fields and fields[0] != "Z" else None
 
 
 def members(leader: int) -> list[int]:
-    """Living processes of the group or session that ``leader`` leads; zombies do not count."""
-    found = []
+    """Pids of the running processes in the group or session that ``leader`` leads; no zombies."""
+    pids = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             fields = _stat_fields(entry)
             if fields and fields[0] not in "ZX" and str(leader) in (fields[2], fields[3]):
-                found.append(int(entry))
-    return found
+                pids.append(int(entry))
+    return pids
 
 
 def send(leaders: Iterable[int], number: signal.Signals, *, trackers: bool = True) -> None:
-    """Signal every member of the given groups; those that are gone already are skipped.
+    """Send a signal to every member of the given groups.
 
-    trackers: also Python's resource trackers. They outlive the rest by a moment and remove its shared memory.
+    trackers: also to Python's resource trackers, which exit last and remove shared memory of the others.
     """
     for leader in leaders:
         for pid in members(leader):
@@ -58,7 +58,7 @@ def send(leaders: Iterable[int], number: signal.Signals, *, trackers: bool = Tru
 
 
 def wait_empty(leaders: Iterable[int], seconds: float) -> set[int]:
-    """Wait until the groups have no living member. Returns those that still have one when time is up."""
+    """Wait until the groups have no running member. Returns those that still have one after ``seconds``."""
     left, end = set(leaders), time.monotonic() + seconds
     while True:
         left = {leader for leader in left if members(leader)}
@@ -68,7 +68,7 @@ def wait_empty(leaders: Iterable[int], seconds: float) -> set[int]:
 
 
 def end_groups(leaders: Iterable[int], grace: float) -> None:
-    """SIGTERM, up to ``grace`` seconds to leave, then SIGKILL to whatever is left of the groups."""
+    """Send SIGTERM, wait up to ``grace`` seconds, then send SIGKILL to the remaining members."""
     left = set(leaders)
     if grace > 0:
         send(left, signal.SIGTERM)
@@ -90,10 +90,11 @@ def _is_tracker(pid: int) -> bool:
 
 
 def leftover_segments(leaders: Iterable[int]) -> set[Path]:
-    """Shared-memory files of vLLM that may stay behind when its processes end; look before they do.
+    """Shared-memory files of vLLM that may be left when its processes end; call it before they end.
 
-    Those of the CPU workers' all-reduce (cpushm) nobody removes; message queues (psm_) are removed by vLLM or
-    by Python's resource tracker, unless both are killed. Only the processes' maps say whose a file is.
+    No process removes those of the CPU workers' all-reduce (cpushm); message queues (psm_) are removed by
+    vLLM or by Python's resource tracker, unless both are killed. Only the processes' memory maps show which
+    process uses a file.
     """
     found = set()
     for leader in leaders:

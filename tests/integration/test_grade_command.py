@@ -164,7 +164,7 @@ def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals
         return found
 
     end = time.monotonic() + 120
-    while len(session()) < 4:  # itself, the nursery, two workers
+    while len(session()) < 4:  # itself, the fork server, two workers
         assert time.monotonic() < end
         time.sleep(0.05)
     process.send_signal(number)

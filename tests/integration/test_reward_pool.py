@@ -189,14 +189,14 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
     wait_until(gone)
 
 
-def test_a_killed_nursery_is_started_again(
+def test_a_killed_fork_server_is_started_again(
     start: Callable[..., WorkerPool], caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = start(workers=1)
     assert pool.submit("a", "a").result(timeout=300).value is True
-    assert pool._nursery is not None
-    pool._nursery[0].kill()  # its worker dies with it
-    pool._nursery[0].wait()
+    assert pool._fork_server is not None
+    pool._fork_server[0].kill()  # its worker dies with it
+    pool._fork_server[0].wait()
     pool.submit("a", "a").result(timeout=300)
     assert pool.submit("a", "a").result(timeout=300).value is True
     assert "starting it again" in caplog.text
@@ -214,13 +214,13 @@ def test_a_killed_nursery_is_started_again(
 )
 def test_a_function_that_cannot_be_had_is_one_message(odd: str, name: str, says: str) -> None:
     with pytest.raises(UserError) as error:
-        Scorer(RewardSettings(type=name), longest=10)
+        Scorer(RewardSettings(type=name), max_tokens=10)
     assert str(error.value).startswith("reward.type: ")
     assert says in str(error.value)
 
 
 def test_a_function_of_the_users_own_scores(odd: str, caplog: pytest.LogCaptureFixture) -> None:
-    scorer = Scorer(RewardSettings(type=odd, correct=2.0, wrong=-3.0, deadline=1.0), longest=10)
+    scorer = Scorer(RewardSettings(type=odd, correct=2.0, wrong=-3.0, deadline=1.0), max_tokens=10)
     try:
         asked = ["a", "b", "half", "minus", "hang", "raise", "Answer: 5"]
         scores = [scorer.submit(a, "a", 1).result(timeout=300) for a in asked]

@@ -234,8 +234,8 @@ def test_sampler_process(
         with pytest.raises(RuntimeError, match="refuses our token"):
             SamplerClient(work / SOCKET, "wrong")
         second = SamplerClient(work / SOCKET, token)
-        with second, pytest.raises(RuntimeError, match="knows no 'nonsense'"):
-            second._ask("nonsense")
+        with second, pytest.raises(RuntimeError, match="unknown method 'nonsense'"):
+            second._call("nonsense")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     finally:

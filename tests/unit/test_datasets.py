@@ -49,7 +49,7 @@ def test_parquet_arrow_folder_and_hub_give_the_same(tmp_path: Path, monkeypatch:
     assert pairs(DataSettings(path=saved)) == expected
     assert pairs(DataSettings(path=saved / "data-00000-of-00001.arrow", limit=4)) == expected[:4]
     assert pairs(DataSettings(hub=str(hub), split="test")) == expected
-    with pytest.raises(UserError, match=r"data\.hub: .*split train cannot be had .*local copy as data\.path"):
+    with pytest.raises(UserError, match=r"data\.hub: .*split train cannot be loaded .*set data\.path to"):
         read_problems(DataSettings(hub=str(hub)))
 
 
@@ -61,7 +61,7 @@ def test_filters_and_duplicates_are_counted(tmp_path: Path, caplog: pytest.LogCa
     assert left_out == {"filtered": 3, "duplicate": 1}
     read_problems(settings)
     assert "3 filtered, 1 duplicate (7 are used)" in caplog.text
-    with pytest.raises(UserError, match=r"none of its 11 rows is of use; check data\.where"):
+    with pytest.raises(UserError, match=r"none of its 11 rows can be used; check data\.where"):
         read_problems(DataSettings(path=file, where={"level": 7}))
 
 
@@ -121,7 +121,7 @@ def test_a_malformed_row_of_a_parquet_file_is_named_or_skipped(
     assert str(error.value).startswith(f"{file}: row 5: ")
     assert says in str(error.value)
     assert len(read_problems(DataSettings(path=file, malformed="skip"))) == 9
-    assert f"1 malformed (9 are used); the first malformed one: {file}: row 5: " in caplog.text
+    assert f"1 malformed (9 are used); first malformed row: {file}: row 5: " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_wrong_columns_and_types(tmp_path: Path, rows: list[dict[str, object]], 
         read_problems(DataSettings(path=file))
     assert str(error.value).startswith(f"{file}: row 1: ")
     assert says in str(error.value)
-    with pytest.raises(UserError, match="none of its 1 rows is of use") as error:
+    with pytest.raises(UserError, match="none of its 1 rows can be used") as error:
         read_problems(DataSettings(path=file, malformed="skip"))
     assert says in str(error.value)
 
@@ -163,7 +163,7 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     file = parquet(tmp_path / "d.parquet", ROWS * 10, row_group_size=20)
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"d\.parquet: not a whole Parquet file.*download it again"):
+    with pytest.raises(UserError, match=r"d\.parquet: not a complete Parquet file.*download it again"):
         read_problems(DataSettings(path=file, malformed="skip"))
     start = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(2).column(0).file_offset
     first = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(2).column(0).dictionary_page_offset
@@ -177,7 +177,7 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="does not exist"):
             read_problems(DataSettings(path=other))
         other.write_bytes(b"garbage" * 100)
-        with pytest.raises(UserError, match=r"e\.\w+: not a whole"):
+        with pytest.raises(UserError, match=r"e\.\w+: not a complete"):
             read_problems(DataSettings(path=other))
 
 

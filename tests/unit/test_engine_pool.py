@@ -31,7 +31,7 @@ from rpg_megatron.engine.restarts import (
 )
 from rpg_megatron.rollout import engine_pool as fleet_module
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.generation import GenerationRequest, sample_draws
+from rpg_megatron.rollout.generation import GenerationRequest, generate_all
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
 
@@ -105,7 +105,7 @@ def draws(count: int = 12) -> list[GenerationRequest]:
 async def sample(fleet: EnginePool) -> list[list[list[int]]]:
     """Sample a dozen groups; their tokens. Fails if a group is finished twice."""
     groups, finished = draws(), []
-    await sample_draws(fleet, groups, finished.append, most=4, temperature=1.0)
+    await generate_all(fleet, groups, finished.append, max_sequences=4, temperature=1.0)
     assert sorted(finished) == list(range(len(groups)))
     return [[s.tokens.tolist() for s in group.done] for group in groups]
 

@@ -92,9 +92,7 @@ def test_results_of_other_problems_are_refused(tmp_path: Path) -> None:
     file, mine = tmp_path / "s.jsonl", prompts()
     append_result(file, result(mine[1]))
     for now in ([mine[0]], [replace(mine[1], text="other")], [replace(mine[1], answer="7")]):
-        with pytest.raises(
-            UserError, match=r"s.jsonl:1: was made from another problem .* choose another --out"
-        ):
+        with pytest.raises(UserError, match=r"s.jsonl:1: the problem has changed .* choose another --out"):
             read_results(file, now, 2)
 
 

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from rpg_megatron.rewards.grader import judge_plainly
+from rpg_megatron.rewards.grader import grade_by_rules
 from rpg_megatron.rewards.latex_numbers import compare_constants
 
 
@@ -109,7 +109,7 @@ def test_the_verdicts_are_those_of_math_verify() -> None:
 
 
 def test_the_grader_asks_them_first() -> None:
-    verdict = judge_plainly(r"\frac{\sqrt{8}}{2}", r"\sqrt{2}")
+    verdict = grade_by_rules(r"\frac{\sqrt{8}}{2}", r"\sqrt{2}")
     assert verdict is not None
     assert (verdict.correct, verdict.reason) == (True, "the same value")
-    assert judge_plainly(r"x\sqrt{2}", r"\sqrt{2}x") is None
+    assert grade_by_rules(r"x\sqrt{2}", r"\sqrt{2}x") is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rpg_megatron.config.rollout import OverlongSettings, RewardSettings
 from rpg_megatron.rewards import Grader, Verdict, grade
 from rpg_megatron.rewards.extraction import WINDOW, find_answer
-from rpg_megatron.rewards.grader import judge_plainly
+from rpg_megatron.rewards.grader import grade_by_rules
 from rpg_megatron.rewards.normalize import answers_match, as_number, canonical
 from rpg_megatron.rewards.reward import Scorer, overlong_penalty
 
@@ -121,8 +121,8 @@ def test_numbers_are_capped_and_plain() -> None:
 )
 def test_no_text_raises(text: str) -> None:
     for style in ("answer_line", "boxed", "gsm8k", "auto"):
-        judge_plainly(find_answer(text, style), text)
-        judge_plainly(find_answer("Answer: " + text, style), text or "x")
+        grade_by_rules(find_answer(text, style), text)
+        grade_by_rules(find_answer("Answer: " + text, style), text or "x")
     canonical(text)
 
 
@@ -142,7 +142,7 @@ def test_hostile_repetition_is_quick(piece: str) -> None:
     text = piece * 20_000
     start = time.monotonic()
     for style in ("answer_line", "boxed", "gsm8k", "auto"):
-        judge_plainly(find_answer("Answer: " + text, style), text[:2000])
+        grade_by_rules(find_answer("Answer: " + text, style), text[:2000])
     assert time.monotonic() - start < 1.0
 
 
@@ -255,7 +255,7 @@ def test_equal_answers_of_a_group_are_verified_once(monkeypatch: pytest.MonkeyPa
 
 
 def score(settings: RewardSettings, response: str, length: int = 10) -> tuple:
-    scorer = Scorer(settings, longest=100)
+    scorer = Scorer(settings, max_tokens=100)
     try:
         return tuple(scorer.submit(response, "1", length).result())
     finally:

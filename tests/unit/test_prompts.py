@@ -115,18 +115,18 @@ def test_a_broken_line_is_named(tmp_path: Path, bad: bytes, says: str) -> None:
 
 def test_an_answer_without_its_mark_is_named(tmp_path: Path) -> None:
     settings = data(tmp_path, line(answer="#### 2") + line(answer="2"), answer_after="####")
-    with pytest.raises(UserError, match=r":2: 'answer' does not hold '####'"):
+    with pytest.raises(UserError, match=r":2: 'answer' does not contain '####'"):
         read_problems(settings)
 
 
 def test_no_problems_no_file_no_place_in_the_template(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no problems"):
+    with pytest.raises(UserError, match="contains no problems"):
         read_problems(data(tmp_path, "\n\n"))
     with pytest.raises(UserError, match="does not exist"):
         read_problems(DataSettings(path=tmp_path / "no.jsonl"))
     with pytest.raises(UserError, match="is a directory"):
         read_problems(DataSettings(path=tmp_path))
-    with pytest.raises(UserError, match="no place for the problem"):
+    with pytest.raises(UserError, match="no placeholder for the problem"):
         read_problems(data(tmp_path, line(), template="Solve it."))
 
 
@@ -291,5 +291,5 @@ def test_a_restored_mixture_goes_on_where_it_was(before: int) -> None:
 
 
 def test_a_source_of_which_no_prompt_is_left_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"data\.mixture\[1\]: no prompt is left"):
+    with pytest.raises(UserError, match=r"data\.mixture\[1\]: no prompt of this source is left"):
         PromptStream(mixed(5), seed=1, weights=(1.0, 1.0))
