@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+from itertools import batched
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
 
     def logprobs() -> list[list[float]]:
         """Every trajectory is scored by every rank here, so that one rank can be read alone."""
-        packs = [policy.pack([t]) for t in trajectories]
+        packs = [policy.pack(list(some)) for some in batched(trajectories, 3)]
         scored = zip(packs, policy.logprobs(packs), strict=True)
         return [part.tolist() for pack, values in scored for _, part in pack.split(values[0])]
 

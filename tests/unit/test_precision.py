@@ -149,13 +149,13 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["precision={dtype: float32, fp8: {}}"], "fp8 goes with dtype bfloat16, not float32"),
-        (["precision.fp8={recipe: delayed, first_last_bf16: 1}"], "recipe delayed does not allow for layers"),
+        (["precision={dtype: float32, fp8: {}}"], "fp8 needs dtype bfloat16, not float32"),
+        (["precision.fp8={recipe: delayed, first_last_bf16: 1}"], "recipe delayed does not support layers"),
         (["precision.fp8.recipe=mxfp8"], "'blockwise', 'tensorwise' or 'delayed' (got 'mxfp8')"),
         (["precision.fp8.parameters=true", "device=cpu"], "precision.fp8.parameters needs device cuda"),
         (["precision.fp8={}", "model.implementation=local"], "set model.implementation to auto"),
         (["precision.fp8.parameters=true", "optimizer.distributed=false"], "needs optimizer.distributed"),
-        (["precision.fp8.parameters=true", "anchor.type=fixed"], "does not go with anchor.type fixed"),
+        (["precision.fp8.parameters=true", "anchor.type=fixed"], "excludes anchor.type fixed"),
         (["model.implementation=transformer_engine", "device=cpu"], "transformer_engine needs device cuda"),
         (
             ["model.implementation=transformer_engine", "precision.dtype=float32"],
