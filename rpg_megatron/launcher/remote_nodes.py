@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -106,9 +107,7 @@ class RemoteNodes:
             for rank in share.ranks:
                 name = f"rank_{rank} on {self.name(node)}"
                 log = logs / f"rank_{rank}.log"
-                self.ranks[rank] = RemoteRank(
-                    name, log, lambda line=line, rank=rank: line.tell("warn", rank=rank)
-                )
+                self.ranks[rank] = RemoteRank(name, log, partial(line.tell, "warn", rank=rank))
         return {index: engine.url for index, engine in self.engines.items()}
 
     def start_ranks(self, start: RankLaunchSpec) -> None:

@@ -157,8 +157,8 @@ class RunLauncher:
         token = team.token if team else secrets.token_urlsafe(32)
         elsewhere = team.prepare(self.folder) if team else {}
         write_addresses(work, elsewhere)
-        for note in self._opened.notes or [f"run {shown(self.folder)}"]:
-            self._progress.status(note)
+        for line in self._opened.notes or [f"run {shown(self.folder)}"]:
+            self._progress.status(line)
         if self._uses_engines:
             self._progress.status(
                 f"starting (takes about a minute): engines {settings.engine.replicas}, "

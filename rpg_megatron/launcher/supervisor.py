@@ -173,7 +173,7 @@ class Supervisor:
     def start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> Child:
         """Start a process that logs to ``logs/<name>.log``. Call from the main thread (see ``child.py``)."""
         log = self._logs / f"{name}.log"
-        wrapped = with_parent_death_signal(command, signal.SIGKILL)
+        wrapped = with_parent_death_signal([*command], signal.SIGKILL)
         with log.open("ab") as file:
             process = subprocess.Popen(
                 wrapped,

@@ -72,7 +72,8 @@ class StoredWeights:
         file = self._stored[name].file
         if file not in self._files:
             self._files[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        return self._files[file].get_tensor(name)
+        tensor: Tensor = self._files[file].get_tensor(name)
+        return tensor
 
     def close(self) -> None:
         """Close the files."""
@@ -308,8 +309,11 @@ class ModuleChecker:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = [x.unflatten(1, (-1, self.shape.head_dim)).transpose(0, 1) for x in (q, k, v)]
-        parts = zip(*(x.split(self.side.lengths, dim=1) for x in heads), strict=True)
-        out = [F.scaled_dot_product_attention(*p, is_causal=True, enable_gqa=True) for p in parts]
+        queries, keys, values = (x.split(self.side.lengths, dim=1) for x in heads)
+        out = [
+            F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+            for qkv in zip(queries, keys, values, strict=True)
+        ]
         return torch.cat(out, 1).transpose(0, 1).flatten(1)
 
 

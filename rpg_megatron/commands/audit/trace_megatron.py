@@ -53,6 +53,7 @@ def trace_policy(
     found = []
     for i, (pack, values) in enumerate(zip(packs, scored, strict=True)):
         trace: Trace = {}
+        assert pack.packed.places is not None
         places = pack.packed.places.cpu()
         for site, by_context in shards.items():
             for held, by_rank in zip(places, by_context, strict=True):

@@ -88,7 +88,8 @@ def inspect(
 
 
 def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Path], Report]) -> None:
-    from rpg_megatron.commands.convert.command import ConversionFailed, mapping
+    from rpg_megatron.commands.convert.command import mapping
+    from rpg_megatron.commands.convert.processes import ConversionFailed
     from rpg_megatron.launcher.nodes import leave_to_first_node
 
     if dry_run:

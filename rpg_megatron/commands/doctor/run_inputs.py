@@ -104,7 +104,8 @@ def probe_secrets(subject: Subject, environment: Mapping[str, str] = os.environ)
         Path(environment.get("NETRC", str(home / ".netrc"))),
         *sorted(nearest_folder(subject).glob(".meeting-*.json")),
     ]
-    there, open_ones = [], []
+    there: list[tuple[Path, int]] = []
+    open_ones: list[tuple[Path, int]] = []
     for file in files:
         try:
             mode = stat.S_IMODE(file.stat().st_mode)

@@ -86,9 +86,10 @@ def compare(
     }
     beyond = [
         key
-        for key, pair in different.items()
-        if None in pair.values()
-        or not abs(pair["run"] - pair["replay"]) <= tolerance * max(1.0, abs(pair["run"]))
+        for key in different
+        if (a := wanted.get(key)) is None
+        or (b := got.get(key)) is None
+        or not abs(a - b) <= tolerance * max(1.0, abs(a))
     ]
     return {
         "match": bool(wanted) and not beyond and all(gap <= tolerance for gap in gaps.values()),

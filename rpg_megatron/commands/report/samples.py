@@ -188,7 +188,7 @@ def _parse_rollout(line: bytes) -> dict[str, Any]:
     start = line.find(b', "prompt": [')
     response = line.find(b', "response": [', start)
     if start < 0 or response < 0:
-        row = json.loads(line)
+        row: dict[str, Any] = json.loads(line)
         return row | {"prompt": row["prompt"], "tokens": len(row["response"])}
     row = json.loads(line[:start] + b"}")
     tokens = line.count(b",", response + 15, line.index(b"]", response)) + 1
