@@ -18,6 +18,7 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands.launch import job_script
 from rpg_megatron.commands.launch.job_script import (
+    REQUEUE,
     SETUP,
     check_job,
     gpus_a_node,
@@ -176,6 +177,11 @@ def test_without_nemo_run_one_line_says_how_to_get_it(
 
 
 # -- when the launcher ends ----------------------------------------------------------------------------------
+
+
+def test_nemo_run_requeues_as_the_scripts_do() -> None:
+    file = Path(__file__).parents[2] / "slurm" / "requeue.sh"
+    assert file.read_text().endswith(f"\n\n{REQUEUE}\n")
 
 
 @pytest.mark.parametrize(

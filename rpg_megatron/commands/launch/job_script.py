@@ -23,26 +23,33 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher.nodes import share_of
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 
-SETUP = """\
-# One launcher a node has all that the job has of it: srun gives a task one core by itself.
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
-# The launchers get a warning themselves and save; this shell waits for them, whatever it is sent.
+REQUEUE = """\
+# Slurm signals the command as well, which saves and exits; this shell ignores signals and waits for it.
 trap : TERM USR1
-# 75: saved because of a warning. In an array the next task goes on; a job that is being cancelled stays so.
+# The tasks of an array run one after another; each resumes where the last one stopped.
+chain=${SLURM_ARRAY_JOB_ID:-}
+# Exit code 75: saved because of a signal. Leave the rest to the next task of an array, or requeue the job,
+# unless it is being cancelled. Exit code 0: finished; drop the pending tasks of an array.
 finish() {
     code=$?
     set +evx
-    if [ "$code" -eq 75 ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    if [ "$code" -eq 75 ] && [ -n "$chain" ]; then
         exit 0
     elif [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
         echo "saved; requeued"
         scontrol requeue "$SLURM_JOB_ID"
-    elif [ "$code" -eq 0 ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-        scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
+    elif [ "$code" -eq 0 ] && [ -n "$chain" ]; then
+        scancel --state=PENDING "$chain"
     fi
     exit "$code"
 }
 trap finish EXIT"""
+"""The part of ``slurm/requeue.sh`` that requeues; a test holds that both are the same."""
+
+SETUP = f"""\
+# By default srun gives a task one core; one launcher per node uses all cores of the job there.
+export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}"
+{REQUEUE}"""
 """Lines of a batch script that come before its ``srun``."""
 
 SLURM: dict[str, Any] = {
