@@ -51,7 +51,7 @@ def test_output_that_finds_no_room_is_one_line(config_file: Path, arguments: tup
         command = [sys.executable, "-m", "rpg_megatron.cli", *arguments, str(config_file)]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: standard output: No space left on device; make room\n"
+    assert done.stderr == "error: standard output: No space left on device; free space there\n"
 
 
 def test_ctrl_c_says_that_it_stopped(monkeypatch, capsys, config_file: Path):

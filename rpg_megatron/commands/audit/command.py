@@ -54,7 +54,7 @@ def audit(
     """
     settings, request = plan_audit(target, overrides)
     if copy is not None and not copy.absolute().parent.is_dir():
-        raise UserError(f"--json: {copy.absolute().parent} is not a folder; make it, or choose another")
+        raise UserError(f"--out: {copy.absolute().parent} is not a folder; make it, or choose another")
     engine = settings.engine.model_copy(update={"arguments": (*settings.engine.arguments, *_EAGER)})
     engine_settings = settings.model_copy(update={"engine": engine})
     check(settings)

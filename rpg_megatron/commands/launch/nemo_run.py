@@ -32,12 +32,12 @@ KINDS = ("slurm", "local", "docker")
 
 
 def launch(
-    kind: str, config: Path, overrides: Sequence[str], options: Sequence[str], command: str, *, dryrun: bool
+    kind: str, config: Path, overrides: Sequence[str], options: Sequence[str], command: str, *, dry_run: bool
 ) -> None:
     """Submit a training run to Slurm, or run it here or in Docker to its end.
 
     kind: one of KINDS. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the job calls.
-    dryrun: print what would be run, and keep the files that it names. Raises UserError before anything is
+    dry_run: print what would be run, and keep the files that it names. Raises UserError before anything is
     submitted if the settings cannot work on so many nodes, RunFailed if a run here or in Docker ends badly,
     Interrupted after a signal that came before it had started.
     """
@@ -60,20 +60,20 @@ def launch(
     home = _folder(run)
     arguments = _completed(kind, arguments, gpus_a_node(settings, nodes), run, home)
     executor = classes[kind](packager=run.Packager(), **arguments)
-    if kind == "slurm" and not dryrun and shutil.which("sbatch") is None:
+    if kind == "slurm" and not dry_run and shutil.which("sbatch") is None:
         raise UserError(
             "there is no sbatch here; start this on a login node of the cluster, or through an SSH tunnel "
             "as in examples/nemo_run_recipe.py"
         )
     with _signals_passed_on(kind):
-        _run(run, kind, settings.name, executor, script, dryrun=dryrun)
+        _run(run, kind, settings.name, executor, script, dry_run=dry_run)
 
 
-def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dryrun: bool) -> None:
+def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dry_run: bool) -> None:
     quiet = {"clean_mode": True, "log_level": "WARN", "enable_goodbye_message": False}
     with run.Experiment(name, executor, skip_status_at_exit=True, **quiet) as experiment:
         experiment.add(run.Script(inline=script), name=name, tail_logs=kind != "slurm")
-        if dryrun:
+        if dry_run:
             experiment.dryrun(log=False, delete_exp_dir=False)
             _show(experiment, kind, script)
             return
