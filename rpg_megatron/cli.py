@@ -139,7 +139,7 @@ def _train(
         if nodes.rank == 0:
             train.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
         else:
-            node_agent.follow(settings, nodes, signals)
+            node_agent.run_node(settings, nodes, signals)
     except (RunFailed, node_agent.Ended) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None

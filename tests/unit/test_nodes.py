@@ -18,7 +18,7 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher import control_channel
-from rpg_megatron.launcher.control_channel import RendezvousServer, join, meeting_file
+from rpg_megatron.launcher.control_channel import RendezvousServer, join, rendezvous_file
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
@@ -207,14 +207,14 @@ def settings(config_file: Path) -> Settings:
 
 def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
-    file = meeting_file(settings, Nodes(1, 2, "job-x"))
+    file = rendezvous_file(settings, Nodes(1, 2, "job-x"))
     try:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         place = control_channel._read(file)
         assert place is not None
         silent = socket.create_connection((place.address, place.port))  # says nothing, and blocks nobody
         guessing = socket.create_connection((place.address, place.port))
-        assert control_channel._shake_hands(guessing, "a guess", host=False) is None
+        assert control_channel._handshake(guessing, "a guess", host=False) is None
 
         found = []
         thread = threading.Thread(
@@ -223,33 +223,33 @@ def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pyte
         thread.start()
         thread.join(20)
         line = found[0][0]
-        line.tell("join", node=1, host="b")
+        line.send("join", node=1, host="b")
         host.wait(lambda: None, lambda _: None)
         assert host.joined[1]["host"] == "b"
         assert not file.exists()
         with pytest.raises(OSError, match=r"refused"):  # nobody else can come
             socket.create_connection((place.address, place.port))
-        host.lines[1].tell("hello", word=host.token[:0])
+        host.channels[1].send("hello", word=host.token[:0])
         wait_for_message(line)
         host.close()
         while not line.lost:
             line.take()
-        assert line.lost == "its launcher is gone"
+        assert line.lost == "its launcher has exited"
         silent.close()
     finally:
         host.close()
 
 
 def wait_for_message(line: control_channel.ControlChannel) -> None:
-    while (message := line.take_one()) is None:
+    while (message := line.receive_one()) is None:
         assert not line.lost
     assert message == {"kind": "hello", "word": ""}
 
 
-def test_a_meeting_file_that_others_can_read_is_refused(settings: Settings) -> None:
+def test_a_rendezvous_file_that_others_can_read_is_refused(settings: Settings) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     try:
-        meeting_file(settings, Nodes(1, 2, "job-x")).chmod(0o640)
+        rendezvous_file(settings, Nodes(1, 2, "job-x")).chmod(0o640)
         with pytest.raises(UserError, match=r"holds a token and is not private .*mode 0640"):
             join(settings, Nodes(1, 2, "job-x"), lambda: None)
     finally:
@@ -270,13 +270,13 @@ def test_a_loopback_address_of_another_machine_is_explained(
 
 def test_a_file_that_a_dead_start_left_is_waited_out(settings: Settings) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
-    file = meeting_file(settings, Nodes(0, 2, "job-x"))
+    file = rendezvous_file(settings, Nodes(0, 2, "job-x"))
     stale = file.read_text()
     host.close()
     file.write_text(stale)
     file.chmod(0o600)
     short = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"join_timeout": 1.0})})
-    with pytest.raises(UserError, match=r"node 0 was not found within 1 s .*nobody answers at 127.0.0.1"):
+    with pytest.raises(UserError, match=r"node 0 was not found within 1 s .*no answer at 127.0.0.1"):
         join(short, Nodes(1, 2, "job-x"), lambda: None)
 
 
@@ -284,7 +284,7 @@ def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Sett
     """Those of living ones, of machines that cannot be asked, and of somebody else stay."""
     alive = RendezvousServer(settings, Nodes(0, 2, "job-alive"))
     dead = RendezvousServer(settings, Nodes(0, 2, "job-dead"))
-    living, killed = (meeting_file(settings, Nodes(0, 2, f"job-{name}")) for name in ("alive", "dead"))
+    living, killed = (rendezvous_file(settings, Nodes(0, 2, f"job-{name}")) for name in ("alive", "dead"))
     text = json.loads(killed.read_text())
     dead.close()
     folder = killed.parent
@@ -303,7 +303,7 @@ def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Sett
         os.utime(file, (1, 1))
     try:
         host = RendezvousServer(settings, Nodes(0, 2, "job-next"))
-        mine = meeting_file(settings, Nodes(0, 2, "job-next"))
+        mine = rendezvous_file(settings, Nodes(0, 2, "job-next"))
         assert {file for file in folder.iterdir() if file.is_file()} == {living, elsewhere, open_to_all, mine}
         host.close()
         assert not mine.exists()

@@ -74,7 +74,7 @@ def audit(
             run.start()
             run.watch()
         except Interrupted as e:
-            e.note = f"the audit's folder stays: {shown(run.folder)}"
+            e.note = f"the audit's folder is kept: {shown(run.folder)}"
             raise
         finally:
             shutil.rmtree(run.folder / "weights", ignore_errors=True)
