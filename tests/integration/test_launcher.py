@@ -133,7 +133,7 @@ def test_a_warned_run_is_saved_and_asks_to_be_queued_again(launch, number: signa
     one.process.send_signal(number)  # as srun does, which passes on what every process got already
     code, out, err = one.finish()
     assert code == 75, err
-    assert f"warning: {number.name}: saving, then leaving" in out
+    assert f"warning: {number.name}: saving, then exiting" in out
     assert err.startswith(f"stopped: {number.name}; ")
     assert_nothing_left(one)
 

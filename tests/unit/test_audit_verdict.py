@@ -213,7 +213,7 @@ def test_weights_of_a_few_bits():
     wrong = {n: quantise(w) if w.dim() == 2 and ".layers." in n else w for n, w in weights.items()}
     found = only(verdict_of(shape, weights, make_side(shape, wrong)))
     assert (found.kind, found.layers) == ("precision", [0, 1, 2, 3])
-    assert "so are quantised weights" in found.text
+    assert "as with quantised weights" in found.text
 
 
 def test_rounding_that_adds_up_beyond_the_guard():

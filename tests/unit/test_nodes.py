@@ -90,7 +90,7 @@ def test_options_win_and_are_checked() -> None:
     assert find_nodes(0, 1, None, STEP) == Nodes()
     for rank, count, job, told in (
         (None, 2, None, "--nodes and --node-rank go together"),
-        (2, 2, None, "--node-rank 2 is none of 0 to 1"),
+        (2, 2, None, "--node-rank 2 is not in 0 to 1"),
         (0, 2, "../x", "--job"),
     ):
         with pytest.raises(UserError, match=told):
@@ -148,12 +148,12 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
         ),
         (
             ["engine={tensor: 2, replicas: 4}", "parallel.data=3"],
-            "2 engines of 2 workers a node .* share the GPUs of its 3 trainer ranks; .*engine.replicas to 2",
+            "2 engines of 2 workers per node .* share the GPUs of its 3 trainer ranks; .*engine.replicas to 2",
         ),
-        (["cluster.engine_nodes=1"], r"cluster.engine_nodes \(1\) does not go with engine.colocated"),
+        (["cluster.engine_nodes=1"], r"cluster.engine_nodes \(1\) conflicts with engine.colocated"),
         (
             ["parallel={tensor: 4}"],
-            r"cuda_ipc stays within a node, and the 2 trainer ranks of node 0 hold only a part of the model",
+            r"cuda_ipc works within one node only, and the 2 trainer ranks of node 0 hold only a part of the model",
         ),
         (["parallel={pipeline: 2, data: 2}"], r"of node 0 hold only a part .* set it to process_group"),
     ],
@@ -169,10 +169,10 @@ def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["bridge.transport=shared_memory"], "does not reach from node to node; on 2 nodes set it"),
+        (["bridge.transport=shared_memory"], "works within one node only; on 2 nodes set it"),
         (["engine.replicas=3"], r"3 engines \(engine.replicas\) cannot be spread evenly over 2 nodes"),
         (["parallel.data=1"], "1 trainer ranks .* cannot be spread evenly over 2 nodes"),
-        (["cluster.trainer_nodes=3"], r"cluster.trainer_nodes \(3\) is more than the nodes of the job"),
+        (["cluster.trainer_nodes=3"], r"cluster.trainer_nodes \(3\) is more than the job's 2 nodes"),
     ],
 )
 def test_what_cannot_be_shared_out(config_file: Path, overrides: list[str], told: str) -> None:
@@ -193,11 +193,11 @@ def test_addresses() -> None:
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
     with pytest.raises(UserError, match=r"cluster.interface: .* has no interface 'ib7'.*lo"):
         own_address("ib7")
-    with pytest.raises(UserError, match=r"192.0.2.1 is no address of"):
+    with pytest.raises(UserError, match=r"192.0.2.1 is not an address of"):
         interface_of("192.0.2.1")
 
 
-# -- the meeting ---------------------------------------------------------------------------------------------
+# -- the rendezvous ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -215,6 +215,6 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _device() -> str:
-    """cuda if there is a GPU, else cpu."""
+    """The device: cuda if there is a GPU, else cpu."""
     gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
     return "cuda" if gpu and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"

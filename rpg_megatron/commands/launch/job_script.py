@@ -156,7 +156,7 @@ def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, 
             raise UserError(f"--option {item}: must be KEY=VALUE")
         if key not in names:
             near = difflib.get_close_matches(key, names, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise UserError(
                 f"--option {key}: the executor has no such argument{hint} It has {', '.join(names)}"
             )
