@@ -148,12 +148,12 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
         ),
         (
             ["engine={tensor: 2, replicas: 4}", "parallel.data=3"],
-            "2 engines of 2 workers per node .* share the GPUs of its 3 trainer ranks; .*engine.replicas to 2",
+            "2 engines of 2 workers per node .* share the GPUs.*3 trainer ranks; .*engine.replicas to 2",
         ),
         (["cluster.engine_nodes=1"], r"cluster.engine_nodes \(1\) conflicts with engine.colocated"),
         (
             ["parallel={tensor: 4}"],
-            r"cuda_ipc works within one node only, and the 2 trainer ranks of node 0 hold only a part of the model",
+            r"cuda_ipc works within one node only, and the 2 trainer ranks of node 0 hold only a part",
         ),
         (["parallel={pipeline: 2, data: 2}"], r"of node 0 hold only a part .* set it to process_group"),
     ],
