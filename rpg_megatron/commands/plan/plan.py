@@ -271,8 +271,9 @@ def _warnings(plan: Plan) -> list[str]:
         )
     if parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
         found.append(
-            f"pipeline ranks are idle for {plan.batch.pipeline_idle:.0%} of an update with "
-            f"{plan.batch.microbatches} micro-batches; lower training.tokens_per_microbatch or training.minibatches"
+            f"pipeline ranks idle for {plan.batch.pipeline_idle:.0%} of an update with "
+            f"{plan.batch.microbatches} micro-batches; lower training.tokens_per_microbatch or "
+            "training.minibatches"
         )
     if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
         found.append("optimizer.distributed shards nothing with one replica")
