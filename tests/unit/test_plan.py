@@ -161,7 +161,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
         (
             {"engine": told | {"kv_cache_gib": 150}},
             "b200-180",
-            "while engines sample .*lower engine.kv_cache",
+            "while engines sample,.*lower engine.kv_cache",
         ),
         ({"engine": told}, "h100-80", "during an update a GPU holds .*h100-80 has"),
     ):
