@@ -84,7 +84,7 @@ def fail(tool: str, *arguments: str | Path, code: int = 2) -> str:
 
 def difference(output: str) -> float:
     """What --verify printed."""
-    match = re.search(r"max \|difference\| to transformers (\S+)", output)
+    match = re.search(r"max \|difference\| from transformers (\S+)", output)
     assert match, output
     return float(match[1])
 

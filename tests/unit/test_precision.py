@@ -199,7 +199,7 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = load_settings(config_file, ["device=cuda"])
-    wanted = r"^device is cuda, but this environment holds .* and not vllm; install requirements/gpu\.txt"
+    wanted = r"^device is cuda, but this environment has .* instead of vllm; install requirements/gpu\.txt"
     with pytest.raises(UserError, match=wanted):
         check(settings)
     monkeypatch.setattr(preflight, "check_packages", lambda device: None)
