@@ -164,7 +164,7 @@ def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
     ("number", "code"),
     [pytest.param(signal.SIGTERM, 75, marks=pytest.mark.long), (signal.SIGKILL, -signal.SIGKILL)],
 )
-def test_a_signal_when_the_engine_is_at_work(command, config_file: Path, number: signal.Signals, code: int):
+def test_a_signal_when_the_engine_is_up(command, config_file: Path, number: signal.Signals, code: int):
     """With two engine workers: they outlive their server by default and leave files in shared memory."""
     one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
     one.wait_for_output("step 2/100000", 300)

@@ -33,7 +33,8 @@ from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
-from tests.support.bridge_rig import Rig, bridge_engines, check_matrix, make_model, running_rig, state_dict
+from tests.support.bridge_rig import Rig, bridge_engines, check_matrix, make_model, running_rig
+from tests.support.bridge_trainers import state_dict
 from tests.support.engine import FORKED
 from tests.support.megatron_shards import grid, stage_values
 
@@ -299,8 +300,9 @@ def test_transformers_loads_an_export(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3", "qwen3, tied"])
-def test_two_engine_workers(tmp_path, name):
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_engine_workers(tmp_path, tied):
+    name = "qwen3, tied" if tied else "qwen3"
     with bridge_engines(tmp_path, name, [2]) as (engine,), running_rig(tmp_path, engine) as rig:
         check_two_syncs(rig, mode="slices")
         test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig)

@@ -143,9 +143,9 @@ def test_the_run_that_was_left_alone(straight: Run) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("time", [1, 2, 3])
-def test_killed_in_step_8(disturbed: Run, straight: Run, time: int) -> None:
+def test_killed_in_step_7(disturbed: Run, straight: Run, time: int) -> None:
     disturbed.start()
-    disturbed.wait_in_step(8)
+    disturbed.wait_in_step(7)
     disturbed.kill()
     disturbed.start()
     disturbed.finish()
