@@ -167,7 +167,7 @@ def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
 def test_a_signal_when_the_engine_is_up(command, config_file: Path, number: signal.Signals, code: int):
     """With two engine workers: they outlive their server by default and leave files in shared memory."""
     one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
-    one.wait_for_output("step 2/100000", 300)
+    one.wait_for_output("step 2/100000", 500)
     files = one.shared_memory()
     assert [f for f in files if "cpushm" in f.name]
     one.process.send_signal(number)
