@@ -176,8 +176,8 @@ def check_matrix(
             # The noise adds up, and rounding grows with the weights.
             "noise": 0.05 if perturbations == 1 else 0.02,
             "version": 100_000 * world,
-            "long_response": 300 if perturbations == 1 else 500,
-            "head_start": 0.4 if perturbations == 1 else 0.7,
+            "long_response": 400 if perturbations == 1 else 500,
+            "head_start": 0.3 if perturbations == 1 else 0.7,
         }
         (folder / "case.json").write_text(json.dumps(case))
         results = run_ranks("tests.integration.sync_worker", world, folder, timeout=500 * perturbations)
