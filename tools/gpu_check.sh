@@ -377,7 +377,7 @@ for name; do
                 && [ "$left" -ge "$(about "$name" 3)" ]; then
                 first=$because
                 wait_for_gpu
-                say "== $name once more, with VLLM_USE_V2_MODEL_RUNNER=0"
+                say "== $name again, with VLLM_USE_V2_MODEL_RUNNER=0"
                 say "---- with model runner V1" >>"$RESULTS/$name.log"
                 export VLLM_USE_V2_MODEL_RUNNER=0
                 run_part "$name"

@@ -58,7 +58,7 @@ class ControlChannel:
             try:
                 self._connection.send_bytes(json.dumps({"kind": kind, **facts}).encode())
             except (OSError, ValueError) as e:
-                self.lost = self.lost or f"its connection broke ({e})"
+                self.lost = self.lost or _why_lost(e)
 
     def receive(self) -> list[dict[str, Any]]:
         """All messages received since the last call."""
@@ -88,15 +88,20 @@ class ControlChannel:
                 self._heard = time.monotonic()
                 if message["kind"] != "heartbeat":
                     self._inbox.put(message)
-        except EOFError:
-            self.lost = self.lost or "its launcher has exited"
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            self.lost = self.lost or f"its connection broke ({e})"
+        except (EOFError, OSError, ValueError, KeyError, TypeError) as e:
+            self.lost = self.lost or _why_lost(e)
 
     def _heartbeat(self) -> None:
         while not self.lost:
             self.send("heartbeat")
             time.sleep(min(_HEARTBEAT_SECONDS, self._limit / 4))
+
+
+def _why_lost(error: Exception) -> str:
+    # The kernel resets the connection of a process that is killed while messages for it are unread.
+    if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
+        return "its launcher has exited"
+    return f"its connection broke ({error})"
 
 
 @dataclass

@@ -82,7 +82,7 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
         events.phase(PHASE, len(finished), total)
 
     try:
-        # Nobody restarts an engine here: what is graded is on disk, and the same command goes on.
+        # Nobody restarts an engine here: graded responses are on disk, and rerunning the command resumes.
         fleet = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
         heldout = HeldOut(settings, tokenizer, fleet, scorer, prompts)
         if len(finished) < total:

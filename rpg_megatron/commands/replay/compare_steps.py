@@ -1,4 +1,4 @@
-"""The rank's side of ``rpg-megatron replay``: a step's training once more, from the journal, without engines.
+"""Rank side of ``rpg-megatron replay``: train a step again from its saved rollouts, without engines.
 
 Log-probs, advantages, loss, gradient norm and all else that a step reports are compared with what the run
 wrote down. The steps between the checkpoint and the one that is asked for are trained as well, and compared.
