@@ -39,8 +39,6 @@ class Form(NamedTuple):
     """The response that gives a number."""
     right: bool
     """What the verdict should be."""
-    strict: bool = False
-    """Right, and known to be taken for wrong: the rules ask for the answer alone."""
 
 
 def _boxed(text: str) -> str:
@@ -88,12 +86,12 @@ FORMS = [
     Form("wrong root", lambda n: _boxed(f"\\sqrt{{{n * n + 1}}}"), False),
     Form("times pi", lambda n: _boxed(f"{n or 1}\\pi"), False),
     Form("pair", lambda n: _boxed(f"({n}, {n})"), False),
-    Form("clause after it", lambda n: f"Answer: {n} because we add them all up", True, strict=True),
-    Form("words in brackets", lambda n: f"Answer: {n} (eggs)", True, strict=True),
-    Form("sentence", lambda n: f"Answer: The total is {n}.", True, strict=True),
-    Form("E notation", lambda n: f"Answer: {n}e0", True, strict=True),
+    Form("clause after it", lambda n: f"Answer: {n} because we add them all up", True),
+    Form("words in brackets", lambda n: f"Answer: {n} (eggs)", True),
+    Form("sentence", lambda n: f"Answer: The total is {n}.", True),
+    Form("E notation", lambda n: f"Answer: {n}e0", True),
     Form("thin spaces", lambda n: _boxed(f"{n:,}".replace(",", "\\,")), True),
-    Form("approximately", lambda n: _boxed(f"\\approx {n}"), True, strict=True),
+    Form("approximately", lambda n: _boxed(f"\\approx {n}"), True),
     Form("other unit scale", lambda n: f"Answer: {n} million", False),
     Form("strict inequality", lambda n: _boxed(f"x > {n}"), False),
     Form("plus a constant", lambda n: _boxed(f"{n} + C"), False),

@@ -6,6 +6,7 @@ import re
 from typing import Literal, NamedTuple, get_args
 
 from rpg_megatron.data.boxed import last_box
+from rpg_megatron.rewards.spelling import strip_end_tokens
 
 Style = Literal["auto", "answer_line", "boxed", "gsm8k"]
 """Where to look for the answer:
@@ -23,10 +24,13 @@ WINDOW = 300
 TAIL = 100_000
 """Characters at the end of a response that the other styles search."""
 
-_MARK = re.compile(r"answer[ \t]*:", re.IGNORECASE)
+_MARK = re.compile(r"answer[ \t]*(?:\*\*|\*|__)?[ \t]*[:\uff1a]", re.IGNORECASE)
+_EMPHASIS = re.compile(r"\s*(?:[*_]{1,3}(?=\s|$))?\s*")  # the end of **Answer:**
+_FENCE = re.compile(r"```[a-z]*\n+")
 _HASHES = re.compile(r"####(?!#)[ \t]*")
 _PHRASE = re.compile(r"answer[ \t]+is[ \t]*:?", re.IGNORECASE)
 _SENTENCE = re.compile(r"[.!?](?=\s|$)|\n")
+_JOINED = re.compile(r"\\boxed\{([^{}]{1,100})\}\$?[ \t]+or[ \t]+\$?$")
 
 
 class Found(NamedTuple):
@@ -48,29 +52,38 @@ def find_answer(response: str, style: Style = "auto") -> str | None:
     else:
         tail = response[-TAIL:]
         forms = [f for f in (_answer_line(tail), _boxed(tail), _hashes(tail, heading=True)) if f is not None]
-        found = max(forms) if forms else _phrase(tail) or _bare(response)
+        found = max(forms) if forms else _hashes(tail) or _phrase(tail) or _bare(response)
     return found.text if found is not None and found.text else None
 
 
 def _answer_line(text: str) -> Found | None:
     """The rest of the line, or the next line that is not empty."""
     for match in reversed(list(_MARK.finditer(text))):
-        rest = text[match.end() :].lstrip(" \t\r\n*_")  # **Answer:** 5
-        line = rest.split("\n", 1)[0].strip()
-        if line:
+        rest = _EMPHASIS.sub("", text[match.end() :], count=1)
+        if rest.startswith("```"):
+            rest = _FENCE.sub("", rest, count=1)
+        line = strip_end_tokens(rest.split("\n", 1)[0].strip())
+        if line.count("**") % 2 or line.count("__") % 2:  # **Answer:**5, **Answer: 5**
+            line = line.strip(" *_")
+        if line.strip("*_` "):
             return Found(match.start(), line)
     return None
 
 
 def _boxed(text: str) -> Found | None:
     box = last_box(text)
-    return None if box is None else Found(*box)
+    if box is None:
+        return None
+    joined = _JOINED.search(text, max(box[0] - 130, 0), box[0])
+    if joined is not None:  # \\boxed{5} or \\boxed{6}: two answers
+        return Found(joined.start(), f"{joined[1]} or {box[1]}")
+    return Found(*box)
 
 
 def _hashes(text: str, *, heading: bool = False) -> Found | None:
     """heading: ignore Markdown headings, that is, text that begins with a letter."""
     for match in reversed(list(_HASHES.finditer(text))):
-        line = text[match.end() :].split("\n", 1)[0].strip()
+        line = strip_end_tokens(text[match.end() :].split("\n", 1)[0].strip())
         if line and not (heading and line[0].isalpha()):
             return Found(match.start(), line)
     return None

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from rpg_megatron.rewards import normalize
+from rpg_megatron.rewards.compare import compare
 from rpg_megatron.rewards.extraction import STYLES, Style, find_answer
 from rpg_megatron.rewards.latex_numbers import compare_constants
 from rpg_megatron.rewards.pool import Outcome, WorkerPool
@@ -28,6 +29,7 @@ length and exponentially with the depth.
 """
 _CACHE_SIZE = 10_000
 _SYMBOLIC = "rpg_megatron.rewards.math_verify_worker:equal"
+_SAME, _OTHER = "same number or text", "another number or word"
 _FAILED = {
     "timeout": "math-verify was killed at the deadline",
     "crash": "math-verify's process died",
@@ -72,18 +74,25 @@ def grade_by_rules(extracted: str | None, answer: str) -> Verdict | None:
     """The verdict if rules alone suffice; None if math-verify is needed. Linear in the text's length."""
     if extracted is None:
         return Verdict(False, None, "no answer found")
-    if normalize.answers_match(extracted, answer):
-        return Verdict(True, extracted, "same number or text")
+    if extracted.strip() == answer.strip() != "":
+        return Verdict(True, extracted, _SAME)
+    x, y = normalize.plain_number(extracted), normalize.plain_number(answer)
+    if x is not None and y is not None:
+        return Verdict(x == y, extracted, _SAME if x == y else _OTHER)
     if max(len(extracted), len(answer)) > LONGEST:
         return Verdict(False, extracted, f"not the same text, and longer than {LONGEST} characters")
-    if normalize.answers_differ(extracted, answer):
-        return Verdict(False, extracted, "another number or word")
     if _depth(extracted) > DEEPEST:
         return Verdict(False, extracted, f"not the same text, and more than {DEEPEST} brackets deep")
-    equal = compare_constants(extracted, answer)
-    return (
-        None if equal is None else Verdict(equal, extracted, "the same value" if equal else "another value")
-    )
+    equal = compare_constants(extracted, answer)  # the quick way for constants that are plain LaTeX
+    if equal is not None:
+        return Verdict(equal, extracted, "the same value" if equal else "another value")
+    equal = compare(answer, extracted)
+    if equal is None:
+        return None
+    simple = normalize.is_simple(extracted) and normalize.is_simple(answer)
+    if equal:
+        return Verdict(True, extracted, _SAME if simple else "the same value")
+    return Verdict(False, extracted, _OTHER if simple else "another value")
 
 
 def _depth(text: str) -> int:

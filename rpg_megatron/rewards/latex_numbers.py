@@ -24,8 +24,8 @@ _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459"
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[0-9]{1,20})(?![0-9.,])"
-    r"|(?P<command>\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right)(?![a-zA-Z]))"
-    r"|(?P<sign>[-+/^(){}\[\]*\u2212]))"
+    r"|(?P<command>\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right|ln|log)(?![a-zA-Z]))"
+    r"|(?P<sign>[-+/^(){}\[\]*|_\u2212]|e(?![a-z])))"
 )
 
 
@@ -35,7 +35,7 @@ class _NotConstant(Exception):
 
 def compare_constants(a: str, b: str) -> bool | None:
     """Whether two constants are equal; None if either is not parsed here, or they are too close to tell."""
-    x, y = _value(a), _value(b)
+    x, y = value_of(a), value_of(b)
     if x is None or y is None:
         return None
     scale = max(abs(x), abs(y))
@@ -45,7 +45,8 @@ def compare_constants(a: str, b: str) -> bool | None:
     return False if gap > scale * _CLEAR else None
 
 
-def _value(text: str) -> Decimal | None:
+def value_of(text: str) -> Decimal | None:
+    """Value of a constant to sixty digits; None if it is none, or not clearly one."""
     text = text.strip().strip("$").strip()
     if not text or len(text) > LONGEST:
         return None
@@ -115,9 +116,9 @@ class _Parser:
                 factor = self._power()
                 divided = token == "/"
                 value = value / factor if divided else value * factor
-            elif token in ("\\sqrt", "\\pi") and not divided:
+            elif token in ("\\sqrt", "\\pi", "e", "\\ln") and not divided:
                 value *= self._power()
-            elif token in ("+", "-", ")", "}", "]"):
+            elif token in ("+", "-", ")", "}", "]", "|"):
                 break
             else:  # a number or a bracket after a factor: a mixed number, a product or an argument
                 raise _NotConstant
@@ -141,6 +142,18 @@ class _Parser:
             return Decimal(token)
         if token == "\\pi":
             return +_PI
+        if token == "e":
+            return Decimal(1).exp()
+        if token == "|":
+            value = abs(self._sum())
+            self._take("|")
+            return value
+        if token == "\\ln":
+            return self._power().ln()
+        if token == "\\log":
+            self._take("_")
+            base = self._group() if self._next() == "{" else self._digit()
+            return self._power().ln() / base.ln()
         if token == "(":
             value = self._sum()
             self._take(")")
@@ -155,7 +168,9 @@ class _Parser:
                 self._take("]")
             value = self._argument()
             if value < 0:
-                raise _NotConstant
+                if degree not in (3, 5):
+                    raise _NotConstant
+                return -((-value).ln() / degree).exp()  # the real root
             if degree == 2:
                 return value.sqrt()
             if degree not in (3, 4, 5, 6) or not value:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
+from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
+
+from rpg_megatron.rewards.compare import compare
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # warns that no timeout is set: the pool has one
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
@@ -24,21 +27,33 @@ _LATEX = [
         )
     )
 ]
-_DELIMITERS = re.compile(r"\\[()\[\]]|\$")
 
 
 def equal(extracted: str, answer: str) -> bool:
-    """Whether two LaTeX answers are mathematically equal. May hang or use all memory."""
-    expected = _parse(answer)
-    found = _parse(extracted) if expected else []
-    return bool(found) and verify(expected, found, timeout_seconds=None)
+    """Whether an answer agrees with the reference; math-verify decides about its expressions. May hang."""
+    return compare(answer, extracted, _algebra) is True
+
+
+def _algebra(a: str, b: str, equations: bool) -> bool:
+    """Whether two expressions are equal, or two differences vanish at the same points (up to a factor)."""
+    first = _parse(a)
+    second = _parse(b) if first else []
+    if not first or not second:
+        return False
+    x, y = first[0], second[0]
+    if not equations:
+        return bool(verify(x, y, timeout_seconds=None))
+    top, other = (sympy.numer(sympy.together(side.doit())) for side in (x, y))
+    if top.free_symbols != other.free_symbols or not top.free_symbols:
+        return False
+    ratio = sympy.simplify(sympy.cancel(top / other))
+    return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
 
 
 @functools.lru_cache(256)  # a group's responses share the reference
-def _parse(text: str) -> list[object]:
-    inner = _DELIMITERS.sub(" ", text.replace("\u2212", "-")).strip(" \t\r\n*_.,;:")
-    expressions: list[object] = parse(
-        f"${inner}$",
+def _parse(text: str) -> list[Any]:
+    expressions: list[Any] = parse(
+        f"${text}$",
         _LATEX,
         fallback_mode="no_fallback",
         extraction_mode="first_match",

@@ -1,7 +1,7 @@
 """Answers made to hurt: 60 that make parsers, sympy or regular expressions hang, crash or swell.
 
 Why: a policy that is rewarded finds such texts by itself. Each must get a verdict, wrong unless it really is
-the answer; all of them together may take (hangs / workers, rounded up, + 1) deadlines, and leave nothing.
+the answer; all of them together take no more than the documented bound, and leave nothing.
 Not covered: functions of the user's own (test_reward_pool).
 """
 
@@ -17,7 +17,11 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.rewards import Grader
+from rpg_megatron.rewards.extraction import find_answer
+from rpg_megatron.rewards.grader import grade_by_rules
 
+RESTART, RULES = 1.0, 1.0
+"""Seconds: of a worker's restart, and of the rules for all answers, on a busy machine."""
 TOWER = "9^{9^{9^{9^{9}}}}"
 HOSTILE: list[str] = [
     # nested exponents and factorials
@@ -130,8 +134,8 @@ def test_sixty_hostile_answers_each_get_a_verdict_in_time(answer: str, rounds: i
             counts = grader.pop_counts()
             assert not any(verdict.correct for verdict in verdicts)
             assert counts["timeout"] >= 4
-            hangs = sum(counts.values())
-            assert seconds <= (-(-hangs // workers) + 1) * deadline, counts
+            hard = sum(grade_by_rules(find_answer(f"Answer: {text}"), answer) is None for text in HOSTILE)
+            assert seconds <= -(-hard // workers) * (deadline + RESTART) + RULES, hard
             assert grader.submit("\\boxed{\\sqrt{8}}", "2\\sqrt{2}").result().correct
         assert resident() - memory < 64 * 1024**2
     assert descendants() == before

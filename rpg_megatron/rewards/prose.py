@@ -1,0 +1,237 @@
+"""Words around an answer: "The total is 18.", "18 because ...", "about 5", "five", "It is a Saturday."."""
+
+from __future__ import annotations
+
+import re
+
+from rpg_megatron.rewards.units import MULTIPLIERS, parse_unit
+
+# Text after the answer, with its reason: "18 because 36 / 2 = 18", "20, as required".
+_REASON = re.compile(
+    r"(?<=[\w})\]%$'])[,;:.]?\s+(?:(?:because|since|where|hence|therefore|thus)\b"
+    r"|as\s+(?:required|desired|we|the)\b"
+    r"|which\s+(?:is|was|gives|means|makes)\b|[Ii] hope\b).*$",
+    re.DOTALL,
+)
+_NEXT_SENTENCE = re.compile(r"(?<=[\w})\]%$]{2})\.\s+[A-Z][a-z' ].*$|(?<=\d)\.\s+[A-Z][a-z' ].*$", re.DOTALL)
+# A remark in brackets: "18 (eggs)". Not one that changes the answer: "15 (or maybe 16)", "2 (mod 5)".
+_REMARK = re.compile(
+    r"\s+\((?!or\b|maybe|mod\b|base\b|if\b|and\b|in\b|times|approx|not sure)"
+    r"([A-Za-z][A-Za-z,' -]{2,}[^()]*)\)$"
+)
+_SCALES = re.compile(r"\b(?:thousand|million|billion|dozen|hundred|percent|multiplicity)", re.IGNORECASE)
+_LEAD = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then|finally|we (?:have|get|find|obtain)|final answer|answer|solution)\b"
+    r"[,:]?\s+"
+    r"|(?:the )?(?:final |correct )?answer is\b:?\s*|(?:it|this|that) is\s+|=\s*)+",
+    re.IGNORECASE,
+)
+_ABOUT = re.compile(
+    r"(?:(?:about|approximately|approx\.?|roughly|around|nearly|exactly|a total of|only|just)\s+"
+    r"|\\approx\s*|~\s*)+(?=[-\d.\\¤£€¥({])",
+    re.IGNORECASE,
+)
+_VERB = re.compile(
+    r"^[A-Za-z][A-Za-z' ,-]*?\s(?:is|are|was|were|equals|becomes)\s+(?:equal to\s+)?(.+)$", re.DOTALL
+)
+_NEGATIVE = re.compile(r"^(?:negative|minus)\s+(?=[\d\\a-z(])", re.IGNORECASE)
+_PLUS_MINUS = re.compile(r"\bplus or minus\b", re.IGNORECASE)
+_NOT_AN_ANSWER = re.compile(
+    r"\b(?:not|never|cannot|can't|isn't|aren't|don't|or|either|maybe|perhaps|between|than|least|most|except"
+    r"|unless|if|depends?|below|above|under|over|off|more|less|fewer|up)\b",
+    re.IGNORECASE,
+)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_ONE_NUMBER = re.compile(r"(?<![\w\\.,/^])-?[¤£€¥]?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?%?(?![\w^/])")
+
+# Words after a number that change its value or its meaning: the answer keeps them.
+_CHANGING = frozenset(
+    [
+        "squared",
+        "cubed",
+        "factorial",
+        "and",
+        "or",
+        "plus",
+        "minus",
+        "times",
+        "mod",
+        "modulo",
+        "base",
+        "choose",
+        "over",
+        "divided",
+        "percentage",
+        "not",
+        "per",
+        "off",
+        "less",
+        "more",
+        "fewer",
+        "than",
+        "below",
+        "above",
+        "under",
+        "root",
+        "square",
+        "cube",
+        "pi",
+        "theta",
+        "alpha",
+        "beta",
+        "pair",
+        "couple",
+        "pairs",
+        "couples",
+        "percent",
+        "to",
+        "by",
+        "with",
+        "from",
+        "of",
+        "out",
+        "at",
+        "in",
+        "on",
+        "is",
+        "are",
+        "was",
+        "degrees",
+        "radians",
+        "log",
+        "ln",
+        "sin",
+        "cos",
+        "tan",
+        "x",
+        "through",
+        "thru",
+        "until",
+        "till",
+    ]
+)
+# A unit or noun may have an end that says nothing: "1.2 kg in total", "14 days left".
+_NOUNS = re.compile(r"[A-Za-z][A-Za-z'-]*(?: [A-Za-z][A-Za-z'-]*){0,5}")
+_ENDING = re.compile(r"\s+(?:in total|in all|altogether|total|left|each|overall)$")
+
+_SMALL = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+NUMBERS = {word: n for n, word in enumerate(_SMALL)} | {
+    f"{ten}{join}{unit}" if n else ten: 10 * (i + 2) + n
+    for i, ten in enumerate(_TENS)
+    for n, unit in enumerate(_SMALL[:10])
+    for join in ("-", " ")
+}
+"""Numbers in words, up to ninety-nine."""
+
+_ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[A-Za-z])", re.IGNORECASE)
+_TIME = re.compile(r"(\d{1,2})(?::(\d\d))?\s*([ap])\.?\s?m\.?", re.IGNORECASE)
+_CAPITALS = re.compile(r"[A-Z]{2,4}")
+_SAME_WORDS = {
+    "dne": "does not exist",
+    "no solutions": "no solution",
+    "there is no solution": "no solution",
+    "infinitely many solutions": "infinitely many",
+    "infinite solutions": "infinitely many",
+    "none of these": "none of the above",
+}
+_GENERIC = re.compile(r" (?:triangle|function|number|angle|sequence|series|curve|graph)$")
+_FREE_CASE = {"YES", "NO", "TRUE", "FALSE", "NONE", "ODD", "EVEN", "DNE", "EAST", "WEST"}
+
+
+def core(text: str) -> str:
+    """The answer itself, without lead-in, reason, remark or sentence. What it cannot read stays as it is."""
+    if text.isdigit() or (not _WORD.search(text) and "~" not in text and "approx" not in text):
+        return text
+    text = _PLUS_MINUS.sub(r"\\pm", text)
+    if not re.match(r"(?:if|when)\b", text, re.IGNORECASE):
+        text = _NEXT_SENTENCE.sub("", _REASON.sub("", text))
+    remark = _REMARK.search(text)
+    if remark and not _SCALES.search(remark[1]):
+        text = text[: remark.start()]
+    text = _LEAD.sub("", text, count=1) if _LEAD.match(text) else text
+    text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
+    text = _NEGATIVE.sub("-", text)
+    if not _NOT_AN_ANSWER.search(text):
+        sentence = _VERB.match(text)
+        if sentence and not any(c in sentence[1] for c in "=<>"):
+            return core(sentence[1].strip()) if len(sentence[1]) < len(text) else text
+        if len(_WORD.findall(text)) >= 2 and text[:1].isalpha() and not any(c in text for c in "\\=<>()[]{}"):
+            numbers = list(_ONE_NUMBER.finditer(text))
+            if len(numbers) == 1 and re.search(r"[a-z]", text[: numbers[0].start()]):
+                return text[numbers[0].start() :].strip()
+    return text.strip()
+
+
+def drop_nouns(tail: str) -> str | None:
+    """What stays of the words after a number: "" for "red marbles", the first word of a multiplier, a unit.
+
+    None if a word changes the value or is not known to be harmless.
+    """
+    shorter = _ENDING.sub("", tail)
+    if shorter != tail and parse_unit(shorter):
+        return shorter
+    if _NOUNS.fullmatch(tail) is None:
+        return None
+    words = tail.split()
+    if multiplier(words[0]) is not None:
+        rest = " ".join(words[1:]).removeprefix("of ")
+        return words[0] if not rest or drop_nouns(rest) == "" else None
+    if words[0].lower() == "of" and len(words) > 1:  # 2/5 of the land
+        words = words[1:] if words[1].lower() in ("the", "all") else ["-"]
+    if (words[0].lower() in _CHANGING) or (len(words) > 1 and words[1].lower() in ("theta", "pi", "than")):
+        return None
+    if any(re.fullmatch(r"[a-z]+ths?|short", w) or w.removesuffix("s") in NUMBERS for w in words[:2]):
+        return None
+    if len(words[0]) < 2 or any(
+        w.lower() in ("or", "and", "not", "plus", "minus", "times", "than", "off") for w in words
+    ):
+        return None
+    if len(words) > 1 and any(multiplier(w) is not None for w in words[:2]):
+        return None
+    return ""
+
+
+def multiplier(word: str) -> str | None:
+    """The key of a word in ``MULTIPLIERS``."""
+    word = word.lower()
+    return (
+        word
+        if word in MULTIPLIERS
+        else word[:-1]
+        if word.endswith("s") and word[:-1] in MULTIPLIERS
+        else None
+    )
+
+
+def canonical_words(text: str) -> str:
+    """Words in one form: no article, lower case (but not of labels such as ABC), times as 3:00pm."""
+    time = _TIME.fullmatch(text)
+    if time:
+        return f"{int(time[1])}:{time[2] or '00'}{time[3].lower()}m"
+    text = _ARTICLE.sub("", text.strip(" \"'."))
+    if _CAPITALS.fullmatch(text) and text not in _FREE_CASE:
+        return text
+    text = text.lower()
+    return _GENERIC.sub("", _SAME_WORDS.get(text, text))
