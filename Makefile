@@ -23,7 +23,7 @@ quickstart: $(VENV)  ## train a tiny model on arithmetic: Megatron-Core at TP=2,
 	@$(BIN)/rpg-megatron train examples/quickstart.yaml
 
 test: lint  ## lint, types, and every test that needs neither a GPU nor a long time
-	@$(BIN)/python -m pytest -m "not long and not gpu"
+	@$(BIN)/python -m pytest -m "not long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-long: $(VENV)  ## repetitions, big shapes, all layouts; resumes where it stopped (docs/evidence)
 	@$(BIN)/python -m pytest -m "long and not gpu" -p tests.long_results

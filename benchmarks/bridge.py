@@ -48,8 +48,8 @@ from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.engine.process import EngineProcess, engine_socket
-from rpg_megatron.models.placement import RankCoordinates, RankShards, assign_sources
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.placement import RankCoordinates, RankShards, assign_owners
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.collectives import gather_objects
 
 SHAPE = ModelShape(
@@ -110,7 +110,7 @@ def write_model(folder: Path, shape: ModelShape) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(size, generator=generator) * 0.02).to(DTYPE)
-        for name, size in layout_for(shape).hf_tensors().items()
+        for name, size in mapping_for(shape).hf_tensors().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
@@ -142,7 +142,7 @@ def trainer_rank(
     model, work, bridge = place
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=world)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     placement = RankCoordinates(rank, world, rank, 0, 0, 0, 128)
     shapes = layout.stage_params(
         layers=range(shape.num_layers), first=True, last=True, tensor=world, vocab_multiple=128
@@ -177,7 +177,7 @@ def gather_to_file(
 ) -> None:
     """Send everything to rank 0, which puts full tensors together and writes them to a file."""
     holding = RankShards(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    sources = assign_sources(layout, gather_objects(holding))
+    sources = assign_owners(layout, gather_objects(holding))
     full = {}
     for name, size in layout.hf_tensors().items():
         if placement.rank == 0:

@@ -22,7 +22,7 @@ from rpg_megatron.checkpoints.hf_export import group_shards
 from rpg_megatron.checkpoints.hf_files import INDEX, list_checkpoint
 from rpg_megatron.commands.convert.command import convert_to_hf, convert_to_megatron, open_hf, open_megatron
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 
@@ -47,7 +47,7 @@ def write_model(folder: Path, layers: int, bucket: int) -> int:
         "dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = layout_for(read_model_shape(folder)).hf_tensors()
+    shapes = mapping_for(read_model_shape(folder)).hf_tensors()
     sizes = {n: 2 * torch.Size(s).numel() for n, s in shapes.items()}
     generator = torch.Generator().manual_seed(0)
     index = {}

@@ -21,7 +21,7 @@ from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.dense import FUSED
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.loss import build_aggregator, build_loss
@@ -39,7 +39,7 @@ def policy_of(folder: Path, shape: ModelShape, mesh: Mesh, device: torch.device,
             "optimizer": {"clip_grad": 0.0},
         }
     )
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
 
     def load(policy: Policy) -> None:
         params = policy.loadable_parameters()

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.policy.policy import Policy
@@ -168,7 +168,7 @@ def write_checkpoint(folder: Path, shape: ModelShape, seed: int = 0) -> Path:
         "eos_token_id": eos,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    shapes = layout_for(shape).hf_tensors().items()
+    shapes = mapping_for(shape).hf_tensors().items()
     with ThreadPoolExecutor(8) as pool:  # torch makes normal numbers on one thread, a minute for 4B of them
         made = pool.map(lambda item: _random(item[1][1], [seed, item[0]]), enumerate(shapes))
         tensors = {name: tensor for (name, _), tensor in zip(shapes, made, strict=True)}

@@ -36,7 +36,7 @@ from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import Mesh, start_mesh
@@ -86,7 +86,7 @@ def build_policy(model: Path, mesh: Mesh, device: torch.device, budget: int, **s
         }
     )
     shape = read_model_shape(model)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
 
     def load(policy: Policy) -> None:
         load_hf_weights(model, policy.named_parameters(), layout, tensor=1, tensor_rank=0, vocab_multiple=1)

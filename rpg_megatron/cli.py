@@ -1,4 +1,4 @@
-"""The commands. Each imports what it needs when called: ``--help`` and a bad config answer at once."""
+"""The commands. Each imports its dependencies when called, so that ``--help`` and config errors are fast."""
 
 from __future__ import annotations
 
@@ -23,22 +23,26 @@ if TYPE_CHECKING:
     from rpg_megatron.launcher.supervisor import StopSignals
 
 
+_ALIASES = {"tp": "tensor", "pp": "pipeline", "dryrun": "dry-run"}
+"""Undocumented spellings of options, for all commands."""
+
+
 class _Commands(typer.core.TyperGroup):
-    """Ctrl-C ends a command with a word where the command has none of its own; Typer would say nothing."""
+    """Prints a message on Ctrl-C for commands that print none themselves; Typer would exit silently."""
 
     def make_context(self, *args: Any, **settings: Any) -> Any:
-        """The command line, read."""
-        with _saying_that_it_stopped():
+        """Parse the command line."""
+        with _message_on_interrupt():
             return super().make_context(*args, **settings)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with _saying_that_it_stopped():
+        with _message_on_interrupt():
             return super().invoke(ctx)
 
 
 @contextmanager
-def _saying_that_it_stopped(note: str = "") -> Iterator[None]:
+def _message_on_interrupt(note: str = "") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
@@ -52,14 +56,16 @@ app = typer.Typer(
     help="RL post-training of LLMs with KL-regularised policy gradients: Megatron-Core, vLLM.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda name: _ALIASES.get(name, name)},
     rich_markup_mode=None,
 )
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file with the settings of the run.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings to replace, such as optimizer.lr=1e-5."),
+    typer.Argument(metavar="KEY=VALUE", help="Settings to override, such as optimizer.lr=1e-5."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,28 +88,28 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start a new run, even if there is an unfinished one.")
+        bool, typer.Option("--fresh", help="Start a new run even if an unfinished one exists.")
     ] = False,
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="DIR", help="Start a new run from this checkpoint, or run's newest."),
+        typer.Option(
+            "--from", metavar="DIR", help="Start a new run from a checkpoint, or from a run's newest."
+        ),
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of the run; under srun they are known without this.")
-    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; not needed under srun.")] = None,
     node_rank: Annotated[
-        int | None, typer.Option(min=0, help="Which of the nodes this is; 0 leads the run.")
+        int | None, typer.Option(min=0, help="Index of this node; node 0 leads the run.")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(help="With --nodes: any name that tells this start from others.")
+        str | None, typer.Option(help="With --nodes: a name that distinguishes this job from others.")
     ] = None,
 ) -> None:
-    """Train a policy. The newest run of the name goes on if it is unfinished and has a checkpoint.
+    """Train a policy. Resumes the newest run of this name if it is unfinished and has a checkpoint.
 
-    On several nodes start it once on each: by srun, or with --nodes and --node-rank.
+    On several nodes, start it once per node: with srun, or with --nodes and --node-rank.
     """
     if fresh and source:
-        raise UserError("--fresh and --from exclude each other: either no checkpoint, or that one")
+        raise UserError("--fresh and --from exclude each other; give one of them")
     from rpg_megatron.launcher.nodes import find_nodes
     from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
@@ -133,7 +139,7 @@ def _train(
         if nodes.rank == 0:
             train.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
         else:
-            node_agent.follow(settings, nodes, signals)
+            node_agent.run_node(settings, nodes, signals)
     except (RunFailed, node_agent.Ended) as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -147,25 +153,25 @@ def launch(
     config: ConfigFile,
     overrides: Overrides = None,
     executor: Annotated[
-        str, typer.Option(metavar="slurm|local|docker", help="Where NeMo-Run starts the job.")
+        str, typer.Option(metavar="slurm|local|docker", help="Which executor of NeMo-Run starts the job.")
     ] = "slurm",
     option: Annotated[
         list[str] | None,
         typer.Option(
-            "-o", "--option", metavar="KEY=VALUE", help="For the executor: nodes=4, account=me, ..."
+            "-o", "--option", metavar="KEY=VALUE", help="Argument of the executor: nodes=4, account=me, ..."
         ),
     ] = None,
     command: Annotated[
         str,
-        typer.Option(envvar="RPG_MEGATRON", help="What the job calls, if that is not on its PATH."),
+        typer.Option(envvar="RPG_MEGATRON", help="Command that the job runs, if it is not on its PATH."),
     ] = "rpg-megatron",
-    dryrun: Annotated[
-        bool, typer.Option("--dry-run", "--dryrun", help="Print the job's script, and start nothing.")
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the job's script; start nothing.")
     ] = False,
 ) -> None:
-    """Train as a job that NeMo-Run submits or starts. Needs NeMo-Run, but no torch.
+    """Train in a job that NeMo-Run submits or starts. Requires NeMo-Run, but not torch.
 
-    Exit code 0: submitted or, here and in Docker, finished; 1: the run ended badly.
+    Exit code 0: submitted or, with the local and docker executors, finished; 1: the run failed.
     """
     from rpg_megatron.commands.launch import nemo_run
     from rpg_megatron.launcher.nodes import leave_to_first_node
@@ -173,7 +179,7 @@ def launch(
 
     leave_to_first_node("launch")
     try:
-        nemo_run.launch(executor, config, overrides or [], option or [], command, dryrun=dryrun)
+        nemo_run.launch(executor, config, overrides or [], option or [], command, dry_run=dry_run)
     except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -190,13 +196,16 @@ def audit(
     overrides: Overrides = None,
     engine_model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The engines load this Hugging Face checkpoint; no sync."),
+        typer.Option(metavar="DIR", help="Let engines load this Hugging Face checkpoint; no sync."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here as well.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the report here, as JSON.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Find where trainer and engine part, layer by layer.
+    """Find where trainer and engine diverge, layer by layer.
 
-    Exit code 0: they agree; 1: they do not; 3: a process died before that was known.
+    Exit code 0: they agree; 1: they diverge; 3: a process died before the result was known.
     """
     from rpg_megatron.launcher.nodes import leave_to_first_node
     from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
@@ -204,7 +213,7 @@ def audit(
     leave_to_first_node("audit")
     with StopSignals() as signals:
         try:
-            _audit(target, overrides, engine_model, json, signals)
+            _audit(target, overrides, engine_model, out or json, signals)
         except Interrupted as e:
             print(f"stopped: {e}", file=sys.stderr)
             raise typer.Exit(e.exit_code) from None
@@ -214,14 +223,14 @@ def _audit(
     target: Path,
     overrides: list[str] | None,
     engine_model: Path | None,
-    json: Path | None,
+    out: Path | None,
     signals: StopSignals,
 ) -> None:
     from rpg_megatron.commands.audit.command import audit
     from rpg_megatron.launcher.supervisor import RunFailed
 
     try:
-        clean = audit(target, overrides, signals, engine_model, json)
+        clean = audit(target, overrides, signals, engine_model, out)
     except RunFailed as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(3) from None
@@ -232,32 +241,32 @@ def _audit(
 @app.command()
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    step: Annotated[int, typer.Option(min=1, help="Step to train once more.")],
+    step: Annotated[int, typer.Option(min=1, help="Step to replay.")],
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a step of a run once more, from its journal and without an engine, and compare.
+    """Replay a step of a run from its saved rollouts, without an engine, and compare the results.
 
-    Exit code 0: log-probs, loss and gradient norm are those of the run; 1: they are not; 3: a process died
-    before that was known.
+    Exit code 0: log-probs, loss and gradient norm match the run; 1: they differ; 3: a process died before
+    the result was known.
     """
     import json
 
-    from rpg_megatron.commands.replay import command as replaying
+    from rpg_megatron.commands.replay import command as replay_command
     from rpg_megatron.launcher.nodes import leave_to_first_node
     from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 
     leave_to_first_node("replay")
     with StopSignals() as signals:
         try:
-            report = replaying.replay(run, step, overrides, signals)
+            report = replay_command.replay(run, step, overrides, signals)
         except RunFailed as e:
             print(f"error: {e}", file=sys.stderr)
             raise typer.Exit(3) from None
         except Interrupted as e:
             print(f"stopped: {e}", file=sys.stderr)
             raise typer.Exit(e.exit_code) from None
-    typer.echo(json.dumps(report, indent=2) if as_json else replaying.show(report))
+    typer.echo(json.dumps(report, indent=2) if as_json else replay_command.show(report))
     if not report["match"]:
         raise typer.Exit(1)
 
@@ -266,7 +275,7 @@ def replay(
 def config(
     config: ConfigFile,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Above each key, what it means.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print what each key means above it.")] = False,
 ) -> None:
     """Print the settings of a run, defaults included."""
     from rpg_megatron.config import load_settings
@@ -275,24 +284,22 @@ def config(
     typer.echo(resolved_yaml(load_settings(config, overrides), explained=explain), nl=False)
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
 @app.command()
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="CARD|BYTES", help="Such as h100-80, h200-141 or 48GiB.")
+        str | None,
+        typer.Option(metavar="CARD|BYTES", help="GPU model or memory: h100-80, h200-141, 48GiB, ..."),
     ] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Rank the layouts of as many trainer ranks.")
+        bool, typer.Option("--sweep", help="Rank all parallel layouts of the same number of trainer ranks.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Work out sizes, batch and memory of a run, and whether it fits. Needs neither a GPU nor torch.
+    """Estimate sizes, batch and memory of a run, and whether it fits. Needs neither a GPU nor torch.
 
-    Exit code 0: it fits; 1: it does not, and what would is printed.
+    Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed.
     """
     from rpg_megatron.commands.plan.command import run_plan
     from rpg_megatron.config import load_settings
@@ -309,9 +316,9 @@ def doctor(
     overrides: Overrides = None,
     json: AsJson = False,
 ) -> None:
-    """Check this machine, with CONFIG for that run; under srun every node of the job step.
+    """Check this machine, and with CONFIG that run; under srun, every node of the job step.
 
-    Exit code 0: all is well; 1: something is not, and its line says what to do.
+    Exit code 0: all checks passed; 1: a check failed, and its line says how to fix it.
     """
     from rpg_megatron.commands.doctor.command import run_doctor
     from rpg_megatron.config import load_settings
@@ -326,18 +333,20 @@ def grade(
         Path, typer.Argument(metavar="FILE.jsonl", help='Lines of {"response": ..., "answer": ...}.')
     ],
     style: Annotated[
-        str, typer.Option(metavar="STYLE", help="Where the answer stands: auto, answer_line, boxed, gsm8k.")
+        str, typer.Option(metavar="STYLE", help="How the answer is marked: auto, answer_line, boxed, gsm8k.")
     ] = "auto",
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the verdicts here, not to standard output.")
+        Path | None, typer.Option(metavar="FILE", help="Write the verdicts here. [default: standard output]")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that verify LaTeX.")] = 2,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer, then it is wrong.")] = 5.0,
+    deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds per answer; then it counts as wrong.")
+    ] = 5.0,
     skip_malformed: Annotated[
-        bool, typer.Option("--skip-malformed", help="Leave malformed lines out and count them.")
+        bool, typer.Option("--skip-malformed", help="Skip and count malformed lines.")
     ] = False,
 ) -> None:
-    """Grade responses against reference answers: a verdict a line, and a summary."""
+    """Grade responses against reference answers: one verdict per line, and a summary."""
     from rpg_megatron.commands.grade import grade_file
     from rpg_megatron.launcher.nodes import leave_to_first_node
     from rpg_megatron.rewards.extraction import STYLES
@@ -346,7 +355,7 @@ def grade(
     known = next((s for s in STYLES if s == style), None)
     if known is None:
         raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
-    with _saying_that_it_stopped("; nothing was written" if out else ""):
+    with _message_on_interrupt("; nothing was written" if out else ""):
         summary = grade_file(
             file, style=known, out=out, workers=workers, deadline=deadline, skip_malformed=skip_malformed
         )
@@ -356,13 +365,14 @@ def grade(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of one run or more, finished or not.")
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs, finished or not.")
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write; report.html in the first RUN.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write. [default: report.html in the first RUN]"),
     ] = None,
 ) -> None:
-    """Write runs as one HTML page: curves, verdicts, responses, settings."""
+    """Write an HTML report of runs: curves, verdicts, responses, settings."""
     from rpg_megatron.commands.report import write_report
     from rpg_megatron.launcher.nodes import leave_to_first_node
 
@@ -376,7 +386,7 @@ app.add_typer(convert)
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
-    What the user can mend is one message and exit code 2; a bug of ours keeps its traceback.
+    User errors print one message and exit with code 2; internal errors keep their traceback.
     """
     try:
         app(args=arguments, prog_name="rpg-megatron")
@@ -386,8 +396,8 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"error: {e.filename or 'standard output'}: {e.strerror}; make room", file=sys.stderr)
-        sys.stdout = None  # what it still holds could not be written either
+        print(f"error: {e.filename or 'standard output'}: {e.strerror}; free space there", file=sys.stderr)
+        sys.stdout = None  # its buffer could not be flushed either
         sys.exit(2)
 
 

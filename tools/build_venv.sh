@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds .venv, or brings it up to date: called by the Makefile from the repository's root.
-# .venv/.complete is written last and holds what the environment was made from, so that a half-built one is never
-# taken for whole, and a copied or moved one is built anew (scripts in it hold absolute paths).
+# .venv/.complete is written last and records the inputs, so that an incomplete environment is never used, and a copied
+# or moved one is rebuilt (its scripts contain absolute paths).
 set -eu
 
 LOG=.venv/build.log

@@ -2,8 +2,8 @@
 
     python tools/draw_architecture.py > docs/architecture.svg
 
-A room stands above all that it imports. An arrow that follows from others is left out. A test compares the
-file with what this draws.
+A package is drawn above all that it imports. Transitive arrows are omitted. A test compares the file with the
+output of this script.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 #!/bin/sh
-# Runs everything that needs a Hopper GPU, part by part, and prints one table of what came of it.
+# Runs all checks that need a Hopper GPU, part by part, and prints one table of results.
 #
 #   tools/gpu_check.sh SITE_DIR [PART...]
 #
-# SITE_DIR: folder for the GPU packages; made and filled from the archives that are there, each of them once. Packages
-# that Python finds without it count as there. Give it again to go on where another call stopped: results are kept in
-# SITE_DIR/check, and without PARTs only those run that have none. A part whose packages have not come yet waits for a
-# call that brings them, and the table says which archives it needs.
+# SITE_DIR: folder for the GPU packages; created, and filled from the available archives, each once. Packages that Python
+# finds elsewhere count as installed. Give the same folder to resume an earlier call: results are kept in
+# SITE_DIR/check, and without PARTs only parts without a result run. A part whose packages are missing waits for a call
+# that brings them; the table lists the archives it needs.
 #
 # Variables:
 #   RPG_GPU_ARCHIVES      folder of the archives and smoke tests; else shared/gpu or ../shared/gpu of the repository
-#   RPG_GPU_EARLIER       the table of an earlier call, where its machine and SITE_DIR are gone: its results count as
-#                         this call's. Else gpu_check.txt in RPG_GPU_OUT or in the folder of the archives, if there
+#   RPG_GPU_EARLIER       the table of an earlier call whose machine and SITE_DIR are gone: its results count for this
+#                         call. Default: gpu_check.txt in RPG_GPU_OUT or in the folder of the archives, if it exists
 #   RPG_GPU_OUT           folder to which three files are copied as parts end: the table (gpu_check.txt), the ends of
 #                         failed parts' logs (gpu_check_failed.txt) and all logs and metrics (gpu_check.tar.gz)
-#   RPG_GPU_SECONDS       the call ends by itself after so many, 570: no part begins for which too little is left
-#   RPG_GPU_PART_SECONDS  no part takes longer, 420 (run_4b_*: 540)
-# When the first engine part fails with vLLM's model runner V2, it is tried once more with V1; if that passes, so do
-# the others. When cuda_ipc fails, runs bring their weights over process_group. The table says both.
-# Exit code: 0 all parts passed, 1 one failed or is missing, 2 wrong use, 77 no GPU.
+#   RPG_GPU_SECONDS       time limit of the call, 570: parts that need more than the rest are not started
+#   RPG_GPU_PART_SECONDS  time limit of a part, 420 (run_4b_*: 540)
+# If the first engine part fails with vLLM's model runner V2, it is retried with V1; if that passes, the other parts use
+# V1 too. If cuda_ipc fails, runs sync weights over process_group. The table says both.
+# Exit code: 0 all parts passed, 1 a part failed or is missing, 2 usage error, 77 no GPU.
 set -u
 
 BEGAN=$(date +%s)
@@ -26,9 +26,9 @@ ROOT=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 SECONDS_ALL=${RPG_GPU_SECONDS:-570}
 
-# name|packages that it needs|seconds that have to be left|number of the demand, and what it shows
-# In the order of their worth: does it load, does a colocated run turn, is the mismatch small, are the numbers right;
-# then speed. The seconds are guesses: nothing of it has run.
+# name|required packages|seconds that must be left|number of the requirement, and what the part shows
+# Ordered by importance: does it load, does a colocated run work, is the mismatch small, are the numbers right; then
+# speed. The seconds are guesses: no part has run yet.
 PARTS='site||20|1 what is unpacked can be imported
 smoke_te|te|60|1 Transformer Engine: BF16 and each FP8 recipe run
 cuda_ipc|te app|60|1 weights in GPU memory, read by another process
@@ -74,8 +74,8 @@ done
 
 has_gpu() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
-# One line a part: name, result, seconds; below it, where there is something to explain, one line that says why.
-# Results: passed, passed with runner V1, FAILED (code), TIMED OUT, skipped: why, not run. Another call reads it back.
+# One line per part: name, result, seconds; below it, if needed, one line with the reason.
+# Results: passed, passed with runner V1, FAILED (code), TIMED OUT, skipped: why, not run. A later call reads them.
 table() {
     [ -s "${RESULTS:-/nowhere}/on" ] && cat "$RESULTS/on"
     printf '%-15s %-22s %7s  %s\n' part result seconds shows
@@ -114,10 +114,10 @@ done
 export PYTHONPATH="$SITE:$ROOT" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
 export VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
-# The machine may have no network but the loopback, and no name that leads to it.
+# The machine may have only a loopback network, and a host name that does not resolve.
 export VLLM_HOST_IP=127.0.0.1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo
 
-# Each archive by a package that only it holds: in SITE_DIR, or wherever Python finds it.
+# Each archive is detected by a package that only it contains: in SITE_DIR, or wherever Python finds it.
 has() {
     case $1 in
         te) module=transformer_engine ;;
@@ -129,13 +129,13 @@ has() {
 }
 missing_for() { for package; do has "$package" || printf ' %s.tar.xz' "$package"; done; }
 
-# What a part waits for: archives, or a smoke test that comes beside them.
+# What a part waits for: archives, or a smoke test that is delivered with them.
 needs_of() {
     missing_for $(about "$1" 2)
     case $1 in smoke_*) [ -f "$RESULTS/$1.py" ] || printf ' %s.py' "$1" ;; esac
 }
 
-# Unpacks the archives that were not yet, and tells vLLM of our plug-in, which it finds by an installed package.
+# Unpacks new archives, and registers the plug-in for vLLM, which finds it through an installed package.
 unpack() {
     "$PYTHON" - "$ARCHIVES" "$SITE" "$ROOT" <<'PY'
 import pathlib, shutil, sys, tarfile, time, tomllib
@@ -149,7 +149,7 @@ for name in sorted(pathlib.Path(sys.argv[1]).iterdir()) if sys.argv[1] else []:
         tarfile.open(name).extractall(site, filter="data")
         done.touch()
         print(f"unpacked {name.name} in {time.monotonic() - began:.0f} s", flush=True)
-# Folders without an __init__.py: any package of that name, wherever it is installed, would be taken for ours.
+# Folders without an __init__.py: an installed package of that name would be imported instead of ours.
 for name in ("benchmarks", "tests"):
     (site / name).mkdir(exist_ok=True)
     (site / name / "__init__.py").write_text(f"__path__ = [{str(root / name)!r}]\n")
@@ -195,7 +195,7 @@ PY
 
 smoke() { (cd "$RESULTS" && "$PYTHON" "$1.py"); }
 
-# One engine a process: the memory of a second one that can sleep is refused while the first one's pool is there.
+# One engine per process: a second engine with sleep mode cannot allocate while the first one's pool exists.
 smoke_vllm() {
     for kind in None "'fp8'"; do
         sed "s/^for q in (None, 'fp8'):/for q in ($kind,):/" "$RESULTS/smoke_vllm.py" >"$RESULTS/smoke_vllm_one.py"
@@ -213,7 +213,7 @@ bench() {
     (cd "$ROOT" && "$PYTHON" -m "benchmarks.$module" "$@")
 }
 
-# How weights get into engines on the same GPU: not by CUDA IPC where that was seen to fail.
+# The transport for engines on the same GPU: not CUDA IPC if that part failed.
 transport() {
     case $(cat "$RESULTS/cuda_ipc" 2>/dev/null) in FAILED* | TIMED*) say process_group ;; *) say cuda_ipc ;; esac
 }
@@ -260,13 +260,13 @@ import importlib.util, sys
 print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name)])
 ' transformer_engine math_verify xgrammar vllm 2>/dev/null)
 
-# A part runs as this script once more, so that it can be timed out with all that it started.
+# A part runs in another process of this script, so that a timeout ends everything it started.
 if [ -n "${RPG_GPU_CHECK_PART:-}" ]; then
     part "$RPG_GPU_CHECK_PART"
     exit
 fi
 
-# Takes over the results of an earlier call's table, but for parts that have one here.
+# Reads the results of an earlier call's table, except for parts that have one here.
 read_earlier() {
     grep -q '^part  *result' "$1" || fail "$1 is no table of this script"
     [ -s "$RESULTS/on" ] || grep '^on: ' "$1" >"$RESULTS/on"
@@ -281,7 +281,7 @@ read_earlier() {
     done
 }
 
-# What a part that did not end in order may have left on the GPU goes when its processes do.
+# Memory that a failed part left on the GPU is freed when its processes end.
 wait_for_gpu() {
     for _ in 1 2 3 4 5 6 7 8 9 10; do
         used=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -i 0 2>/dev/null)
@@ -291,7 +291,7 @@ wait_for_gpu() {
     say "$used MiB of the GPU are still in use"
 }
 
-# Three files, for whoever has to carry them off the machine; the end of a log tells most.
+# Three files to copy off the machine; the end of a log is the most useful part.
 keep() {
     table >"$RESULTS/table.txt"
     [ -d "${RPG_GPU_OUT:-}" ] || return
@@ -309,14 +309,14 @@ keep() {
     [ -d "$RESULTS/kept" ] && (cd "$RESULTS/kept" && tar -czf "$RPG_GPU_OUT/gpu_check.tar.gz" .)
 }
 
-# One line: the last one of a log that names an error, else the last one.
+# The last line of a log that contains an error, else the last line.
 why() {
     line=$(grep -aE '([A-Za-z_]+(Error|Exception|Exit|Expired)|[Ee]rror|FAILED)[: ]' "$1" | tail -n 1)
     [ -n "$line" ] || line=$(grep -av '^ *$' "$1" | tail -n 1)
     say "$line" | tr -d '\r' | cut -c 1-200
 }
 
-# Runs a part and sets code, result and what its table says below it.
+# Runs a part; sets the code, the result, and the line below it in the table.
 run_part() {
     longest=${RPG_GPU_PART_SECONDS:-$(case $1 in run_4b_*) say 540 ;; *) say 420 ;; esac)}
     left=$((BEGAN + SECONDS_ALL - $(date +%s)))
@@ -369,7 +369,7 @@ for name; do
     began=$(date +%s)
     rm -f "$RESULTS/$name.log" "$RESULTS/$name.why"
     run_part "$name"
-    # Once only: what fails with both runners is not the runner's fault.
+    # Only once: if both runners fail, the runner is not the cause.
     case $result$(about "$name" 2) in
         FAILED*vllm)
             left=$((BEGAN + SECONDS_ALL - $(date +%s)))
@@ -377,7 +377,7 @@ for name; do
                 && [ "$left" -ge "$(about "$name" 3)" ]; then
                 first=$because
                 wait_for_gpu
-                say "== $name once more, with VLLM_USE_V2_MODEL_RUNNER=0"
+                say "== $name again, with VLLM_USE_V2_MODEL_RUNNER=0"
                 say "---- with model runner V1" >>"$RESULTS/$name.log"
                 export VLLM_USE_V2_MODEL_RUNNER=0
                 run_part "$name"

@@ -1,16 +1,16 @@
-"""A 64-bit checksum of a tensor that may be computed in parts, by anybody, over any partition.
+"""Additive 64-bit checksum of a tensor: partial sums over any partition add up to the sum of the whole.
 
     sum over elements (r, c) of  A(r) * B(c // w) * 2**(bits * (c % w)) * value(r, c)      modulo 2**64
 
 ``value`` is the element's bit pattern as an unsigned integer, ``w`` the number of elements in 8 bytes, A
-and B fixed tables of odd numbers. Three things follow:
+and B fixed tables of odd numbers. Properties:
 
-- It is additive: trainer shards and engine shards are summed apart, cut as each side likes, and compared.
-- A and B are odd, hence invertible: every change inside one 8-byte word is seen. They differ by position, so
-  swapped rows, columns or heads are seen too, which a plain sum or XOR does not.
-- Inside a word the weights are powers of two, so ``w`` neighbouring elements count together as the one 64-bit
-  word that they are in memory. A cut through a word, or a row that ends inside one, only means that the
-  missing elements count as zero: no rule about alignment, and aligned slices run at memory speed.
+- It is additive: trainer shards and engine shards may be cut differently and still be compared.
+- A and B are odd, hence invertible: every change inside one 8-byte word is detected. They differ by position,
+  so swapped rows, columns or heads are detected too, unlike with a plain sum or XOR.
+- Inside a word the weights are powers of two, so ``w`` neighbouring elements count as the 64-bit word that
+  they form in memory. Where a slice ends inside a word, the missing elements count as zero: slices need no
+  alignment, and aligned ones are summed at memory speed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 MODULUS = 1 << 64
 BLOCK_BYTES = 1 << 20
-"""Unaligned slices are copied into aligned blocks of about this size (fits a core's cache)."""
+"""Unaligned slices are copied into aligned blocks of about this size, which fits the cache of a core."""
 DEVICE_BLOCK_BYTES = 64 << 20
 """Temporary memory of the sums on a GPU."""
 
@@ -43,7 +43,7 @@ def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
 
 
 def checksums(slices: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> list[int]:
-    """``checksum`` of each slice. For those on a GPU the host waits once, at the end."""
+    """``checksum`` of each slice. The host waits once for all slices on a GPU."""
     sums = [_sum_slice(values, start) for values, start in slices]
     on_device = [x for x in sums if isinstance(x, torch.Tensor)]
     copied = iter(torch.stack(on_device).tolist() if on_device else [])
@@ -51,10 +51,10 @@ def checksums(slices: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> list[int]
 
 
 def _sum_slice(values: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor:
-    """One slice's checksum, not yet brought into 0 .. MODULUS - 1; on a GPU a scalar that is still there."""
+    """One slice's checksum, not yet reduced modulo MODULUS; for a slice on a GPU a scalar tensor there."""
     if values.dim() > 2 or values.dim() != len(start):
         raise ValueError(
-            f"checksum of {values.dim()} dimensions at {tuple(start)}: give a matrix or a vector"
+            f"checksum of {values.dim()} dimensions at {tuple(start)}: pass a matrix or a vector"
         )
     while values.dim() < 2:
         values, start = values[None], (0, *start)
@@ -97,14 +97,14 @@ def _weighted_sum(
 ) -> int | torch.Tensor:
     if words.device.type != "cpu":
         return _weighted_sum_on_device(words, row_weights, word_weights)
-    # einsum multiplies and adds in one pass without a temporary; numpy's integers wrap as the modulus wants.
+    # einsum multiplies and adds in one pass without a temporary; numpy's integers wrap modulo 2**64.
     return int(np.einsum("ij,j->i", words.numpy().view(np.uint64), word_weights).dot(row_weights))
 
 
 def _weighted_sum_on_device(
     words: torch.Tensor, row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
 ) -> torch.Tensor:
-    """The same with torch's signed integers, which wrap alike; some megabytes of temporaries at a time."""
+    """The same with torch's signed integers, which wrap equally; temporaries of ``DEVICE_BLOCK_BYTES``."""
     by_row, by_word = (_copy(w.view(np.int64), words.device) for w in (row_weights, word_weights))
     step = max(1, (DEVICE_BLOCK_BYTES // 8) // words.shape[1])
     sums = [
@@ -114,7 +114,7 @@ def _weighted_sum_on_device(
 
 
 def _copy(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """On the device; from pinned memory, or the host would wait until a GPU has done all that is queued."""
+    """Copy to the device, to a GPU from pinned memory: otherwise the host would wait for all queued work."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

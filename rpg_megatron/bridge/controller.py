@@ -1,12 +1,12 @@
-"""Controller side of the live bridge: take one engine from the weights it serves to a published version.
+"""Controller of a weight sync: drives one vLLM engine, over HTTP, to a published version of the weights.
 
     pause -> start -> check -> apply -> finish -> reset the prefix cache -> resume
 
-and, for an engine that sleeps, memory for the weights before, and that of the KV cache after *finish*.
+For a sleeping engine, memory for the weights is allocated first, and the KV cache after *finish*.
 
-Checksums are compared after *check* where memory is shared, and after *apply* where weights are sent. A
-failure up to *check* leaves the engine serving its old weights. A later one means that the engine may hold a
-mixture: it stays paused and must be restarted.
+Checksums are compared after *check* where memory is shared, and after *apply* where weights are sent. If
+*check* or an earlier call fails, the engine keeps serving its old weights. If a later call fails, the engine
+may hold a mixture of both: it stays paused and must be restarted.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 
 
 class SyncError(Exception):
-    """An engine did not take new weights."""
+    """The weights of an engine could not be updated."""
 
 
 class CheckFailed(SyncError):
-    """Refused before anything was changed: the engine serves its old weights, or still waits for some."""
+    """Refused before anything was changed: the engine serves its old weights, or still has none."""
 
 
 class EngineLost(SyncError):
-    """The engine cannot be trusted any more; restart it, then sync it."""
+    """The engine is in an unknown state; restart it, then sync it."""
 
 
 class ApplyFailed(EngineLost):
-    """Failed while weights were being changed: the engine is paused, with a mixture of old and new."""
+    """Failed while weights were being changed: the engine is paused with a mixture of old and new weights."""
 
 
 @dataclass
 class SyncReport:
-    """What a sync did and what it cost."""
+    """Result and cost of the sync of one engine."""
 
     version: int
     mode: str = ""
     """``slices``, or ``whole`` if some worker had to load whole tensors."""
     bytes_per_worker: tuple[int, ...] = ()
-    """Bytes that each worker brought into its model."""
+    """Bytes that each worker loaded into its model."""
     bytes_checked: tuple[int, ...] = ()
-    """Bytes that each worker read, beforehand, to check them; 0 where they are checked as they come."""
+    """Bytes that each worker read in *check*; 0 where checksums are computed while weights arrive."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by phase: pause, start, check, apply, finish, resume; and, of engines that sleep, wake and
-    wake KV cache."""
+    """Wall time by phase: pause, start, check, apply, finish, resume; also wake and wake KV cache.
+    """
     workers: tuple[dict[str, Any], ...] = ()
-    """The workers' own figures for *apply*."""
+    """Each worker's acknowledgement of *apply*, without checksums."""
 
     @property
     def total_seconds(self) -> float:
@@ -78,12 +78,12 @@ async def sync_engine(
 ) -> SyncReport:
     """Move one engine to a published version and let it serve again.
 
-    engine_tensor: number of the engine's workers. timeout: seconds for each call. Published files must stay
-    unchanged until this returns. asleep: the engine may have been put to sleep and have no weights: memory
-    for them is taken first, that of the KV cache when they are there, and nothing is served without them.
-    Raises CheckFailed (names tensor, rank and file; the engine goes on with its old weights), ApplyFailed or
-    EngineLost (restart the engine). Do not run two syncs of one engine at a time. If this is cancelled, the
-    engine stays paused, and the next sync finds its way from there.
+    engine_tensor: number of the engine's workers. timeout: seconds for each call. asleep: the engine may be
+    asleep and have no weights: memory for them is allocated first, the KV cache after they are loaded, and
+    nothing is served before. Published weights must not change until this returns.
+    Raises CheckFailed (names tensor, rank and file; the engine keeps its old weights), ApplyFailed or
+    EngineLost (restart the engine). Run one sync of an engine at a time. If this is cancelled, the engine
+    stays paused until the next sync.
     """
     session = uuid.uuid4().hex
     report = SyncReport(version)
@@ -102,7 +102,7 @@ async def sync_engine(
         with _clock(report, "pause"):
             await call("/pause?mode=keep")
         with _clock(report, "start"):
-            # A controller that died during a sync left it open; starting twice would make workers raise.
+            # A controller that died during a sync has left it open, and workers raise on a second start.
             aborted = _results(await call("/collective_rpc", {"method": "rpg_abort"}))
             await call("/start_weight_update")
     except _CallFailed as e:
@@ -118,16 +118,20 @@ async def sync_engine(
             problem = str(e)
     if problem is not None:
         if any(a.get("unsettled") for a in aborted):
-            raise ApplyFailed(f"an earlier update stopped half way, and this one was refused: {problem}")
+            raise ApplyFailed(
+                f"an earlier update was interrupted, and this one was refused: {problem}; restart the engine"
+            )
         try:
             await call("/collective_rpc", {"method": "rpg_abort"})
             if not asleep:
                 await call("/resume")
         except _CallFailed as e:
-            raise EngineLost(f"check failed ({problem}), and the engine did not resume: {e}") from None
+            raise EngineLost(
+                f"check failed ({problem}), and the engine did not resume: {e}; restart the engine"
+            ) from None
         if asleep:
             raise CheckFailed(f"version {version} refused, the engine waits: {problem}")
-        raise CheckFailed(f"version {version} refused, the old weights are served on: {problem}")
+        raise CheckFailed(f"version {version} refused, the engine keeps its old weights: {problem}")
 
     try:
         with _clock(report, "apply"):
@@ -138,7 +142,7 @@ async def sync_engine(
             if silent := [
                 a["rank"] for a, b in zip(checked, done, strict=True) if not (a["sums"] or b["sums"])
             ]:
-                raise _CallFailed(f"worker ranks {silent} do not say what they read")
+                raise _CallFailed(f"worker ranks {silent} reported no checksums")
         with _clock(report, "finish"):
             await call("/finish_weight_update")
         if asleep:
@@ -147,7 +151,7 @@ async def sync_engine(
         with _clock(report, "resume"):
             answer = await call("/reset_prefix_cache?reset_running_requests=true")
             if '"success":true' not in answer.replace(" ", ""):
-                raise _CallFailed(f"the prefix cache of the old weights could not be dropped: {answer[:200]}")
+                raise _CallFailed(f"the prefix cache could not be reset: {answer[:200]}")
             await call("/resume")
     except _CallFailed as e:
         raise ApplyFailed(f"version {version}: {e}; restart the engine") from None
@@ -159,10 +163,11 @@ async def sync_engine(
 
 
 def compare_checksums(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """What is wrong with the workers' reading, by HF tensor name; empty if all that was published was read.
+    """Compare the workers' checksums with the published ones; returns HF tensor name -> problem.
 
-    Workers partition some tensors and read others alike (norms, replicated key/value heads). Together they
-    read a tensor a whole number of times, k, and their partial sums must add up to k times the published one.
+    Workers partition some tensors and each read all of others (norms, replicated key/value heads). Together
+    they read a tensor k times, k a positive integer, and their partial checksums must add up to k times the
+    published one.
     """
     wrong: dict[str, str] = {}
     for name, tensor in manifest.tensors.items():
@@ -180,7 +185,7 @@ def compare_checksums(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> dic
 
 
 class _CallFailed(Exception):
-    """A call did not answer 200, or workers did not acknowledge."""
+    """A call was not answered with status 200, or workers did not acknowledge a phase."""
 
 
 class _Caller:
@@ -188,7 +193,7 @@ class _Caller:
         self.post, self.timeout = post, timeout
 
     async def __call__(self, path: str, body: Any | None = None) -> str:
-        """The answer's text. Raises _CallFailed for any other status and for every transport error."""
+        """The response text. Raises _CallFailed for any status but 200 and for every transport error."""
         try:
             status, text = await asyncio.wait_for(self.post(path, body, self.timeout), self.timeout + 5)
         except Exception as e:
@@ -212,9 +217,9 @@ class _clock:
 
 
 async def _acks(call: _Caller, session: str, phase: str, workers: int) -> list[dict[str, Any]]:
-    """Each worker's answer to a phase, in rank order. A missing one becomes a failed one.
+    """Each worker's acknowledgement of a phase, in rank order; a missing one counts as failed.
 
-    A call of its own, for the route that starts a phase passes no answers on.
+    This takes a separate call: ``/update_weights`` does not return the workers' results.
     """
     given = {int(a["rank"]): a for a in _results(await call("/collective_rpc", {"method": "rpg_ack"}))}
     missing = {"ok": False, "error": f"did not run {phase}"}
@@ -225,13 +230,13 @@ async def _acks(call: _Caller, session: str, phase: str, workers: int) -> list[d
 
 
 def _results(text: str) -> list[dict[str, Any]]:
-    """The workers' answers in that of a ``/collective_rpc``."""
+    """The workers' results in the response of ``/collective_rpc``."""
     try:
         results = json.loads(text)["results"]
         if not all("rank" in r for r in results):
             raise ValueError("an answer without a rank")
     except (ValueError, KeyError, TypeError) as e:
-        raise _CallFailed(f"the workers' answers cannot be read ({type(e).__name__}: {e})") from None
+        raise _CallFailed(f"cannot parse the workers' results ({type(e).__name__}: {e})") from None
     return list(results)
 
 
@@ -240,7 +245,7 @@ def _failures(acks: Sequence[dict[str, Any]]) -> str:
 
 
 async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | None:
-    """Why what the workers read is not what was published; None if it is, or if they read nothing yet."""
+    """How the weights that the workers read differ from the published ones, or None."""
     if not any(a["sums"] for a in acks):
         return None
     wrong = compare_checksums(manifest, acks)
@@ -254,15 +259,15 @@ async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | 
 
 
 def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:
-    """Say whose part of a tensor is damaged: by reading it once more here, where memory is shared."""
-    if manifest.transport != "shared_memory":  # a GPU's memory cannot be read again from here
+    """Where a tensor is damaged: the file, found by reading it again, or the trainer ranks read."""
+    if manifest.transport != "shared_memory":  # a GPU's memory cannot be read from this process
         ranks = {manifest.shards[b.shard].rank for b in manifest.tensors[name].boxes}
-        read = {int(a.get("givers", {}).get(str(rank), rank)) for a in acks for rank in ranks}
+        read = {int(a.get("ranks_read", {}).get(str(rank), rank)) for a in acks for rank in ranks}
         return f" (from trainer ranks {', '.join(map(str, sorted(read)))})"
     from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 
     path = Path(manifest.place["manifest"])
-    if not path.is_absolute():  # on several nodes it may be another one's memory
+    if not path.is_absolute():  # on several nodes the file may be on another one
         return ""
     reader = ShardReader(path.parent)
     try:
@@ -272,4 +277,8 @@ def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str
         return f" ({e})"
     finally:
         reader.close()
-    return f" (damaged: {', '.join(files)})" if files else " (the files are intact: the reading was not)"
+    return (
+        f" (damaged: {', '.join(files)})"
+        if files
+        else " (the files are intact; the workers read them wrongly)"
+    )

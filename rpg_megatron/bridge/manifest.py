@@ -1,7 +1,7 @@
-"""What a publication says of itself: which trainer rank holds which box of which HF tensor. No torch.
+"""The manifest of published weights: which trainer rank holds which box of which HF tensor. No torch.
 
-It travels as JSON: in a file next to the weight files where memory is shared, in the trainers' key-value
-store where it is not. It names files without a folder, so that a reader decides for itself where it looks.
+It is JSON: a file next to the weight files where memory is shared, otherwise a value in the trainers'
+key-value store. Files are named without a folder: the reader decides where it looks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from rpg_megatron.models.boxes import Box
 
 MANIFEST = "manifest.json"
 HEADER_BYTES = 64
-"""Start of each weight file; its first 8 bytes are the version, as a native signed integer."""
+"""Size of the header of each weight file; its first 8 bytes are the version, a native signed integer."""
 
 WRITING = -1
-"""Version word of a file whose weights are not, or no longer, to be read."""
+"""Version word of a file whose weights must not be read (not yet, or no longer)."""
 
 CHECKSUM_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A shard's values in the memory of a GPU; see ``cuda_ipc``."""
+    """One copy of a shard, in the memory of a GPU; see ``cuda_ipc``."""
 
     rank: int
-    """Trainer rank whose memory it is."""
+    """Trainer rank that owns the memory."""
     gpu: str
     """UUID of its GPU."""
     handle: str
@@ -37,19 +37,20 @@ class Copy:
 
 @dataclass(frozen=True)
 class Shard:
-    """One piece of a trainer rank's memory, or all that it sends."""
+    """A file or memory allocation of a trainer rank; with ``process_group``, everything that it sends."""
 
     rank: int
     """Trainer rank that holds it."""
     size: int
-    """In bytes; of a file, header included."""
+    """In bytes; for a file, header included."""
     file: str = ""
-    """Name of the file, where there is one."""
+    """Name of the file; empty if there is none."""
     copies: tuple[Copy, ...] = ()
-    """Where it is read on a GPU: the rank's own memory and that of the node's other replicas, by rank."""
+    """Only ``cuda_ipc``: copies on GPUs, the rank's own and those of the other replicas on its node, by rank.
+    """
 
     def __str__(self) -> str:
-        """For messages: whose it is, and which file."""
+        """File and trainer rank, for messages."""
         return f"{self.file} of trainer rank {self.rank}" if self.file else f"trainer rank {self.rank}"
 
 
@@ -60,7 +61,8 @@ class PublishedBox:
     shard: int
     """Index into ``Manifest.shards``."""
     offset: int
-    """Byte of the shard at which the whole parameter (not the box) begins; 0 where parameters are sent."""
+    """Byte offset of the whole parameter (not of the box) in the shard; 0 with transport ``process_group``.
+    """
     param_shape: tuple[int, ...]
     local: Box
     """The box within the parameter."""
@@ -79,7 +81,7 @@ class PublishedTensor:
 
     @property
     def checksum(self) -> int:
-        """Of the whole tensor: checksums of a partition add up."""
+        """Of the whole tensor: the sum of its boxes' checksums, modulo 2**64."""
         return sum(b.checksum for b in self.boxes) % CHECKSUM_MODULUS
 
 
@@ -90,13 +92,13 @@ class Manifest:
     transport: str
     """``shared_memory``, ``cuda_ipc`` or ``process_group``."""
     place: dict[str, Any]
-    """What a reader needs to find it; see the transport."""
+    """What a reader needs to find the weights; depends on the transport."""
     version: int
     shards: tuple[Shard, ...]
     tensors: dict[str, PublishedTensor]
 
     def to_json(self) -> str:
-        """For ``read_manifest``; ``place`` is not in it, since who reads it has found it."""
+        """JSON for ``parse_manifest``, without ``place``, which the reader knows already."""
         tensors = {
             name: {
                 "dtype": t.dtype,
@@ -127,7 +129,7 @@ class Manifest:
 
 
 def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
-    """The manifest that ``to_json`` wrote. Raises ValueError if it is none."""
+    """The manifest that ``to_json`` wrote. Raises ValueError if ``text`` is not a manifest."""
     try:
         raw: dict[str, Any] = json.loads(text)
         shards = tuple(
@@ -149,7 +151,7 @@ def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file. Raises OSError if it is missing, ValueError if it is none."""
+    """The manifest in a file. Raises OSError if the file is missing, ValueError if it is not a manifest."""
     return parse_manifest(path.read_text(encoding="utf-8"), {"manifest": str(path)})
 
 

@@ -1,41 +1,52 @@
-"""Trainer side of the live bridge, whatever carries the weights."""
+"""Publishes Megatron weights for vLLM: the transports' common interface, and the plan that the ranks share.
+
+Publishing copies no weights by itself. The ranks agree once on a ``PublishPlan``, which says which rank sends
+which slice of which Hugging Face tensor. Each ``publish`` then computes the checksums and writes a
+``Manifest``, from which the engine workers find the slices that they read.
+"""
 
 from __future__ import annotations
 
-import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.config.cluster import ADDRESS_VARIABLE
-from rpg_megatron.config.rollout import BridgeSettings
+from rpg_megatron.bridge.checksum import checksums
+from rpg_megatron.bridge.manifest import Manifest, PublishedBox, PublishedTensor, Shard
+from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
+from rpg_megatron.system.collectives import gather_objects, run_together
+from rpg_megatron.system.dtypes import dtype_name
+
+Sums = dict[tuple[str, int], int]
+"""Checksums of one rank's slices, by (HF tensor name, index in ``PublishPlan.owners`` of that tensor)."""
 
 
 class Publisher(Protocol):
-    """This rank's share in publishing weights; every rank calls every method in the same order."""
+    """Trainer side of a transport, one on each rank. Every rank calls every method in the same order."""
 
     def publish(self, version: int) -> Manifest | None:
-        """Let engines read the present weights; returns the manifest on rank 0, else None."""
+        """Let engines read the current weights as ``version``; returns the manifest on rank 0, else None."""
         ...
 
     def retract(self) -> None:
-        """End that: from here on the weights may change."""
+        """Stop that: from here on the weights may change."""
         ...
 
     def close(self) -> None:
-        """Let go of memory and connections."""
+        """Release memory and connections."""
         ...
 
 
 @contextmanager
 def published(publisher: Publisher, version: int) -> Iterator[Manifest | None]:
-    """Within the block engines may read the weights, which must not change; the manifest on rank 0."""
+    """Publish during a block, in which the weights must not change; yields the manifest on rank 0."""
     manifest = publisher.publish(version)
     try:
         yield manifest
@@ -43,40 +54,106 @@ def published(publisher: Publisher, version: int) -> Iterator[Manifest | None]:
         publisher.retract()
 
 
-def open_publisher(
-    settings: BridgeSettings,
-    folder: Path,
-    placement: RankCoordinates,
-    params: Mapping[str, torch.Tensor],
-    layout: ModelMapping,
-    dtype: torch.dtype,
-    *,
-    adopt: bool,
-    colocated: bool = False,
-) -> Publisher:
-    """The publisher of the configured transport; see ``SharedMemoryPublisher``, ``CudaIpcPublisher``,
-    ``GroupPublisher``.
+@dataclass(frozen=True)
+class PublishPlan:
+    """Which rank sends which slice. Equal, except for ``rank``, on all ranks that share the plan."""
 
-    folder: RPG_BRIDGE_DIR of this node's engines. adopt: whether parameters may be moved into shared memory
-    for good. colocated: engines are on the trainers' devices, on every node.
-    """
-    if settings.transport == "process_group":
-        from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+    rank: int
+    owners: dict[str, list[SliceOwner]]
+    """HF tensor name -> the slices that make up the tensor, each with the rank that sends it."""
+    shapes: dict[tuple[int, str], tuple[int, ...]]
+    """(rank, Megatron name) -> shape of the parameter on that rank."""
+    replicas: dict[int, tuple[int, ...]]
+    """Sending rank -> all ranks that hold the same parameters, itself included."""
+    lead: int
+    """The lowest of the ranks that share the plan; it writes the manifest."""
+    alone: bool
+    """Whether all ranks of the run share the plan (False: each node has a plan of its own)."""
 
-        return GroupPublisher(
-            settings.address or os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
-            placement,
-            params,
-            layout,
-            dtype,
-            timeout=settings.timeout,
-            bucket_bytes=settings.bucket_mib * 1024**2,
-            colocated_in=folder if colocated else None,
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that send at least one slice, ascending."""
+        return sorted({s.rank for owners in self.owners.values() for s in owners})
+
+    def slices_of(self, rank: int) -> list[tuple[str, int, str, Piece]]:
+        """What a rank sends: (HF tensor name, index in ``owners`` of that tensor, Megatron name, slice)."""
+        return [
+            (name, i, s.param, s.piece)
+            for name, owners in self.owners.items()
+            for i, s in enumerate(owners)
+            if s.rank == rank
+        ]
+
+    def sum_boxes(self, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Sums:
+        """Checksums of this rank's slices after a cast to ``dtype``."""
+        mine = self.slices_of(self.rank)
+        sums = checksums(
+            (params[param].detach()[piece.local.slices()].to(dtype), piece.hf.start)
+            for _, _, param, piece in mine
         )
-    if settings.transport == "cuda_ipc":
-        from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
+        return {(name, i): number for (name, i, _, _), number in zip(mine, sums, strict=True)}
 
-        return CudaIpcPublisher(folder, placement, params, layout, dtype)
-    from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 
-    return SharedMemoryPublisher(folder, placement, params, layout, dtype, adopt=adopt)
+def make_publish_plan(
+    coordinates: RankCoordinates, params: Mapping[str, torch.Tensor], mapping: ModelMapping, node: str = ""
+) -> PublishPlan:
+    """Tell all ranks which parameters this one holds, and choose who sends what. Collective over all ranks.
+
+    params: parameters by Megatron name, layers numbered through the whole model. node: ranks that pass the
+    same string share a plan, so that the engines of a node read from ranks of that node.
+    Raises MappingError, on every rank, if the ranks that share a plan do not hold the whole model.
+    """
+    shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
+    gathered = gather_objects((shards, node))
+    peers = [s for s, where in gathered if where == node]
+    owners = run_together(lambda: assign_owners(mapping, peers))
+    replicas: dict[tuple[int, int], list[int]] = {}
+    for c in (s.coordinates for s in peers):
+        replicas.setdefault((c.pipeline_rank, c.tensor_rank), []).append(c.rank)
+    return PublishPlan(
+        coordinates.rank,
+        owners,
+        {(s.coordinates.rank, n): shape for s in peers for n, shape in s.params},
+        {min(ranks): tuple(sorted(ranks)) for ranks in replicas.values()},
+        min(s.coordinates.rank for s in peers),
+        len(peers) == len(gathered),
+    )
+
+
+def node_name(folder: Path) -> str:
+    """Identifies the node whose processes share a folder; the host name alone may not be unique."""
+    return f"{socket.gethostname()}:{folder}"
+
+
+def build_manifest(
+    plan: PublishPlan,
+    mapping: ModelMapping,
+    dtype: torch.dtype,
+    shards: tuple[Shard, ...],
+    where: Mapping[tuple[int, str], tuple[int, int]],
+    sums: Mapping[int, Sums],
+    **found_by: Any,
+) -> Manifest:
+    """The manifest of one published version.
+
+    where: (rank, Megatron name) -> (index into ``shards``, byte offset of the parameter in that shard).
+    sums: rank -> its ``sum_boxes``. found_by: the manifest's ``transport``, ``place`` and ``version``.
+    """
+    tensors = {
+        name: PublishedTensor(
+            dtype_name(dtype),
+            shape,
+            tuple(
+                PublishedBox(
+                    *where[s.rank, s.param],
+                    plan.shapes[s.rank, s.param],
+                    s.piece.local,
+                    s.piece.hf,
+                    sums[s.rank][name, i],
+                )
+                for i, s in enumerate(plan.owners[name])
+            ),
+        )
+        for name, shape in mapping.hf_tensors().items()
+    }
+    return Manifest(shards=shards, tensors=tensors, **found_by)

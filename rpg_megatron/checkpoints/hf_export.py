@@ -1,8 +1,8 @@
-"""Megatron parameters -> a sharded Hugging Face checkpoint, without a full model on any rank.
+"""Export to Hugging Face: writes Megatron parameters as a sharded safetensors checkpoint.
 
-Consecutive HF tensors form files of a bounded size. File number s is assembled by rank s modulo the world
-size from the pieces that their owners send it, one tensor at a time, so a rank's extra memory is one
-file.
+No rank holds the full model. Consecutive HF tensors form files of bounded size. File s is assembled by rank s
+modulo the world size from slices that their owners send, one tensor at a time, so a rank needs extra memory
+for one file.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from safetensors.torch import save_file
 from rpg_megatron.checkpoints.hf_files import COPIED, INDEX, SINGLE
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_sources
+from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, dtype_name
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What every rank computes alike: the files, and for each tensor who sends which piece."""
+    """Files and, for each tensor, which rank sends which slice; the same on every rank."""
 
     shards: list[list[str]]
-    sources: dict[str, list[SliceOwner]]
+    owners: dict[str, list[SliceOwner]]
     shapes: dict[str, tuple[int, ...]]
 
 
@@ -42,8 +42,8 @@ def export_hf(
     out_dir: Path,
     source_dir: Path,
     params: Mapping[str, torch.Tensor],
-    layout: ModelMapping,
-    placement: RankCoordinates,
+    mapping: ModelMapping,
+    coordinates: RankCoordinates,
     *,
     dtype: torch.dtype,
     max_shard_bytes: int = 5 * 1024**3,
@@ -51,24 +51,23 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face checkpoint in ``out_dir``. Collective over the default process group.
 
-    params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to
-    ``dtype`` (float32, bfloat16 or float16). Configuration and tokenizer come from ``source_dir``.
-    Without an initialised process group the caller holds the whole model.
-    The folder appears under its name only when it is complete; a killed export leaves
-    ``.NAME.incomplete``, which the next one removes. ``replace`` allows an existing ``out_dir`` to be
-    replaced.
-    Raises UserError on every rank if ``out_dir`` exists or cannot be written, LayoutError if tensors are
+    params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to ``dtype``
+    (float32, bfloat16 or float16). Configuration and tokenizer are copied from ``source_dir``. Without an
+    initialised process group, the caller must hold the whole model. The folder gets its name only when it is
+    complete; a killed export leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace
+    an existing ``out_dir``.
+    Raises UserError on every rank if ``out_dir`` exists or cannot be written, MappingError if tensors are
     incomplete.
     """
     if dtype_name(dtype) not in WEIGHT_DTYPES:
-        raise UserError(f"export dtype {dtype_name(dtype)} is not one of {', '.join(WEIGHT_DTYPES)}")
+        raise UserError(f"export dtype {dtype_name(dtype)} is not supported; use {', '.join(WEIGHT_DTYPES)}")
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     part = out_dir.parent / f".{out_dir.name}.incomplete"
-    holding = RankShards(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    holdings = gather_objects(holding)
-    shapes = layout.hf_tensors()
+    held = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
+    gathered = gather_objects(held)
+    shapes = mapping.hf_tensors()
     sizes = {n: math.prod(s) * dtype.itemsize for n, s in shapes.items()}
-    plan = _Plan(group_shards(sizes, max_shard_bytes), assign_sources(layout, holdings), shapes)
+    plan = _Plan(group_shards(sizes, max_shard_bytes), assign_owners(mapping, gathered), shapes)
     names = _file_names(len(plan.shards))
 
     run_together(lambda: _prepare(out_dir, part, replace) if rank == 0 else None)
@@ -81,7 +80,7 @@ def export_hf(
                 save_file(tensors, part / names[mine], metadata={"format": "pt"})
 
         run_together(write)
-        del tensors, write  # or the next round would be assembled while this one's file is still held
+        del tensors, write  # free this round's file before the next one is assembled
     run_together(
         lambda: _finish(out_dir, part, source_dir, plan, sizes, dtype, replace) if rank == 0 else None
     )
@@ -90,10 +89,10 @@ def export_hf(
 def _assemble_round(
     plan: _Plan, first: int, world: int, rank: int, params: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Exchange the pieces of the next ``world`` files; returns this rank's file, as tensors on the CPU."""
+    """Exchange the slices of the next ``world`` files; returns this rank's file as CPU tensors."""
     shards = plan.shards[first : first + world]
     out: dict[str, torch.Tensor] = {}
-    # Lock step, one tensor per file: no rank ever has more than one tensor's pieces under way.
+    # In lock step, one tensor per file: a rank has the slices of one tensor in flight at most.
     for i in range(max(len(s) for s in shards)):
         ops: list[Any] = []
         landing: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -103,19 +102,19 @@ def _assemble_round(
             name = shard[i]
             if assembler == rank:
                 out[name] = torch.empty(plan.shapes[name], dtype=dtype)
-            for tag, source in enumerate(plan.sources[name]):
-                if rank not in (assembler, source.rank):
+            for tag, owner in enumerate(plan.owners[name]):
+                if rank not in (assembler, owner.rank):
                     continue
-                piece = source.piece
-                if source.rank == rank:
-                    values = params[source.param].detach()[piece.local.slices()].to(dtype)
+                piece = owner.piece
+                if owner.rank == rank:
+                    values = params[owner.param].detach()[piece.local.slices()].to(dtype)
                     if assembler == rank:
                         out[name][piece.hf.slices()].copy_(values)
                     else:
                         ops.append(dist.P2POp(dist.isend, values.contiguous(), assembler, tag=tag))
                 else:
                     buffer = torch.empty(piece.hf.extent, dtype=dtype, device=_device(params))
-                    ops.append(dist.P2POp(dist.irecv, buffer, source.rank, tag=tag))
+                    ops.append(dist.P2POp(dist.irecv, buffer, owner.rank, tag=tag))
                     landing.append((out[name][piece.hf.slices()], buffer))
         if ops:
             for work in dist.batch_isend_irecv(ops):
@@ -139,7 +138,7 @@ def _prepare(out_dir: Path, part: Path, replace: bool) -> None:
     if out_dir.exists() and not replace:
         raise UserError(f"{out_dir}: exists already; choose another folder or remove it")
     if part.exists():
-        shutil.rmtree(part)  # ours, by its name: left by an export that was killed
+        shutil.rmtree(part)  # left by an export that was killed
     part.mkdir(parents=True)
 
 
@@ -152,7 +151,7 @@ def _finish(
     dtype: torch.dtype,
     replace: bool,
 ) -> None:
-    """Index, configuration and tokenizer, then the rename that makes the checkpoint appear."""
+    """Write index, configuration and tokenizer, then rename the folder to its final name."""
     names = _file_names(len(plan.shards))
     if len(names) > 1:
         index = {
@@ -165,11 +164,11 @@ def _finish(
             if file.name not in (INDEX, "config.json"):
                 shutil.copyfile(file, part / file.name)
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
-    # transformers renamed the key; readers of either age must find the truth.
+    # transformers renamed the key; set whichever is there.
     for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
         config[key] = dtype_name(dtype)
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    mode = (part / "config.json").stat().st_mode  # as the user's umask has it; safetensors shuts everyone out
+    mode = (part / "config.json").stat().st_mode  # mode by the user's umask; safetensors writes 0600
     for file in part.iterdir():
         file.chmod(mode)
         with file.open("rb") as f:
@@ -185,7 +184,7 @@ def _finish(
 
 
 def group_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Cut the tensors, in order, into files of at most ``max_bytes``; a larger tensor has its own."""
+    """Group tensors, in order, into files of at most ``max_bytes``; a larger tensor gets its own file."""
     groups: list[list[str]] = []
     used = 0
     for name, size in sizes.items():

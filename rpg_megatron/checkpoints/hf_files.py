@@ -1,6 +1,6 @@
-"""What lies in a Hugging Face checkpoint's safetensors files, read from their headers alone.
+"""Inspects a Hugging Face checkpoint by the headers of its safetensors files.
 
-No torch and no safetensors: the preflight runs this on a login node before a job is queued for hours.
+Needs neither torch nor safetensors: preflight runs it on a login node before a job is queued.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-"""What belongs to a checkpoint besides its weights: configuration, tokenizer, chat template."""
+"""Files of a checkpoint besides its weights: configuration, tokenizer, chat template."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit; a larger number means that this is not a safetensors file."""
+"""Limit of the safetensors format; a larger number means another format."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: its file, element type as in the header (F32, BF16, F16, ...) and shape."""
+    """One tensor of a checkpoint: file, dtype as in the header (F32, BF16, F16, ...) and shape."""
 
     file: Path
     dtype: str
@@ -39,10 +39,9 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Names, types and shapes in one safetensors file, after checking its size against its header.
+    """Name -> tensor of one safetensors file, after a check of the file's size against its header.
 
-    Raises UserError if the file is missing, truncated, longer than its header says, or not safetensors at
-    all.
+    Raises UserError if the file is missing, truncated, longer than its header says, or not safetensors.
     """
     try:
         size = file.stat().st_size
@@ -50,7 +49,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             prefix = f.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise _corrupt(file, f"{size} bytes cannot hold the header it announces")
+                raise _corrupt(file, f"{size} bytes are fewer than its header")
             raw: dict[str, Any] = json.loads(f.read(length))
         raw.pop("__metadata__", None)
         tensors = {n: StoredTensor(file, str(t["dtype"]), tuple(t["shape"])) for n, t in raw.items()}
@@ -58,21 +57,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             begin, end = t["data_offsets"]
             dtype = SAFETENSORS.get(tensors[name].dtype)
             if dtype and end - begin != ITEM_BYTES[dtype] * math.prod(tensors[name].shape):
-                raise _corrupt(file, f"{name} has {end - begin} bytes, which is not its shape's size")
+                raise _corrupt(file, f"{name} has {end - begin} bytes, which does not match its shape")
         expected = 8 + length + max((t["data_offsets"][1] for t in raw.values()), default=0)
     except OSError as e:
         raise UserError(f"{file}: cannot be read ({e.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise _corrupt(file, f"its header is not readable ({type(e).__name__}: {e})") from None
+        raise _corrupt(file, f"its header cannot be parsed ({type(e).__name__}: {e})") from None
     if size != expected:
-        raise _corrupt(file, f"{size} bytes on disk, {expected} by its header")
+        raise _corrupt(file, f"{size} bytes on disk, {expected} according to its header")
     return tensors
 
 
 def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, one file or several with an index.
+    """Every tensor of a checkpoint, in one file or in several with an index.
 
-    Raises UserError if there is none, or if a file that the index names is missing or corrupt.
+    Raises UserError if there is no checkpoint, or if a file that the index names is missing or corrupt.
     """
     single, index = model_dir / SINGLE, model_dir / INDEX
     if not index.exists():
@@ -85,7 +84,7 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise _corrupt(index, f"it is no index ({type(e).__name__}: {e})") from None
+        raise _corrupt(index, f"not a valid index ({type(e).__name__}: {e})") from None
     files, damage = {}, []
     for name in names:
         try:
@@ -96,23 +95,26 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
         raise UserError("\n  ".join(damage))
     lost = [f"{name} (not in {file})" for name, file in weight_map.items() if name not in files[file]]
     if lost:
-        raise UserError(f"{index}: names tensors that their files do not hold: {_some(lost)}")
+        raise UserError(
+            f"{index}: lists tensors missing in their files: {_some(lost)}; copy the checkpoint again"
+        )
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
 def verify_hf_checkpoint(
-    model_dir: Path, layout: ModelMapping, *, one_dtype: bool = False
+    model_dir: Path, mapping: ModelMapping, *, one_dtype: bool = False
 ) -> dict[str, StoredTensor]:
-    """Check that a checkpoint holds exactly the tensors of the layout; returns where each of them lies.
+    """Check that a checkpoint holds exactly the tensors of the mapping; returns tensor name ->
+    ``StoredTensor``.
 
-    A ``lm_head.weight`` next to tied embeddings is ignored, as transformers ignores it. ``one_dtype``: all
-    tensors must be of one type, for uses that keep it.
-    Raises one UserError that lists every missing, unexpected and wrong-shaped tensor, or the corrupt files.
+    A ``lm_head.weight`` with tied embeddings is ignored, as in transformers. ``one_dtype``: all tensors must
+    have the same dtype.
+    Raises one UserError that lists every missing, unexpected and wrongly shaped tensor, or the corrupt files.
     """
     stored = list_checkpoint(model_dir)
-    if layout.shape.tied_embeddings:
+    if mapping.shape.tied_embeddings:
         stored.pop("lm_head.weight", None)
-    wanted = layout.hf_tensors()
+    wanted = mapping.hf_tensors()
     problems = []
     if missing := [n for n in wanted if n not in stored]:
         problems.append(f"missing: {_some(missing)}")
@@ -128,17 +130,17 @@ def verify_hf_checkpoint(
         f"{n} is {stored[n].dtype}" for n in wanted if n in stored and stored[n].dtype not in SAFETENSORS
     ]:
         problems.append(
-            f"not {', '.join(SAFETENSORS)}, so quantised; convert the checkpoint first: {_some(types)}"
+            f"quantised (not {', '.join(SAFETENSORS)}); convert the checkpoint first: {_some(types)}"
         )
     counts = Counter(t.dtype for t in stored.values())
     if one_dtype and not types and len(counts) > 1:
         ((usual, count),) = counts.most_common(1)
         others = [f"{n} is {t.dtype}" for n, t in stored.items() if t.dtype != usual]
-        problems.append(f"not {usual}, as {count} tensors are; save the model in one type: {_some(others)}")
+        problems.append(f"not {usual}, as {count} tensors are; save it with one dtype: {_some(others)}")
     if problems:
         raise UserError(
-            f"{model_dir}: the weights do not fit its config.json ({layout.shape.family}, "
-            f"{layout.shape.num_layers} layers)\n  " + "\n  ".join(problems)
+            f"{model_dir}: the weights do not match its config.json ({mapping.shape.family}, "
+            f"{mapping.shape.num_layers} layers)\n  " + "\n  ".join(problems)
         )
     return stored
 
@@ -148,7 +150,7 @@ def _corrupt(file: Path, why: str) -> UserError:
 
 
 def _some(items: Iterable[str]) -> str:
-    """All the items, but a whole model's worth of them shortened to what a terminal can show."""
+    """The first 40 items, and how many more there are."""
     listed = list(items)
     rest = f" and {len(listed) - 40} more" if len(listed) > 40 else ""
     return ", ".join(listed[:40]) + rest

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint -> this rank's Megatron parameters, reading no more than the rank's own slices."""
+"""Import from Hugging Face: loads a checkpoint into a rank's Megatron parameters, reading only its slices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from rpg_megatron.checkpoints.hf_files import StoredTensor, verify_hf_checkpoint
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.models.boxes import LayoutError, Piece, check_cover
+from rpg_megatron.models.boxes import MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
@@ -23,7 +23,7 @@ __all__ = ["load_hf_weights", "verify_hf_checkpoint"]
 def load_hf_weights(
     model_dir: Path,
     params: Iterable[tuple[str, torch.Tensor]],
-    layout: ModelMapping,
+    mapping: ModelMapping,
     *,
     tensor: int,
     tensor_rank: int,
@@ -31,26 +31,26 @@ def load_hf_weights(
 ) -> int:
     """Fill parameters in place from a checkpoint; returns the bytes read from its files.
 
-    params: (name, tensor) as from ``Policy.named_parameters()``, any device and floating-point dtype;
-    values are cast. Vocabulary padding rows become zero. Not a collective: every rank reads its slices by
-    itself, and nobody holds more than one slice at a time next to its parameters.
-    Raises UserError if the checkpoint does not fit the model (see ``verify_hf_checkpoint``) or cannot be
-    read, LayoutError if a parameter has a name or shape that the layout does not expect.
+    params: (name, tensor) as from ``Policy.named_parameters()``, on any device, with any floating-point
+    dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. Vocabulary padding rows become
+    zero. Not collective. Extra memory is one slice at a time.
+    Raises UserError if the checkpoint does not match the model (see ``verify_hf_checkpoint``) or cannot be
+    read, MappingError if a parameter's name is unknown or its shape is wrong.
     """
-    stored = verify_hf_checkpoint(model_dir, layout)
+    stored = verify_hf_checkpoint(model_dir, mapping)
     bytes_read = 0
     for name, param in params:
-        # Files are mapped, and pages that were read count as this process's memory until they are closed: so
-        # they are opened anew for each parameter. Columns alone touch the pages of all their tensor.
+        # Files are memory-mapped, and pages count as this process's memory until the file is closed, so files
+        # are reopened for each parameter. Reading some columns touches the pages of the whole tensor.
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
-            expected = layout.local_shape(name, tensor=tensor, vocab_multiple=vocab_multiple)
+            expected = mapping.local_shape(name, tensor=tensor, vocab_multiple=vocab_multiple)
             if tuple(param.shape) != expected:
-                raise LayoutError(
-                    f"tensor rank {tensor_rank}: {name} has shape {tuple(param.shape)}, the checkpoint's "
-                    f"config.json makes it {expected}; the model was built with other sizes"
+                raise MappingError(
+                    f"tensor rank {tensor_rank}: {name} has shape {tuple(param.shape)}, but {expected} by "
+                    "the checkpoint's config.json; build the model from that file"
                 )
-            pieces = layout.pieces(
+            pieces = mapping.pieces(
                 name,
                 tensor=tensor,
                 tensor_rank=tensor_rank,
@@ -59,18 +59,18 @@ def load_hf_weights(
             if sum(p.local.numel for p in pieces) == param.numel():
                 check_cover(name, expected, [p.local for p in pieces])
             else:
-                param.zero_()  # vocabulary padding: rows that no piece fills
+                param.zero_()  # vocabulary padding: rows that no slice fills
             for piece in pieces:
                 if piece.hf_name not in stored:
-                    raise LayoutError(
+                    raise MappingError(
                         f"{name} maps to {piece.hf_name}, which the model does not have; "
                         "are the layers numbered through the whole model?"
                     )
-                source = stored[piece.hf_name]
-                if source.file not in handles:
-                    handles[source.file] = stack.enter_context(_open(source.file))
-                param[piece.local.slices()].copy_(_read(handles[source.file], piece, source))
-                bytes_read += piece.hf.numel * ITEM_BYTES[SAFETENSORS[source.dtype]]
+                in_file = stored[piece.hf_name]
+                if in_file.file not in handles:
+                    handles[in_file.file] = stack.enter_context(_open(in_file.file))
+                param[piece.local.slices()].copy_(_read(handles[in_file.file], piece, in_file))
+                bytes_read += piece.hf.numel * ITEM_BYTES[SAFETENSORS[in_file.dtype]]
     return bytes_read
 
 
@@ -81,10 +81,12 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: cannot be opened ({e}); copy the file again") from None
 
 
-def _read(handle: Any, piece: Piece, source: StoredTensor) -> torch.Tensor:
-    """One box of an HF tensor, in the file's dtype."""
+def _read(handle: Any, piece: Piece, in_file: StoredTensor) -> torch.Tensor:
+    """One slice of an HF tensor, in the file's dtype."""
     try:
         values: torch.Tensor = handle.get_slice(piece.hf_name)[piece.hf.slices()]
     except (SafetensorError, OSError) as e:
-        raise UserError(f"{source.file}: {piece.hf_name} cannot be read ({e}); copy the file again") from None
+        raise UserError(
+            f"{in_file.file}: {piece.hf_name} cannot be read ({e}); copy the file again"
+        ) from None
     return values

@@ -1,9 +1,8 @@
-"""Weights to and from Megatron-Core's distributed checkpoints (torch_dist), which load in any layout.
+"""Saves and loads Megatron-Core distributed checkpoints (torch_dist), in any parallel layout.
 
-What is written is what ``GPTModel.sharded_state_dict`` describes, under Megatron-LM's keys: a checkpoint
-holds whole tensors, each rank writes its parts, and a rank of another layout reads those parts that make up
-its own. Optimizer state travels in the same dictionary, in Megatron's fully reshardable form: with the keys
-and shapes of the weights that it belongs to.
+Keys are those of ``GPTModel.sharded_state_dict``, as in Megatron-LM: a checkpoint holds full tensors, of
+which each rank writes and reads its own slices. Optimizer state is in the same dictionary in Megatron's fully
+reshardable format, with the keys and shapes of the weights.
 """
 
 from __future__ import annotations
@@ -41,20 +40,21 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.collectives import barrier, default_group_on_host, gather_objects, gather_on_first
 
 CONTENT = {
-    # Layers under keys of their own: Megatron is about to drop the other way, one tensor over all layers.
+    # A key for each layer: Megatron will drop the alternative, one tensor over all layers.
     "non_homogeneous_layers": True,
     "singleton_local_shards": False,
     # The default cannot be saved at all; this one can be read in any layout.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-"""How keys are formed. Megatron keeps it in the checkpoint, and readers form theirs alike."""
+"""How keys are formed. Megatron stores it in the checkpoint, for readers to form the same keys."""
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's, which also says what it has planned: its own way to end a save is no use to us.
+    """Megatron's strategy, with access to its plan, so that we can end a save ourselves.
 
-    If rank 0 cannot write the index, that raises there and leaves the other ranks in a broadcast.
+    In Megatron's own way, if rank 0 cannot write the index, it raises and the other ranks hang in a
+    broadcast.
     """
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, async_strategy: str) -> Any:
@@ -64,32 +64,33 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 @dataclass
 class PlannedSave:
-    """This rank's part of a save: who writes what is agreed upon, nothing is written."""
+    """This rank's part of a save that is planned, but not written yet."""
 
     folder: Path
     files: list[str]
-    """Names of those that this rank writes; none or one."""
+    """Names of the files that this rank writes: none or one."""
     _strategy: _Strategy
 
     def write(self) -> list[Any]:
-        """Write them, through to the disk; returns Megatron's description of them. Not collective.
+        """Write and fsync the files; returns Megatron's description of them. Not collective.
 
-        Any thread may do it. Raises what went wrong, an OSError mostly.
+        May be called from any thread.
+        Raises the writer's exception, mostly an OSError.
         """
         writer, found = self._strategy.writer, []
         for bucket in writer.write_buckets:
-            # Megatron keeps Python's garbage collector off meanwhile, in the whole process.
+            # During this, Megatron disables Python's garbage collector in the whole process.
             _, result = writer.write_preloaded_data(
                 [writer.transforms], 0, bucket, None, None, use_fsync=True
             )
             if isinstance(result, BaseException):
                 raise result
             found += result
-        writer.write_buckets = []  # the staged copies can go
+        writer.write_buckets = []  # frees the staged copies
         return found
 
     def finish(self, everyone: list[list[Any]]) -> None:
-        """Write the index, from what ``write`` returned on every rank. On rank 0, when all have written."""
+        """Write the index, from the results of ``write`` on all ranks. Rank 0, after all have written."""
         self._strategy.writer.finish(self._strategy.index, everyone)
         save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self.folder))
         with (self.folder / MEGATRON).open("rb") as file:
@@ -104,23 +105,23 @@ def plan_save(
     *,
     stage: bool,
 ) -> PlannedSave:
-    """Decide which rank writes what of the weights. Collective; ``folder`` exists and is empty.
+    """Plan a save: decide which rank writes which weights. Collective; ``folder`` exists and is empty.
 
-    models: the pipeline chunks of this rank, one without virtual stages. Weights keep their dtype.
-    optimizer: theirs, written as well: float32 main weights, moments, step.
-    stage: copy to host memory what this rank will write, so that weights and moments may change as soon as
-    this returns; otherwise they must stay as they are until ``write`` is done.
+    models: the pipeline chunks of this rank, one without virtual stages. Weights keep their dtype. optimizer:
+    the models' optimizer, saved as well: float32 main weights, moments, step. stage: copy what this rank
+    writes to host memory, so that weights and moments may change once this returns; otherwise they must not
+    change until ``write`` is done.
     """
     state: dict[str, Any] = _describe(models, CONTENT)
     if optimizer is not None:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            part.init_state_fn(part.optimizer, part.config)  # before the first update it has no moments
+            part.init_state_fn(part.optimizer, part.config)  # creates missing moments
         state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata(CONTENT))
-    # What Megatron-LM looks for: without a version it would take QKV to have its oldest order.
+    # For Megatron-LM: without a version it would assume its oldest order of QKV.
     state |= {"checkpoint_version": 3.0, "iteration": iteration}
     if stage:
-        # Megatron's own staging copies what lies on a GPU, and of other memory only what is part of something
-        # larger: it counts on a forked writer to keep the rest, and a fork does not keep shared memory.
+        # Megatron's staging copies GPU tensors, and CPU tensors only if they are part of a larger one: it
+        # relies on a forked writer for the rest, and a fork does not copy shared memory.
         apply_factories(state)
         for leaf in nested_values(state):
             if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
@@ -141,7 +142,7 @@ def plan_save(
 def save_weights(folder: Path, models: Sequence[GPTModel], iteration: int = 0) -> None:
     """Write this rank's part of the weights, without optimizer. Collective; ``folder`` exists and is empty.
 
-    For programs that end when a rank fails: the others would wait.
+    For programs that end when any rank fails: otherwise the other ranks would hang.
     """
     planned = plan_save(folder, models, iteration=iteration, stage=False)
     if everyone := gather_on_first(planned.write()):
@@ -156,13 +157,13 @@ def load_weights(
 
     vocab: the true vocabulary size, rows that the embedding must have at least. Values are cast to the
     parameters' dtype. Vocabulary padding becomes zero.
-    optimizer: takes up what the checkpoint's had. It must be of the same kind; the layout may be another one.
-    Raises UserError on every rank, listing what the checkpoint lacks, has too much or has in another shape.
+    optimizer: receives the checkpoint's optimizer state. It must have the same type; the layout may differ.
+    Raises UserError on every rank that lists missing, unexpected and wrongly shaped tensors.
     """
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     contents = read_contents(folder)
-    # Layers of Transformer Engine have more states than Megatron's own. Those of scales that are not there
-    # begin anew.
+    # Transformer Engine's layers have more states than Megatron's local ones. FP8 scales that are missing in
+    # the checkpoint are initialised.
     _, state = extract_matching_values(
         _describe(models, content),
         lambda leaf: isinstance(leaf, ShardedObject) and leaf.unique_key not in contents.objects,
@@ -175,17 +176,19 @@ def load_weights(
         loaded = dist_checkpointing.load(state, str(folder), TorchDistLoadShardedStrategy())
     with torch.no_grad():
         for key, model in zip(keys, models, strict=True):
-            # Not strict: Megatron's empty extra states, which are no parameters, are in no checkpoint.
+            # Not strict: Megatron's empty extra states are not parameters and not in the checkpoint.
             model.load_state_dict(loaded[key], strict=False)
         if optimizer is not None:
             optimizer.load_state_dict(loaded["optimizer"])
 
 
 def stored_dtype(contents: Contents) -> str:
-    """The one dtype of a checkpoint's weights, as torch names it; UserError if there are several."""
+    """The dtype of a checkpoint's weights, as torch names it. Raises UserError if there are several."""
     dtypes = sorted({t.dtype for t in contents.weights.values()})
     if len(dtypes) != 1:
-        raise UserError(f"the checkpoint's weights are of several types ({', '.join(dtypes)}), not of one")
+        raise UserError(
+            f"the checkpoint's weights have several dtypes ({', '.join(dtypes)}); save them with one"
+        )
     return dtypes[0]
 
 
@@ -199,7 +202,7 @@ def _metadata(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], vocab: int) -> None:
-    """Compare what all ranks want with what is stored, before Megatron stops at the first difference."""
+    """Compare the tensors of all ranks with the stored ones; Megatron would stop at the first difference."""
     mine: dict[str, tuple[tuple[int, ...], bool]] = {}
     for leaf in nested_values(state):
         parts = nested_values(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]
@@ -218,22 +221,22 @@ def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], voca
     if problems:
         more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
         raise UserError(
-            f"{folder}: the tensors are not those of the model that its config.json describes\n  "
+            f"{folder}: the tensors do not match the model that its config.json describes\n "
             + "\n  ".join(problems[:40])
             + more
         )
 
 
 def _fits(stored: tuple[int, ...], wanted: tuple[int, ...], vocab: int | None) -> bool:
-    """Whether a stored tensor can be read; of a vocabulary, padding rows may be more or fewer."""
+    """Whether a stored tensor can be loaded; the number of vocabulary padding rows may differ."""
     return stored == wanted if vocab is None else stored[1:] == wanted[1:] and stored[0] >= vocab
 
 
 @contextmanager
 def _queue_in_process() -> Iterator[None]:
-    """Keep Megatron's writer from starting a process for its results.
+    """Within the block, Megatron's writer starts no process for its results queue.
 
-    Only writers in other processes need it; it imports everything anew and outlives a rank that is killed.
+    Only writers in other processes need one; it is slow to start and outlives a rank that is killed.
     """
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.Queue()

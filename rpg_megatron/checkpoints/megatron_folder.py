@@ -1,12 +1,12 @@
-"""A Megatron checkpoint as a folder: where it lies, what else is in it, and whether it is whole.
+"""The folder of a Megatron checkpoint: finds it, lists its tensors, and verifies its files by a manifest.
 
     DIR/latest_checkpointed_iteration.txt    "release", or an iteration's number: Megatron-LM's convention
     DIR/release/                             one checkpoint in Megatron-Core's torch_dist format
         .metadata, metadata.json, *.distcp   Megatron-Core's own files
-        hf/                                  config.json, tokenizer, generation settings: the way back
+        hf/                                  config.json, tokenizer, generation settings, for the export to HF
         manifest.json                        every file with its size and SHA-256; written last
 
-Megatron and torch are not needed to check a checkpoint, only to read what tensors it holds.
+Verifying a checkpoint needs neither Megatron nor torch; listing its tensors needs torch.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ RELEASE = "release"
 HF = "hf"
 MANIFEST = "manifest.json"
 MEGATRON = "metadata.json"
-"""Megatron-Core's file in every one of its checkpoints; it has no other use here."""
+"""A file in every Megatron-Core checkpoint, by which one is recognised."""
 INDEX = ".metadata"
-"""Which tensor lies where: a pickle of torch's distributed checkpoints."""
+"""The index of torch's distributed checkpoints, a pickle."""
 _FORMAT = 1
 _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a manifest says besides its list of files."""
+    """A manifest's content besides the list of files."""
 
     megatron_core: str
-    """Version that wrote the checkpoint."""
+    """Version of Megatron-Core that wrote the checkpoint."""
     dtype: str
     """Of the weights: float32, bfloat16 or float16."""
     tensor: int
-    """Tensor-parallel size that it was written with; it can be read at any."""
+    """Tensor-parallel size that wrote the checkpoint; it can be loaded at any size."""
     pipeline: int
 
 
@@ -79,29 +79,29 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a folder looks like a Megatron checkpoint, or holds some."""
+    """Whether a folder is a Megatron checkpoint, or holds some."""
     return (path / MEGATRON).is_file() or (path / LATEST).is_file()
 
 
 def hash_files(
     folder: Path, names: Iterable[str], count: Callable[[int], None] = lambda n: None
 ) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files of a checkpoint, as its manifest has them."""
+    """Size and SHA-256 of files of a checkpoint, as in its manifest. ``count``: see ``write_manifest``."""
     sums = _hash_all(folder, names, count)
     return {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in sums}
 
 
 def write_manifest(
     folder: Path,
-    facts: CheckpointMetadata,
+    metadata: CheckpointMetadata,
     count: Callable[[int], None] = lambda n: None,
     known: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
-    """List every file with its size and SHA-256, then say so in ``manifest.json``, written last.
+    """Write ``manifest.json`` with the size and SHA-256 of every file; the last file of a checkpoint.
 
-    ``count`` is told of bytes as they are read, from several threads.
-    known: files that were hashed by those who wrote them and are not read again. Raises OSError if one of
-    them is not here, or not of that size.
+    count: called with the number of bytes read, from several threads. known: entries of files that their
+    writers have hashed already; these files are not read.
+    Raises OSError if a known file is missing or has another size.
     """
     files = dict(known or {})
     for name, wanted in files.items():
@@ -112,7 +112,7 @@ def write_manifest(
             )
     names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     files |= hash_files(folder, sorted(names - files.keys()), count)
-    text = json.dumps({"format": _FORMAT, **asdict(facts), "files": dict(sorted(files.items()))}, indent=2)
+    text = json.dumps({"format": _FORMAT, **asdict(metadata), "files": dict(sorted(files.items()))}, indent=2)
     with (folder / MANIFEST).open("w", encoding="utf-8") as f:
         f.write(text + "\n")
         f.flush()
@@ -120,9 +120,9 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str, Any]]] | None:
-    """Facts and files (name -> bytes, sha256), or None where Megatron-LM wrote the checkpoint by itself.
+    """Metadata and files (name -> bytes, sha256); None without a manifest, as in Megatron-LM's checkpoints.
 
-    Raises UserError if the file is there and broken.
+    Raises UserError if the manifest is invalid.
     """
     file = folder / MANIFEST
     try:
@@ -131,8 +131,8 @@ def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str,
             raise UserError(
                 f"{file}: format {raw['format']}, this version reads {_FORMAT}; update the package"
             )
-        facts = CheckpointMetadata(**{name: raw[name] for name in CheckpointMetadata.__dataclass_fields__})
-        return facts, {
+        metadata = CheckpointMetadata(**{name: raw[name] for name in CheckpointMetadata.__dataclass_fields__})
+        return metadata, {
             str(n): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for n, f in raw["files"].items()
         }
     except FileNotFoundError:
@@ -146,9 +146,9 @@ def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str,
 def find_damage(
     folder: Path, files: dict[str, dict[str, Any]], count: Callable[[int], None] = lambda n: None
 ) -> list[str]:
-    """What is missing or not as the manifest has it, one line a file; empty if the checkpoint is whole.
+    """Compare all files with the manifest; returns one line for each missing or damaged file.
 
-    Reads every byte. ``count`` is told of bytes as they are read, from several threads.
+    Reads every byte. count: called with the number of bytes read, from several threads.
     """
     problems, whole = [], []
     for name, wanted in files.items():
@@ -169,7 +169,7 @@ def find_damage(
 
 def _hash_all(folder: Path, names: Iterable[str], count: Callable[[int], None]) -> list[tuple[str, str]]:
     names = list(names)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib lets go of the interpreter
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib releases the GIL
         return list(zip(names, pool.map(lambda n: _sha256(folder / n, count), names), strict=True))
 
 
@@ -184,35 +184,35 @@ def _sha256(file: Path, count: Callable[[int], None]) -> str:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One tensor of a Megatron checkpoint; its parts lie in one file or several."""
+    """One tensor of a Megatron checkpoint, stored in one file or several."""
 
     dtype: str
     """As torch names it, without ``torch.``."""
     shape: tuple[int, ...]
-    """Of the whole tensor, whatever layout wrote it."""
+    """Shape of the full tensor, independent of the layout that wrote it."""
     parts: int
-    """Pieces that it is stored in."""
+    """Number of pieces that it is stored in."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What Megatron's index says of a checkpoint."""
+    """Content of a checkpoint according to its index."""
 
     tensors: dict[str, StoredWeight]
-    """Megatron's key -> tensor; optimizer state is among them, if there is any."""
+    """Megatron's key -> tensor, optimizer state included."""
     objects: frozenset[str]
-    """Megatron's keys of what is no tensor, such as the state of FP8 scales."""
+    """Megatron's keys of objects that are not tensors, such as FP8 scales."""
     ends: dict[str, int]
-    """File -> bytes that it must have at least."""
+    """File -> minimum size in bytes."""
 
     @property
     def weights(self) -> dict[str, StoredWeight]:
-        """The model's tensors alone."""
+        """The model's tensors, without optimizer state."""
         return {n: t for n, t in self.tensors.items() if not n.startswith(("optimizer.", "chained_"))}
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the index. Imports torch. Raises UserError if it is missing or broken."""
+    """Read the index. Imports torch. Raises UserError if it is missing or invalid."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -227,7 +227,7 @@ def read_contents(folder: Path) -> Contents:
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    except Exception as e:  # a damaged pickle can raise anything
+    except Exception as e:  # a damaged pickle can raise any exception
         raise UserError(
             f"{folder / INDEX}: not readable ({type(e).__name__}: {e}); copy the checkpoint again"
         ) from None
@@ -235,7 +235,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 def find_short_files(folder: Path, contents: Contents) -> list[str]:
-    """Files that the index needs and that are missing or cut short, one line each."""
+    """One line for each file that the index needs and that is missing or truncated."""
     problems = []
     for name, end in sorted(contents.ends.items()):
         try:

@@ -1,13 +1,13 @@
-"""A run's checkpoints as folders: their names, whether they are whole, which of them are kept. Without torch.
+"""The checkpoint folders of a run: names, completeness, and pruning of old ones. Without torch.
 
     checkpoints/latest.json              {"step": 50, "folder": "step_000050"}: the newest, for other tools
     checkpoints/step_000050/
         model/                           weights and optimizer state, in Megatron-Core's torch_dist format
         anchor/                          the held anchor's weights, if there is one
-        state.json, rng.pt, config.yaml  all else that the run needs to go on, and what it was run with
+        state.json, rng.pt, config.yaml  other state to resume from, and the settings of the run
         manifest.json                    every file with its size and SHA-256; written last
 
-A checkpoint is written under a hidden name and gets its own when it is whole.
+A checkpoint is written under a hidden name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ LATEST = "latest.json"
 MODEL, ANCHOR = "model", "anchor"
 STATE, RNG, CONFIG = "state.json", "rng.pt", "config.yaml"
 FORMAT = 1
-"""Of ``state.json`` and of the folder."""
+"""Format version of ``state.json`` and of the folder."""
 _NAME = re.compile(r"step_(\d{6,})")
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where a run's checkpoint of a step lies."""
+    """Folder of a run's checkpoint of a step."""
     return run / CHECKPOINTS / f"step_{step:06d}"
 
 
 def part_folder(folder: Path) -> Path:
-    """Where a checkpoint is while it is written."""
+    """Folder of a checkpoint while it is written."""
     return folder.with_name(f".{folder.name}.part")
 
 
 def list_steps(run: Path) -> dict[int, Path]:
-    """Step -> folder of the run's checkpoints that have a manifest, the newest first."""
+    """Step -> folder of the run's checkpoints that have a manifest, newest first."""
     try:
         entries = list((run / CHECKPOINTS).iterdir())
     except OSError:
@@ -52,7 +52,7 @@ def list_steps(run: Path) -> dict[int, Path]:
 
 
 def find_problems(folder: Path) -> list[str]:
-    """Why a checkpoint is not whole, one line a file; empty if it is. Reads every byte."""
+    """One line for each missing or damaged file of a checkpoint. Reads every byte."""
     try:
         manifest = read_manifest(folder)
     except UserError as e:
@@ -66,31 +66,31 @@ def find_problems(folder: Path) -> list[str]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What ``state.json`` of a whole checkpoint holds. Raises UserError if it is of another version."""
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    """Content of ``state.json`` of a complete checkpoint. Raises UserError if its format version differs."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
     if state["format"] != FORMAT:
         raise UserError(
-            f"{folder}: a checkpoint of format {state['format']}, this version reads {FORMAT}; continue it "
-            "with the version that wrote it, or start over with --fresh"
+            f"{folder}: checkpoint format {state['format']}, this version reads {FORMAT}; resume with the "
+            "version that wrote it, or start over with --fresh"
         )
     return state
 
 
 def publish(part: Path, folder: Path, step: int) -> None:
-    """Give a finished checkpoint its name, then let ``latest.json`` name it; both at once or not at all."""
+    """Rename a finished checkpoint to its final name and point ``latest.json`` to it."""
     latest = folder.parent / LATEST
     draft = latest.with_name(f".{LATEST}.part")
-    with draft.open("w", encoding="utf-8") as f:  # first, while a full disk can still stop it all
+    with draft.open("w", encoding="utf-8") as f:  # first, so that a full disk changes nothing
         json.dump({"step": step, "folder": folder.name}, f)
         f.flush()
         os.fsync(f.fileno())
-    shutil.rmtree(folder, ignore_errors=True)  # of the same step, and not whole, or it would have been used
+    shutil.rmtree(folder, ignore_errors=True)  # an incomplete one of the same step
     os.replace(part, folder)
     os.replace(draft, latest)
 
 
 def remove_parts(run: Path) -> None:
-    """Remove what saves have left that did not come to their end. Raises OSError."""
+    """Remove the leftovers of interrupted saves. Raises OSError."""
     for old in (run / CHECKPOINTS).glob(".*.part"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
 
@@ -99,6 +99,6 @@ def remove_old(run: Path, keep: int, milestone: int | None) -> None:
     """Remove all but the ``keep`` newest checkpoints and those at multiples of ``milestone`` steps."""
     for step, folder in list(list_steps(run).items())[keep:]:
         if milestone is None or step % milestone:
-            # Without its manifest first: killed half-way, what is left must not look whole.
+            # The manifest first: if this is killed, the rest must not look complete.
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""``rpg-megatron grade``: responses and reference answers from a JSON lines file, verdicts out."""
+"""``rpg-megatron grade``: grades responses in a JSON lines file against reference answers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from rpg_megatron.rewards.pool import FAILURES
 from rpg_megatron.system.files import atomic_write
 
 _AHEAD = 256
-"""Lines under way at once: memory stays flat however long the file is."""
+"""Lines being graded at once, which bounds memory."""
 _EXAMPLE = '{"response": "... Answer: 5", "answer": "5"}'
 _SECONDS = 2.0
-"""Between two lines of progress."""
+"""Interval of progress lines."""
 
 
 class Line(NamedTuple):
-    """One line of the file."""
+    """One line of the input."""
 
     row: int
-    """From 1."""
+    """Line number, from 1."""
     response: str
     answer: str
 
 
 class Summary(NamedTuple):
-    """What came of a file."""
+    """The counts of a file."""
 
     graded: int
     correct: int
     unanswered: int
-    """Responses that hold no answer in the form asked for; they count as wrong."""
+    """Responses without an answer in the given style; they count as wrong."""
     skipped: int
     """Malformed lines."""
     failed: dict[str, int]
-    """Answers whose verification was killed or died, by failure; they count as wrong."""
+    """Answers whose verification failed, by failure; they count as wrong."""
     seconds: float
 
     def __str__(self) -> str:
@@ -62,10 +62,10 @@ class Summary(NamedTuple):
 def grade_file(
     file: Path, *, style: Style, out: Path | None, workers: int, deadline: float, skip_malformed: bool
 ) -> Summary:
-    """Write one verdict a line, in the file's order, to ``out`` or to standard output; progress to stderr.
+    """Write one verdict per line, in the file's order, to ``out`` or standard output; progress to stderr.
 
-    ``out`` appears when it is whole. Raises UserError that names file, row and remedy for a line that is no
-    JSON object with the texts "response" and "answer"; with ``skip_malformed`` such lines are counted.
+    ``out`` is written atomically. Raises UserError with file, row and fix for lines that are not JSON objects
+    with the strings "response" and "answer"; with ``skip_malformed`` such lines are skipped and counted.
     """
     total, skipped, malformed = 0, 0, None
     for line in _lines(file, stop=not skip_malformed):
@@ -77,11 +77,11 @@ def grade_file(
     if malformed is not None and not total:
         raise UserError(f"{malformed} (and no line of the file is well formed)")
     if not total:
-        raise UserError(f"{file}: holds no responses; it needs one JSON object a line, such as {_EXAMPLE}")
+        raise UserError(f"{file}: holds no responses; it needs one JSON object per line, such as {_EXAMPLE}")
     if out is not None and out.is_dir():
         raise UserError(f"--out: {out} is a directory; name a file")
     if out is not None and out.exists() and out.samefile(file):
-        raise UserError(f"--out: {out} is the file that is read; name another")
+        raise UserError(f"--out: {out} is the input file; choose another file")
     started = time.monotonic()
     seen: Counter[str] = Counter()
     with Grader(workers=workers, deadline=deadline) as grader:
@@ -104,7 +104,7 @@ def grade_file(
 
 @contextmanager
 def _open(out: Path | None) -> Iterator[IO[str]]:
-    """Where verdicts go: a file, or standard output. Raises UserError if it cannot be written."""
+    """The output: a file, or standard output. Raises UserError if it cannot be written."""
     try:
         if out is None:
             yield sys.stdout
@@ -115,7 +115,7 @@ def _open(out: Path | None) -> Iterator[IO[str]]:
         raise
     except OSError as e:
         where = "standard output" if out is None else f"--out: {out}"
-        raise UserError(f"{where} cannot be written ({e.strerror or e}); name another file") from None
+        raise UserError(f"{where} cannot be written ({e.strerror or e}); choose another file") from None
 
 
 def _verdicts(file: Path, grader: Grader, style: Style) -> Iterator[tuple[Line, Verdict]]:
@@ -133,7 +133,7 @@ def _verdicts(file: Path, grader: Grader, style: Style) -> Iterator[tuple[Line, 
 
 
 def _progress[T](items: Iterator[T], total: int) -> Iterator[T]:
-    """Say on stderr how far we are, every few seconds."""
+    """Print the progress to stderr every few seconds."""
     last = time.monotonic()
     for done, item in enumerate(items):
         if time.monotonic() - last >= _SECONDS:
@@ -143,7 +143,7 @@ def _progress[T](items: Iterator[T], total: int) -> Iterator[T]:
 
 
 def _lines(file: Path, *, stop: bool) -> Iterator[Line | UserError]:
-    """The lines, or what is wrong with each; ``stop`` raises that. Empty lines are passed over."""
+    """The lines, or an error for each malformed one; ``stop`` raises it. Empty lines are skipped."""
     try:
         with file.open("rb") as source:
             for row, raw in enumerate(source, 1):
@@ -171,9 +171,9 @@ def _parse(where: str, row: int, raw: bytes) -> Line:
             f"{where}: not UTF-8 (byte {e.start + 1} of the line); save the file as UTF-8"
         ) from None
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{where}: not valid JSON ({e}); write one object a line: {_EXAMPLE}") from None
+        raise UserError(f"{where}: not valid JSON ({e}); write one object per line: {_EXAMPLE}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{where}: not an object; write one a line: {_EXAMPLE}")
+        raise UserError(f"{where}: not an object; write one per line: {_EXAMPLE}")
     for key in ("response", "answer"):
         if key not in found:
             keys = ", ".join(map(repr, found)) or "none"

@@ -1,4 +1,4 @@
-"""``rpg-megatron train``: a run from its checks to its summary, on this node and those that it leads."""
+"""``rpg-megatron train``: a run from its checks to its summary, on this node and the nodes it leads."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def train(
 ) -> Path:
     """Check the settings, open the run, run it to its end and print a summary. Returns the run's folder.
 
-    fresh: do not go on with an unfinished run of this name. source: a checkpoint to start a new run from.
-    nodes: those of the run, of which this one is the first; None: it is the only one.
-    Raises UserError for what the user can mend, RunFailed if a process died, Interrupted after a signal. In
-    every case no process and no folder but the run's own is left, and that one only if it tells something.
+    fresh: do not resume an unfinished run of this name. source: a checkpoint to start a new run from.
+    nodes: the nodes of the run, of which this is the first; None: there is only this node.
+    Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal. No process is
+    left in any case, and no folder but the run's, which is kept only if it holds information.
     """
-    with _gather(settings, signals, nodes) as team:
-        check(settings, team.share if team else None)
-        signals.raising = False  # from here on there is something to clean up
-        with RunLauncher(settings, signals, fresh=fresh, source=source, team=team) as run:
+    with _gather(settings, signals, nodes) as remote:
+        check(settings, remote.assignment if remote else None)
+        signals.raising = False  # from here on, resources must be cleaned up
+        with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
             try:
                 record_environment(run.folder)
                 run.start()
@@ -52,7 +52,7 @@ def _report(folder: Path) -> None:
     """Write the run's report."""
     try:
         write_report([folder])
-    except Exception as e:  # whatever it is, the run has ended well
+    except Exception as e:  # the run itself has succeeded
         print(f"warning: no report was written: {e!r}", flush=True)
 
 

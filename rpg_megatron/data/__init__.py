@@ -1,1 +1,1 @@
-"""Data: problems, prompts, sequence packing, trajectories, and their files."""
+"""Problems, prompts, sequence packing, trajectories, and their files."""

@@ -1,4 +1,4 @@
-"""Talks to one engine over its unix socket, or to its URL: tokens in, tokens and log-probs out."""
+"""HTTP client of one vLLM engine, by unix socket or URL: token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 
@@ -20,39 +20,37 @@ _FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer at the end instead of on
 
 
 class EngineError(RuntimeError):
-    """An engine did not do what was asked; the message names it."""
+    """A request to an engine failed; the message names the engine."""
 
 
 class EngineGone(EngineError):
-    """It is dead, hung or broken: what was asked may well succeed after a restart, or on another engine."""
+    """The engine is dead, hung or broken: retry after a restart, or on another engine."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One response of the engine."""
+    """One sampled response."""
 
     tokens: Tokens
     """Token ids, int32 [R], the end-of-sequence token included."""
     logprobs: Floats
-    """Log-prob of each token under the distribution it was drawn from, temperature included: float32 [R],
-    nats. Empty if they were not asked for.
+    """Log-prob of each token under the sampling distribution, temperature included: float32 [R], nats. Empty
+    if not requested.
     """
     finish: str
-    """Why it ended: "stop" (end of sequence) or "length" (cut at the limit)."""
+    """Finish reason: "stop" (end of sequence) or "length" (truncated at the limit)."""
 
 
 class EngineClient:
-    """Client of engine ``index``. Use it within one event loop; as many requests at a time as the caller
-    likes.
-    """
+    """Client of engine ``index``, for one event loop and any number of concurrent requests."""
 
     def __init__(self, index: int, address: Path | str, token: str, *, timeout: float):
         """address: a socket's path, or ``http://host:port``."""
         self.index = index
         self._timeout = timeout
         socket = str(address) if isinstance(address, Path) else None
-        # An idle connection is dropped here well before the server drops it (engine.py sets when): otherwise
-        # a request could be sent into a connection that the server is just closing.
+        # Idle connections are closed here well before the server closes them (engine/command.py): otherwise a
+        # request could be sent on a connection that the server is closing.
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_SECONDS / 10
         )
@@ -74,11 +72,11 @@ class EngineClient:
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = True,
     ) -> list[Sample]:
-        """Sample ``n`` responses to one prompt, with top_p 1 from the whole distribution (there is no top-k).
+        """Sample ``n`` responses to one prompt, without top-k; top_p 1 is the full distribution.
 
-        Response i is drawn with seed + i, so that a group may be cut over several requests. temperature 0 is
-        greedy. Raises EngineGone if the engine fails, is gone, gives up, or takes longer than the client's
-        timeout, EngineError if it refuses the request or its answer makes no sense.
+        Response i uses seed + i, so a group may be split over several requests. temperature 0 is greedy.
+        Raises EngineGone if the engine fails, is gone, aborts the request, or exceeds the client's timeout,
+        EngineError if it refuses the request or its answer is invalid.
         """
         sampling: dict[str, Any] = {
             "n": n,
@@ -91,7 +89,7 @@ class EngineClient:
             "output_kind": _FINAL_ONLY,
         }
         if logprobs:
-            sampling["logprobs"] = 0  # that of the sampled token alone
+            sampling["logprobs"] = 0  # of the sampled token only
         body = {"token_ids": [int(t) for t in prompt_tokens], "sampling_params": sampling}
         text = await self._ask("POST", "/inference/v1/generate", body, self._timeout)
         try:
@@ -99,10 +97,10 @@ class EngineClient:
             samples = [self._sample(choice, logprobs) for choice in sorted(choices, key=lambda c: c["index"])]
         except (ValueError, KeyError, TypeError) as e:
             raise self._error(
-                f"gave an answer that cannot be read ({type(e).__name__}: {e}): {text[:200]}"
+                f"returned an answer that cannot be parsed ({type(e).__name__}: {e}): {text[:200]}"
             ) from None
         if len(samples) != n:
-            raise self._error(f"gave {len(samples)} responses instead of {n}")
+            raise self._error(f"returned {len(samples)} responses instead of {n}")
         return samples
 
     def _sample(self, choice: dict[str, Any], logprobs: bool) -> Sample:
@@ -115,22 +113,20 @@ class EngineClient:
         if not logprobs:
             return Sample(tokens, np.zeros(0, np.float32), finish)
         content = choice["logprobs"]["content"]
-        # The log-prob belongs to the token only if the engine says so: "token_id:17".
+        # Verify that each log-prob is of the sampled token: the engine names it "token_id:17".
         if [entry["token"] for entry in content] != [f"token_id:{t}" for t in choice["token_ids"]]:
-            raise self._error("gave log-probs that belong to other tokens than it sampled")
+            raise self._error("returned log-probs of other tokens than it sampled")
         values = np.asarray([entry["logprob"] for entry in content], np.float32)
-        if not np.all(np.isfinite(values)) or np.any(values <= -9999.0):  # vLLM's stand-in for a missing one
-            raise self._error("gave a log-prob that is missing or not finite")
+        if not np.all(np.isfinite(values)) or np.any(values <= -9999.0):  # -9999: missing in vLLM
+            raise self._error("returned a log-prob that is missing or not finite")
         return Sample(tokens, values, finish)
 
     async def post(self, path: str, json: Any | None = None, timeout: float | None = None) -> tuple[int, str]:
-        """POST to any route; returns (status, text), whatever the status. Raises EngineGone if nothing
-        answers.
-        """
+        """POST to any route; returns (status, text) for any status. Raises EngineGone without an answer."""
         return await self._send("POST", path, json, self._timeout if timeout is None else timeout)
 
     async def health(self, timeout: float = 5.0) -> bool:
-        """Whether the engine answers now. A half-loaded engine answers too."""
+        """Whether the engine answers. A partly loaded engine answers too."""
         try:
             status, _ = await self._send("GET", "/health", None, timeout)
         except EngineError:
@@ -146,7 +142,7 @@ class EngineClient:
             await asyncio.sleep(0.2)
 
     async def close(self) -> None:
-        """Close the connections; requests under way fail."""
+        """Close the connections; pending requests fail."""
         await self._http.aclose()
 
     async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> str:
@@ -162,11 +158,11 @@ class EngineClient:
                 method, path, json=body, timeout=httpx.Timeout(timeout, connect=10.0)
             )
         except httpx.ConnectError:
-            problem = "does not listen on its socket: it is gone or not up yet; see its log"
+            problem = "does not listen on its socket: it is gone or not started yet; see its log"
         except httpx.TimeoutException:
             problem = f"did not answer {path} within {timeout:.0f} s; see its log"
         except httpx.HTTPError as e:
-            problem = f"broke off {path} ({type(e).__name__}: {e}); see its log"
+            problem = f"aborted {path} ({type(e).__name__}: {e}); see its log"
         else:
             return answer.status_code, answer.text
         raise EngineGone(f"engine {self.index} {problem}")
@@ -176,7 +172,7 @@ class EngineClient:
 
 
 def _message(text: str) -> str:
-    """The message of vLLM's error object, or the start of the text."""
+    """The message in vLLM's error object, else the start of the text."""
     try:
         return str(json.loads(text)["error"]["message"])[:1000]
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,7 @@
-"""What vLLM is told: its server's command line and environment, from the settings of a run.
+"""Command line and environment of a vLLM server, from the settings of a run.
 
-vLLM is used as it comes, through its command line alone; nothing of it is imported here. What we add to it
-(the weight transfer and the guard in front of every route) lives in ``bridge/vllm/plugin.py`` and is named by
-flags.
+vLLM is unmodified and nothing of it is imported here. Our additions (weight transfer, authentication of every
+route) are in ``bridge/vllm/plugin.py`` and are enabled by flags.
 """
 
 from __future__ import annotations
@@ -18,29 +17,26 @@ from rpg_megatron.config import Settings, UserError, read_model_shape
 SERVED_NAME = "policy"
 """Name under which an engine serves the model."""
 TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
-"""Environment variable that carries the bearer token; never on a command line, where other users could read
-it.
-"""
+"""Environment variable with the bearer token; never on a command line, which other users can read."""
 BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
-"""Environment variable that names the folder the trainers publish weights in."""
+"""Environment variable with the folder that the trainers publish weights in."""
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Environment variable for the number of hardware queues of a GPU that a process uses."""
+"""Environment variable with the number of a GPU's hardware queues that a process uses."""
 KEEP_ALIVE_SECONDS = 600
-"""How long an engine keeps an idle connection. Its clients drop one much sooner: they never race with it."""
+"""How long an engine keeps an idle connection. Clients close theirs much sooner, to avoid a race."""
 
 _PLUGIN = "rpg_megatron.bridge.vllm.plugin"
 _TRANSFER = '{"backend": "rpg_pull"}'
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _GIB = 1024**3
 _KEPT_BYTES = 4 << 30
-"""Freed memory that an engine on a CPU keeps for its next sync, at most."""
+"""Most freed memory that an engine on a CPU keeps for its next sync."""
 
 
 def context_length(settings: Settings) -> int:
-    """Tokens of prompt and response that an engine holds: what the data and the sampling ask for, at most
-    what the model has positions for.
+    """Maximum tokens of prompt and response together: as the settings need, at most the model's positions.
 
-    Raises UserError if the longest allowed prompt would leave no room for a response.
+    Raises UserError if the longest allowed prompt leaves no room for a response.
     """
     wanted = [("data", settings.data.max_prompt_tokens)]
     if settings.evaluation is not None:
@@ -63,10 +59,11 @@ def engine_command(
     weights: Literal["dummy", "checkpoint"] = "dummy",
     listen: tuple[str, int] | None = None,
 ) -> list[str]:
-    """Command line of engine ``index``, listening on the unix socket ``socket``, or at an address and port.
+    """Command line of engine ``index``, which listens on a unix socket or, with ``listen``, at an address and
+    port.
 
-    weights: "dummy" starts with random weights, which the first sync replaces, so that the checkpoint is read
-    once, by the trainers; "checkpoint" lets vLLM read it, for an evaluation without trainers.
+    weights: "dummy" starts with random weights, which the first sync replaces, so that only the trainers read
+    the checkpoint; "checkpoint" lets vLLM load it, for an evaluation without trainers.
     """
     engine = settings.engine
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -77,12 +74,12 @@ def engine_command(
     command += ["--tensor-parallel-size", str(engine.tensor)]
     command += ["--max-model-len", str(context_length(settings))]
     command += ["--max-num-seqs", str(engine.max_sequences)]
-    # numpy takes no larger seed; requests bring their own anyway.
+    # numpy accepts no larger seed; requests have their own seeds.
     command += ["--seed", str((settings.seed + index) % 2**32)]
-    # Sampling is what the request says, not what generation_config.json of some checkpoint adds to it (top-k,
+    # Sampling parameters come from the request only, not from the checkpoint's generation_config.json (top-k,
     # ...).
     command += ["--generation-config", "vllm"]
-    # With the temperature in: what the trainer recomputes is log softmax(logits / temperature).
+    # With temperature: the trainer recomputes log softmax(logits / temperature).
     command += ["--logprobs-mode", "processed_logprobs"]
     command += ["--middleware", f"{_PLUGIN}.BearerAuth"]
     command += ["--worker-extension-cls", f"{_PLUGIN}.WorkerExtension"]
@@ -91,19 +88,19 @@ def engine_command(
     if settings.device == "cpu":
         command += ["--enforce-eager"]
         if engine.tensor == 1:
-            # vLLM gives even a single CPU worker a process of its own, to bind its threads. Ours are not
-            # bound, and a process less saves its imports at each start and a copy of every batch.
+            # vLLM starts even a single CPU worker as a separate process, to bind its threads. We do not bind
+            # threads, and without that process a start is faster and batches are not copied.
             command += ["--distributed-executor-backend", _ONE_PROCESS]
-        # A prompt that is cut over two batches makes vLLM take back a random number, which a CPU generator
-        # cannot do: any seeded request would kill the engine. So prompts go in whole.
+        # When a prompt is split over two batches, vLLM rewinds the random generator, which a CPU generator
+        # does not support: any seeded request would kill the engine. So prompts are not split.
         command += ["--no-enable-chunked-prefill"]
         command += [
             "--max-num-batched-tokens",
             str(max(context_length(settings), engine.max_sequences, 8192)),
         ]
     elif engine.colocated:
-        # vLLM would take a share of the whole GPU, most of which is the trainer's: so the KV cache is given
-        # in bytes. It would also refuse to start where less than that share is free, as after a restart.
+        # By default vLLM takes a share of the whole GPU, most of which the trainer needs, so the KV cache is
+        # set in bytes. It also refuses to start if less than its share is free, as after a restart.
         command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.05"]
     if engine.quantization is not None:
         command += ["--quantization", engine.quantization]
@@ -115,28 +112,27 @@ def engine_command(
 def engine_environment(
     settings: Settings, index: int, bridge_dir: Path, token: str, gpus: Sequence[int] = (0,)
 ) -> dict[str, str]:
-    """Whole environment of an engine: this process's, with what vLLM needs set and what would disturb it
-    removed.
+    """Full environment of an engine: this process's, with vLLM's variables set and conflicting ones removed.
 
-    gpus: those of the node's that it sees, of which vLLM computes on the first engine.tensor.
+    gpus: GPUs of the node that the engine sees; vLLM computes on the first engine.tensor of them.
     """
     environment = dict(os.environ)
-    # VLLM_API_KEY would ask for a second token; VLLM_CPU_KVCACHE_SPACE (whole GiB) would override the flag.
-    # The number of a GPU's queues is set for Megatron, also by users: with one, vLLM's copies and the links
-    # to the trainers, each on a stream of its own, would wait for each other.
+    # VLLM_API_KEY would require a second token; VLLM_CPU_KVCACHE_SPACE (whole GiB) would override the flag.
+    # The number of GPU queues is set for Megatron, also by users: with a single queue, vLLM's copies and the
+    # links to the trainers, each on its own stream, would wait for each other.
     for name in ("VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS", CONNECTIONS_VARIABLE):
         environment.pop(name, None)
     environment |= {
         TOKEN_VARIABLE: token,
         BRIDGE_VARIABLE: str(bridge_dir),
-        "VLLM_SERVER_DEV_MODE": "1",  # mounts the routes that pause an engine and change its weights
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the routes that pause an engine and change its weights
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if settings.device == "cuda" and settings.precision.dtype == "float32":
-        # vLLM's attention for float32 is written in Triton, whose products would be TF32 otherwise.
+        # vLLM's attention for float32 is a Triton kernel, whose matrix products would otherwise use TF32.
         environment["TRITON_F32_DEFAULT"] = "ieee"
     tempered = settings.precision.dtype == "bfloat16" and settings.rollout.temperature != 1
     if settings.device == "cuda" and tempered:
@@ -151,16 +147,16 @@ def engine_environment(
     if settings.device == "cpu":
         environment |= {
             "OMP_NUM_THREADS": str(engine_threads(settings)),
-            # Threads that wait for work give their core away; trainer and engine take turns on the same
-            # cores.
+            # Idle threads yield their core: trainer and engine alternate on the same cores.
             "OMP_WAIT_POLICY": "PASSIVE",
-            # vLLM's own binding pins every engine to the same cores and refuses two workers on one NUMA node.
+            # vLLM's binding would pin every engine to the same cores; it refuses two workers on one NUMA
+            # node.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Eager mode still compiles a few small functions of the sampler, with a C++ compiler, longer than
-            # all else of the start takes together.
+            # Even eager mode would compile a few small sampler functions with a C++ compiler, which takes
+            # longer than the rest of the start.
             "TORCH_COMPILE_DISABLE": "1",
             # Each sync needs scratch memory as large as the largest module, and memory for packed weights.
-            # malloc is to keep what it was given back: new pages from the kernel cost more than the copying.
+            # Let malloc keep freed memory: new pages from the kernel cost more than the copy.
             "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),
             "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
         }

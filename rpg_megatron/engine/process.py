@@ -1,4 +1,4 @@
-"""One vLLM server as a child process: its addresses, health and life. Its command is ``engine_command``'s."""
+"""A vLLM server as a child process: start, health checks, stop. ``engine_command`` makes its command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rpg_megatron.system import process_groups
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
 _ADDRESSES = "engines.json"
-_SOCKET_LIMIT = 107  # bytes of a unix socket's path, the closing zero not counted
+_SOCKET_LIMIT = 107  # bytes of a unix socket's path, without the final zero
 # (Worker pid=12) ERROR 01-02 03:04:05 [file.py:6] module.SomeError: what happened
 _ERROR_LINE = re.compile(
     r"^(?:\([^()]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
@@ -31,17 +31,17 @@ _ERROR_LINE = re.compile(
 
 
 def engine_socket(work: Path, index: int) -> Path:
-    """Where engine ``index`` listens, in the run's private work folder."""
+    """Unix socket of engine ``index``, in the run's private work folder."""
     return work / f"engine-{index}.sock"
 
 
 def write_addresses(work: Path, addresses: Mapping[int, str]) -> None:
-    """Say where engines on other nodes are: index -> ``http://host:port``. For ``engine_address``."""
+    """Write addresses of engines on other nodes, index -> ``http://host:port``, for ``engine_address``."""
     (work / _ADDRESSES).write_text(json.dumps(addresses), encoding="utf-8")
 
 
 def engine_address(work: Path, index: int) -> Path | str:
-    """Where engine ``index`` of a run is reached from the first node: its socket, or its URL."""
+    """Address of engine ``index`` as seen from the first node: its unix socket or its URL."""
     try:
         addresses = json.loads((work / _ADDRESSES).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -50,9 +50,9 @@ def engine_address(work: Path, index: int) -> Path | str:
 
 
 def health(address: Path | str, token: str, timeout: float) -> int | None:
-    """HTTP status with which the engine at a socket or URL answers now; None if it does not.
+    """HTTP status of ``/health`` of the engine at a socket or URL; None if it does not answer.
 
-    Raises RuntimeError if it refuses the token.
+    Raises RuntimeError if the engine refuses the token.
     """
     try:
         status = _ask(address, token, "GET", "/health", timeout).status_code
@@ -64,16 +64,16 @@ def health(address: Path | str, token: str, timeout: float) -> int | None:
 
 
 def put_to_sleep(address: Path | str, token: str, timeout: float = 120.0) -> None:
-    """Have an engine that serves nobody yet give weights and KV cache away, until a sync brings new ones.
+    """Let an engine without requests free its weights and KV cache until the next sync (sleep level 2).
 
-    Raises RuntimeError if it does not.
+    Raises RuntimeError if it fails.
     """
     try:
         answer = _ask(address, token, "POST", "/sleep?level=2&mode=abort", timeout)
     except httpx.HTTPError as e:
         raise RuntimeError(f"did not go to sleep ({type(e).__name__}: {e})") from None
     if answer.status_code != 200:
-        raise RuntimeError(f"did not go to sleep: it answered {answer.status_code}: {answer.text[:300]}")
+        raise RuntimeError(f"did not go to sleep: /sleep answered {answer.status_code}: {answer.text[:300]}")
 
 
 def _ask(address: Path | str, token: str, method: str, path: str, timeout: float) -> httpx.Response:
@@ -85,7 +85,7 @@ def _ask(address: Path | str, token: str, method: str, path: str, timeout: float
 
 
 def tail_of(log: Path, lines: int = 25) -> str:
-    """Last lines of a log file; a note if there is none."""
+    """Last lines of a log file; a note if it is missing or empty."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 64 * 1024))
@@ -96,10 +96,9 @@ def tail_of(log: Path, lines: int = 25) -> str:
 
 
 def first_error(log: Path, start: int = 0) -> str | None:
-    """First line of a vLLM log, from byte ``start`` on, that ends a traceback; None if there is none.
+    """The first exception in a vLLM log, from byte ``start`` on; None if there is none.
 
-    A failure travels from worker to core to server, each of which adds its own traceback: the first is the
-    cause.
+    A failure propagates from worker to core to server, each with its own traceback: the first is the cause.
     """
     try:
         with log.open("rb") as file:
@@ -112,10 +111,10 @@ def first_error(log: Path, start: int = 0) -> str | None:
 
 
 class EngineProcess:
-    """Starts, watches and ends one engine. Owned by the launcher.
+    """Starts, watches and stops one engine. Used by the launcher.
 
-    ``start`` must be called from a thread that lives as long as the engine shall: the kernel ends the engine
-    when the thread that started it ends, so that a killed launcher leaves none behind.
+    Call ``start`` from a thread that outlives the engine: the kernel ends the engine with the thread that
+    started it, so that a killed launcher leaves no engine behind.
     """
 
     def __init__(
@@ -132,8 +131,8 @@ class EngineProcess:
         gpus: Sequence[int] = (0,),
         extra: Mapping[str, str] | None = None,
     ):
-        """listen: address and port for an engine that is used from other nodes, instead of the socket, whose
-        folder it needs all the same. gpus: see ``engine_environment``; extra is added to that.
+        """listen: address and port for an engine that other nodes use; replaces the socket, but the socket's
+        folder is still needed. gpus: see ``engine_environment``. extra: more environment variables.
         """
         self.index = index
         self.socket = socket
@@ -143,7 +142,7 @@ class EngineProcess:
         self._token = token
         self._command = engine_command(settings, index, socket, weights=weights, listen=listen)
         self._environment = engine_environment(settings, index, bridge_dir, token, gpus) | dict(extra or {})
-        if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's inner sockets: a folder and a UUID
+        if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's internal sockets: the folder and a UUID
             self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
@@ -153,11 +152,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is its process group's too; None before ``start``."""
+        """Process id, also its process group's; None before ``start``."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the engine; does not wait for it. Raises UserError if the socket's path cannot be used."""
+        """Start the engine without waiting for it. Raises UserError if the socket's path cannot be used."""
         if self.alive():
             raise RuntimeError(f"engine {self.index} runs already (pid {self.pid})")
         _check_socket_path(self.index, self.socket)
@@ -173,18 +172,18 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
-                umask=0o077,  # vLLM makes the socket with what the umask leaves
+                umask=0o077,  # the socket's mode follows the umask
             )
         finally:
             os.close(descriptor)
         self._started = time.monotonic()
 
     def alive(self) -> bool:
-        """Whether the engine's main process runs. Its exit code says nothing: a dead engine exits with 0."""
+        """Whether the engine's main process runs. The exit code is no help: a failed engine exits with 0."""
         return self._process is not None and not self._exited()
 
     def healthy(self, timeout: float = 5.0) -> bool:
-        """Whether the engine answers now."""
+        """Whether the engine answers."""
         well = health(self.address, self._token, timeout) == 200
         self._answered |= well
         if well and not self._segments:
@@ -199,7 +198,7 @@ class EngineProcess:
         """Wait until the engine answers; returns the seconds since its start.
 
         timeout: seconds since the start; None: engine.start_timeout.
-        Raises UserError with the end of the log if the engine exits or takes longer; it is ended then.
+        If the engine exits or takes longer, stops it and raises UserError with the end of its log.
         """
         limit = self._timeout if timeout is None else timeout
         while True:
@@ -218,15 +217,17 @@ class EngineProcess:
         raise UserError(f"engine {self.index} {problem}{cause}; the end of {self.log}:\n{tail_of(self.log)}")
 
     def stop(self, grace: float = 20.0) -> None:
-        """End the engine and all its processes, remove what it leaves behind. Safe to call at any time."""
+        """End the engine and all its processes and remove its socket and shared memory. Safe to call at any
+        time.
+        """
         if self._process is None:
             return
-        # The leader is not reaped before the end, so the group's number cannot have passed to anyone else.
+        # The leader is reaped last, so the process group's id cannot be reused before.
         leader = self._process.pid
         self._segments |= process_groups.leftover_segments([leader])
         if not self._exited():
-            self._process.send_signal(signal.SIGTERM)  # to the server alone, which ends its workers in order
-            # While it starts, vLLM does not listen to SIGTERM, and has nothing to finish either.
+            self._process.send_signal(signal.SIGTERM)  # to the server only, which stops its workers in order
+            # While starting, vLLM ignores SIGTERM and has no requests to finish.
             deadline = time.monotonic() + (grace if self._answered else min(grace, 1.0))
             while not self._exited() and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -253,7 +254,7 @@ class EngineProcess:
 
 
 def _check_socket_path(index: int, path: Path) -> None:
-    """Raise UserError unless a server can make its socket at this path."""
+    """Raise UserError unless a server can create its socket at this path."""
     if len(os.fsencode(path)) > _SOCKET_LIMIT:
         raise UserError(
             f"engine {index}: the socket path {path} is longer than {_SOCKET_LIMIT} bytes; "
@@ -264,7 +265,7 @@ def _check_socket_path(index: int, path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise UserError(f"engine {index}: {path} is in the way and is no socket; move it")
+        raise UserError(f"engine {index}: {path} exists and is no socket; move it")
     probe = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     try:
         probe.settimeout(5.0)

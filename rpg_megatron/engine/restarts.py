@@ -1,12 +1,11 @@
-"""What launcher and sampler tell each other about an engine that must be restarted: small files in the run's
-work folder, so that nothing is lost however busy either of them is.
+"""Engine restarts: how launcher and sampler coordinate them, by small files in the run's work folder.
 
-An engine's process may end and come back on the same socket, without weights. Each of its processes is a
-*life*, numbered from 0: the launcher writes the number down before it starts one, and what the sampler knows
-of one life it does not believe of the next.
+Files, so that no message is lost while either process is busy. A restarted engine has the same socket, but no
+weights. Each process of an engine is an *incarnation*, numbered from 0: the launcher writes the number before
+it starts the process, and the sampler discards what it knew of earlier incarnations.
 
-Where engines and trainer ranks share GPUs, files say as well whose turn it is: an engine that is restarted
-takes all of its memory while it starts, so that waits for the engines' turn.
+Where engines and trainer ranks share GPUs, a file also says whose turn it is: an engine allocates all its
+memory while it starts, so a restart waits for the engines' turn.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rpg_megatron.system.files import atomic_write_text
 
 
 def incarnation_of(work: Path, index: int) -> int:
-    """Number of the engine's latest life: how often it was restarted."""
+    """Number of the engine's current incarnation: how often it was restarted."""
     try:
         return int((work / f"engine-{index}.life").read_text(encoding="ascii"))
     except FileNotFoundError:
@@ -26,17 +25,17 @@ def incarnation_of(work: Path, index: int) -> int:
 
 
 def begin_incarnation(work: Path, index: int, incarnation: int) -> None:
-    """The launcher's: call it when the life before has ended and this one is not started yet."""
+    """Launcher: announce an incarnation, after the one before has ended and before this one starts."""
     atomic_write_text(work / f"engine-{index}.life", str(incarnation))
 
 
 def note_answer(work: Path, index: int, incarnation: int) -> None:
-    """The sampler's: this life has come up."""
+    """Sampler: this incarnation has answered."""
     atomic_write_text(work / f"engine-{index}.answered", str(incarnation))
 
 
 def has_answered(work: Path, index: int, incarnation: int) -> bool:
-    """The launcher's, whose own look at a busy engine may come late: whether this life had come up."""
+    """Launcher: whether this incarnation has answered the sampler, though maybe not yet the launcher."""
     try:
         return (work / f"engine-{index}.answered").read_text(encoding="ascii") == str(incarnation)
     except FileNotFoundError:
@@ -44,24 +43,24 @@ def has_answered(work: Path, index: int, incarnation: int) -> bool:
 
 
 def ask_restart(work: Path, index: int, incarnation: int, reason: str) -> None:
-    """The sampler's: this life of the engine is of no use any more; ``reason`` says what it did."""
+    """Sampler: request a restart, because this incarnation failed with ``reason``."""
     atomic_write_text(work / f"engine-{index}.restart", json.dumps([incarnation, reason]))
 
 
 def take_request(work: Path, index: int, incarnation: int) -> str | None:
-    """The launcher's: the reason why this life is to be ended, once; None if nobody asked for that."""
+    """Launcher: take the request to restart this incarnation; returns its reason, None if there is none."""
     path = work / f"engine-{index}.restart"
     try:
         asked, reason = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     path.unlink()
-    # The launcher may have seen a death before the sampler did: the request is then for a life that is over.
+    # The launcher may have noticed the failure first: the request is then for an earlier incarnation.
     return str(reason) if asked == incarnation else None
 
 
 def set_gpu_owner(work: Path, *, trainers: bool) -> None:
-    """Whose turn it is on GPUs that engines and trainer ranks share; while nothing was said, the engines'."""
+    """Set whose turn it is on GPUs that engines and trainer ranks share; the engines' until set."""
     if trainers:
         atomic_write_text(work / "trainers-turn", "")
     else:
@@ -69,5 +68,5 @@ def set_gpu_owner(work: Path, *, trainers: bool) -> None:
 
 
 def is_trainers_turn(work: Path) -> bool:
-    """Whether an engine that was started now would find its GPU full."""
+    """Whether it is the trainers' turn, so that an engine started now would find its GPU full."""
     return (work / "trainers-turn").exists()

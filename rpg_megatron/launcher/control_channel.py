@@ -1,9 +1,9 @@
-"""The line between the launcher of the first node and those of the others.
+"""The control connections between the first node's launcher and those of the other nodes.
 
-The first one writes a *meeting file* into the folder of the runs, which all nodes share: where it listens,
-and the run's token, readable by its owner only. Both ends of a line prove that they know the token before
-anything is said; from then on messages are JSON objects. Each end sends a sign of life every few seconds, so
-that a node which vanishes without a word is noticed too. When all have come the file is removed.
+The first launcher writes a rendezvous file into the folder of the runs, which all nodes share: its address
+and the run's token, readable by the owner only. Both ends of a connection prove that they know the token;
+then they exchange JSON objects. Each end sends a heartbeat every few seconds, so that a silent failure of a
+node is detected. The file is removed when all nodes have joined.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.nodes import Nodes, own_address
 from rpg_megatron.system.files import atomic_write_text
 
-_BEAT_SECONDS = 5.0
+_HEARTBEAT_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10
 _PREFIX = ".meeting-"
 _ABANDONED_SECONDS = 86_400.0
 _LARGEST = 1 << 20
-"""Bytes of a message; more is none of ours."""
+"""Largest valid message, bytes."""
 
 
 class ControlChannel:
-    """One end of a connection between two launchers. Messages are read and signs of life sent by threads."""
+    """One end of a connection between two launchers. Threads read messages and send heartbeats."""
 
     def __init__(self, connection: Connection, *, silence: float):
-        """silence: seconds without anything from the other end after which it counts as gone."""
+        """silence: seconds without a message after which the other end counts as lost."""
         self.lost = ""
-        """Why the line is dead; empty while it lives."""
+        """Why the connection is lost; empty while it is open."""
         self._connection = connection
         self._limit = silence
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._heard = time.monotonic()
-        for work in (self._read, self._beat):
+        for work in (self._read, self._heartbeat):
             threading.Thread(target=work, daemon=True).start()
 
-    def tell(self, kind: str, **facts: Any) -> None:
-        """Send a message; a dead line takes it in silence."""
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message; without effect if the connection is lost."""
         with self._sending:
             try:
                 self._connection.send_bytes(json.dumps({"kind": kind, **facts}).encode())
             except (OSError, ValueError) as e:
-                self.lost = self.lost or f"its connection broke ({e})"
+                self.lost = self.lost or _why_lost(e)
 
-    def take(self) -> list[dict[str, Any]]:
-        """The messages that have come since this was asked last."""
+    def receive(self) -> list[dict[str, Any]]:
+        """All messages received since the last call."""
         found = []
-        while (message := self.take_one()) is not None:
+        while (message := self.receive_one()) is not None:
             found.append(message)
         return found
 
-    def take_one(self) -> dict[str, Any] | None:
-        """The next message, if there is one."""
+    def receive_one(self) -> dict[str, Any] | None:
+        """The next message, None if there is none."""
         with suppress(queue.Empty):
             return self._inbox.get_nowait()
         if not self.lost and time.monotonic() - self._heard > self._limit:
@@ -76,8 +76,8 @@ class ControlChannel:
         return None
 
     def close(self) -> None:
-        """Hang up."""
-        self.lost = self.lost or "this end hung up"
+        """Close the connection."""
+        self.lost = self.lost or "this end closed it"
         with suppress(OSError):  # wakes the thread that reads
             socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
 
@@ -86,38 +86,43 @@ class ControlChannel:
             while True:
                 message = json.loads(self._connection.recv_bytes(_LARGEST))
                 self._heard = time.monotonic()
-                if message["kind"] != "beat":
+                if message["kind"] != "heartbeat":
                     self._inbox.put(message)
-        except EOFError:
-            self.lost = self.lost or "its launcher is gone"
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            self.lost = self.lost or f"its connection broke ({e})"
+        except (EOFError, OSError, ValueError, KeyError, TypeError) as e:
+            self.lost = self.lost or _why_lost(e)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         while not self.lost:
-            self.tell("beat")
-            time.sleep(min(_BEAT_SECONDS, self._limit / 4))
+            self.send("heartbeat")
+            time.sleep(min(_HEARTBEAT_SECONDS, self._limit / 4))
+
+
+def _why_lost(error: Exception) -> str:
+    # The kernel resets the connection of a process that is killed while messages for it are unread.
+    if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
+        return "its launcher has exited"
+    return f"its connection broke ({error})"
 
 
 @dataclass
 class Endpoint:
-    """Where the first launcher listens; what a meeting file holds."""
+    """Where the first launcher listens; the content of a rendezvous file."""
 
     address: str
     port: int
     token: str
     machine: str
-    """Its boot: a loopback address is good on the same machine only."""
+    """Boot id: a loopback address is valid on the same machine only."""
 
 
 class RendezvousServer:
-    """The first launcher's end: it listens until all nodes have come."""
+    """The first launcher's end: listens until all nodes have joined."""
 
     def __init__(self, settings: Settings, nodes: Nodes):
-        """Raises UserError if it cannot listen, or cannot write the meeting file."""
+        """Raises UserError if it cannot listen, or cannot write the rendezvous file."""
         self.address = own_address(settings.cluster.interface)
         self.token = secrets.token_urlsafe(32)
-        self.lines: dict[int, ControlChannel] = {}
+        self.channels: dict[int, ControlChannel] = {}
         self.joined: dict[int, dict[str, Any]] = {}
         self._settings, self._nodes = settings, nodes
         try:
@@ -125,14 +130,14 @@ class RendezvousServer:
         except OSError as e:
             raise UserError(
                 f"cannot listen at {self.address} ({e.strerror or e}), this node's address; "
-                "name another one: cluster.interface=..."
+                "set another one with cluster.interface=..."
             ) from None
-        self._file = meeting_file(settings, nodes)
+        self._file = rendezvous_file(settings, nodes)
         remove_abandoned(self._file.parent)
         self._arrivals: queue.SimpleQueue[ControlChannel] = queue.SimpleQueue()
-        place = Endpoint(self.address, self._server.getsockname()[1], self.token, _machine())
+        endpoint = Endpoint(self.address, self._server.getsockname()[1], self.token, _machine())
         try:
-            _write(self._file, place)
+            _write(self._file, endpoint)
         except OSError as e:
             self._server.close()
             raise UserError(
@@ -140,37 +145,37 @@ class RendezvousServer:
             ) from None
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def wait(self, look: Callable[[], None], status: Callable[[str], None]) -> None:
-        """Until all nodes have come; calls ``look`` meanwhile, which may raise. UserError if time is up."""
+    def wait(self, poll: Callable[[], None], status: Callable[[str], None]) -> None:
+        """Wait until all nodes have joined, calling ``poll``, which may raise. UserError after a timeout."""
         end = time.monotonic() + self._settings.cluster.join_timeout
         waiting: list[ControlChannel] = []
         others = set(range(1, self._nodes.count))
         while missing := sorted(others - self.joined.keys()):
             names = ", ".join(self._nodes.name(rank) for rank in missing)
             status(f"waiting for {names}")
-            look()
+            poll()
             with suppress(queue.Empty):
                 waiting.append(self._arrivals.get(timeout=0.2))
-            for line in list(waiting):
-                for message in line.take():
+            for channel in list(waiting):
+                for message in channel.receive():
                     if message["kind"] == "join" and message["node"] in missing:
-                        waiting.remove(line)
-                        self.lines[message["node"]], self.joined[message["node"]] = line, message
+                        waiting.remove(channel)
+                        self.channels[message["node"]], self.joined[message["node"]] = channel, message
             if time.monotonic() > end:
                 raise UserError(
-                    f"{names} did not come within {self._settings.cluster.join_timeout:.0f} s "
-                    "(cluster.join_timeout); look at the output of the launcher there, and whether it can "
+                    f"{names} did not join within {self._settings.cluster.join_timeout:.0f} s "
+                    "(cluster.join_timeout); check the output of the launcher there, and that it can "
                     f"reach {self.address} and sees {self._file.parent}"
                 )
-        self._end_meeting()
+        self._stop_listening()
 
     def close(self) -> None:
-        """Hang up on everyone."""
-        self._end_meeting()
-        for line in self.lines.values():
-            line.close()
+        """Close all connections."""
+        self._stop_listening()
+        for channel in self.channels.values():
+            channel.close()
 
-    def _end_meeting(self) -> None:
+    def _stop_listening(self) -> None:
         self._file.unlink(missing_ok=True)
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -179,71 +184,71 @@ class RendezvousServer:
     def _accept(self) -> None:
         while True:
             try:
-                stranger, _ = self._server.accept()
-            except OSError:  # the meeting is over
+                peer, _ = self._server.accept()
+            except OSError:  # the server is closed
                 return
-            # A thread each: somebody who connects and says nothing must not keep the others out.
-            threading.Thread(target=self._welcome, args=(stranger,), daemon=True).start()
+            # One thread per peer: a silent one must not block the others.
+            threading.Thread(target=self._authenticate, args=(peer,), daemon=True).start()
 
-    def _welcome(self, stranger: socket.socket) -> None:
-        connection = _shake_hands(stranger, self.token, host=True)
+    def _authenticate(self, peer: socket.socket) -> None:
+        connection = _handshake(peer, self.token, host=True)
         if connection is not None:
             self._arrivals.put(ControlChannel(connection, silence=self._settings.cluster.silence))
 
 
-def join(settings: Settings, nodes: Nodes, look: Callable[[], None]) -> tuple[ControlChannel, Endpoint]:
-    """Find the first launcher and connect to it; calls ``look`` while waiting, which may raise.
+def join(settings: Settings, nodes: Nodes, poll: Callable[[], None]) -> tuple[ControlChannel, Endpoint]:
+    """Find the first launcher and connect to it, calling ``poll`` meanwhile, which may raise.
 
-    Raises UserError if there is none in time, or if somebody else could have read the meeting file.
+    Raises UserError after a timeout, or if other users can read the rendezvous file.
     """
-    file = meeting_file(settings, nodes)
+    file = rendezvous_file(settings, nodes)
     end = time.monotonic() + settings.cluster.join_timeout
-    problem = f"its meeting file {file} did not appear"
+    problem = f"its rendezvous file {file} did not appear"
     while time.monotonic() < end:
-        look()
-        place = _read(file)
-        if place is not None:
-            if place.address.startswith("127.") and place.machine != _machine():
+        poll()
+        endpoint = _read(file)
+        if endpoint is not None:
+            if endpoint.address.startswith("127.") and endpoint.machine != _machine():
                 raise UserError(
-                    f"the first node gives {place.address} as its address, which only itself can reach; set "
+                    f"the first node gives {endpoint.address} as its address, a loopback address; set "
                     "cluster.interface to the name of the cluster's network interface (ip -brief address)"
                 )
-            problem = f"nobody answers at {place.address}:{place.port}, where it said to be"
+            problem = f"no answer at {endpoint.address}:{endpoint.port}, the address in its rendezvous file"
             with suppress(OSError):
-                talk = socket.create_connection((place.address, place.port), timeout=5)
-                connection = _shake_hands(talk, place.token, host=False)
+                sock = socket.create_connection((endpoint.address, endpoint.port), timeout=5)
+                connection = _handshake(sock, endpoint.token, host=False)
                 if connection is not None:
-                    return ControlChannel(connection, silence=settings.cluster.silence), place
+                    return ControlChannel(connection, silence=settings.cluster.silence), endpoint
         time.sleep(0.2)
     raise UserError(
         f"{nodes.name(0)} was not found within {settings.cluster.join_timeout:.0f} s (cluster.join_timeout): "
-        f"{problem}; all nodes need the same run settings and see the same folder"
+        f"{problem}; all nodes need the same settings and must see the same folder"
     )
 
 
-def meeting_file(settings: Settings, nodes: Nodes) -> Path:
-    """Where the nodes of one start find each other."""
+def rendezvous_file(settings: Settings, nodes: Nodes) -> Path:
+    """The file through which the nodes of a run find each other."""
     return settings.runs.absolute() / f"{_PREFIX}{nodes.job or settings.name}.json"
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the meeting files, tokens in them, of launchers that were killed before all nodes had come.
+    """Remove rendezvous files, which hold tokens, of launchers that were killed before all nodes joined.
 
-    A launcher listens for as long as its file is there. One whose machine does not say whether it does is
-    given up after a day.
+    A launcher listens as long as its file exists. If its machine gives no answer, the file is removed after
+    a day.
     """
     for file in folder.glob(f"{_PREFIX}*"):
-        with suppress(OSError, UserError):  # somebody else's, or just removed
-            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or _nobody_listens(_read(file)):
+        with suppress(OSError, UserError):  # another user's, or just removed
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or _is_closed(_read(file)):
                 file.unlink()
 
 
-def _nobody_listens(place: Endpoint | None) -> bool:
-    """Whether that is known."""
-    if place is None or (place.address.startswith("127.") and place.machine != _machine()):
+def _is_closed(endpoint: Endpoint | None) -> bool:
+    """Whether the launcher there is known not to listen."""
+    if endpoint is None or (endpoint.address.startswith("127.") and endpoint.machine != _machine()):
         return False
     try:
-        socket.create_connection((place.address, place.port), timeout=2).close()
+        socket.create_connection((endpoint.address, endpoint.port), timeout=2).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -251,14 +256,14 @@ def _nobody_listens(place: Endpoint | None) -> bool:
     return False
 
 
-def _write(file: Path, place: Endpoint) -> None:
-    """Whole or not at all, and never readable by others. What an earlier start left there is replaced."""
+def _write(file: Path, endpoint: Endpoint) -> None:
+    """Write atomically, never readable by others. Replaces the file of an earlier start."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(file, json.dumps(place.__dict__), private=True)
+    atomic_write_text(file, json.dumps(endpoint.__dict__), private=True)
 
 
 def _read(file: Path) -> Endpoint | None:
-    """None while there is none. Raises UserError if others may read it: its token is then no secret."""
+    """None if there is no file. Raises UserError if others can read it, since its token is then no secret."""
     try:
         with file.open(encoding="utf-8") as f:
             status = os.fstat(f.fileno())
@@ -272,12 +277,12 @@ def _read(file: Path) -> Endpoint | None:
         return None
 
 
-def _shake_hands(talk: socket.socket, token: str, *, host: bool) -> Connection | None:
-    """Both sides prove that they know the token; None if the other one does not, or hangs."""
-    talk.setblocking(True)
+def _handshake(sock: socket.socket, token: str, *, host: bool) -> Connection | None:
+    """Both sides prove that they know the token. None if the other side does not, or hangs."""
+    sock.setblocking(True)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        talk.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
-    connection = Connection(talk.detach())
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
+    connection = Connection(sock.detach())
     steps = (deliver_challenge, answer_challenge) if host else (answer_challenge, deliver_challenge)
     try:
         for step in steps:

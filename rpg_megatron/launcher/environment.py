@@ -1,7 +1,7 @@
-"""What a run ran on, kept in its folder: versions, machine, source. Nothing is imported to find out.
+"""Records versions, machine and source of a run in its folder, without importing any package.
 
-Of the environment variables only those in ``_VARIABLES`` are kept, so that no secret gets into the file; the
-command line is left out for the same reason (what it set is in ``config.yaml``).
+Only the environment variables in ``_VARIABLES`` are recorded, so that the file holds no secrets; the command
+line is left out for the same reason (its settings are in ``config.yaml``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _VARIABLES = (
 
 
 def record_environment(folder: Path) -> None:
-    """Append a description of this start to ``environment.json``, a list with one entry for each start.
+    """Append a description of this start to ``environment.json``, a list with one entry per start.
 
-    A file that cannot be written or read is no reason not to train, so nothing is raised for it.
+    Ignores files that cannot be read or written: training does not depend on them.
     """
     file = folder / ENVIRONMENT
     starts: list[Any] = []
@@ -69,9 +69,9 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _source() -> dict[str, Any]:
-    """The commit that the package is checked out at, if it is, and whether files differ from it."""
+    """The checked-out commit of the package, if any, and whether files differ from it."""
     package = Path(rpg_megatron.__file__).resolve().parent
-    if not (package.parent / ".git").exists():  # also keeps out a repository that a virtual environment is in
+    if not (package.parent / ".git").exists():  # not a repository that contains the virtual environment
         return {}
     commit = _ask("git", "-C", str(package), "rev-parse", "HEAD")
     if not commit:
@@ -91,13 +91,13 @@ def _cpu() -> str:
 
 
 def _gpus() -> list[str]:
-    """One line for each GPU: name, memory, driver."""
+    """One line per GPU: name, memory, driver."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     return (_ask(*query) or "").splitlines() if shutil.which("nvidia-smi") else []
 
 
 def _ask(*command: str) -> str | None:
-    """What a command prints, without the last line break; None if it fails or takes long."""
+    """Output of a command, stripped; None if it fails or exceeds 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

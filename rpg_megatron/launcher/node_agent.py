@@ -1,7 +1,7 @@
-"""The launcher of any node but the first: it runs this node's engines and ranks as the first one says.
+"""The launcher of every node but the first: starts and stops its engines and ranks as the first one asks.
 
-What ends here is reported there; what to do about it is decided there. If the line to the first launcher
-breaks, everything here is ended.
+It reports processes that exit; the first launcher decides how to react. If the connection to the first
+launcher breaks, it ends all processes of this node.
 """
 
 from __future__ import annotations
@@ -26,84 +26,84 @@ from rpg_megatron.launcher.nodes import (
 )
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.rank_env import RANK, RankLaunchSpec, cluster_environment, rank_starts
-from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
-from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.launcher.supervisor import Child, StopSignals, Supervisor
-from rpg_megatron.system import process_groups
 
 GRACE = 15.0
-"""Seconds that children have to leave after SIGTERM."""
-_TURN_SECONDS = 0.1
+"""Seconds from SIGTERM to SIGKILL."""
+_POLL_SECONDS = 0.1
 _PROBE_SECONDS = 2.0
 
 
 class Ended(Exception):
-    """The first launcher ended the run, and not because it was done; or it is gone."""
+    """The first launcher stopped the run before it was finished, or is lost."""
 
 
-def follow(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
-    """Do this node's part of the run; returns when the first launcher says that it is over.
+def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
+    """Run this node's processes; returns when the first launcher says that the run is finished.
 
-    Raises UserError for what the user can mend here, Ended if the run ended badly elsewhere, Interrupted
-    after a signal that came before there was a line to the first launcher: later ones are passed on to it.
+    Raises UserError for user errors on this node, Ended if the run failed elsewhere, Interrupted after a
+    signal before the connection to the first launcher; later signals are forwarded to it.
     """
-    share = share_of(settings, nodes.rank, nodes.count)
+    assignment = share_of(settings, nodes.rank, nodes.count)
     signals.raising = False
-    line, place = join(settings, nodes, signals.check)
+    channel, endpoint = join(settings, nodes, signals.check)
     try:
         try:
-            seat = _join(settings, nodes, share, line, place)
-            first = _wait(line, signals)
+            node_endpoint = _join(settings, nodes, assignment, channel, endpoint)
+            first = _wait(channel, signals)
             if first["kind"] == "check":
-                check(settings, share)
-                line.tell("ready")
-                first = _wait(line, signals)
+                check(settings, assignment)
+                channel.send("ready")
+                first = _wait(channel, signals)
         except UserError as e:
-            line.tell("refused", message=str(e))
+            channel.send("refused", message=str(e))
             raise
         except BaseException as e:
-            line.tell("failed", message=f"its launcher failed: {e!r}")
+            channel.send("failed", message=f"its launcher failed: {e!r}")
             raise
         if first["kind"] == "open":
-            with NodeAgent(settings, share, seat, Path(first["folder"]), place.token, line, signals) as node:
-                node.work()
+            folder = Path(first["folder"])
+            with NodeAgent(
+                settings, assignment, node_endpoint, folder, endpoint.token, channel, signals
+            ) as agent:
+                agent.work()
         elif first["reason"]:
-            raise Ended(f"ended by {nodes.name(0)}: {first['reason']}")
-    except _LineLost as e:
+            raise Ended(f"stopped by {nodes.name(0)}: {first['reason']}")
+    except _ChannelLost as e:
         raise Ended(f"{nodes.name(0)}, which leads the run, is lost: {e}") from None
     except _RunOver as e:
         if str(e):
-            raise Ended(f"ended by {nodes.name(0)}: {e}") from None
+            raise Ended(f"stopped by {nodes.name(0)}: {e}") from None
     finally:
-        line.close()
+        channel.close()
 
 
-class _LineLost(Exception):
-    """The first launcher is gone; the message says how that was noticed."""
+class _ChannelLost(Exception):
+    """The connection to the first launcher is lost; the message says why."""
 
 
 class _RunOver(Exception):
-    """The first launcher says that the run is over; the message says why, if all is not well."""
+    """The first launcher ended the run; the message is the reason, empty after success."""
 
 
 @dataclass(frozen=True)
 class NodeEndpoint:
-    """Where this node is reached."""
+    """Addresses at which other nodes reach this one."""
 
     address: str
     ports: dict[int, int]
-    """Of its engines, by index."""
+    """TCP ports of its engines, by index of the engine."""
 
 
 def _join(
-    settings: Settings, nodes: Nodes, share: NodeAssignment, line: ControlChannel, place: Endpoint
+    settings: Settings, nodes: Nodes, assignment: NodeAssignment, channel: ControlChannel, endpoint: Endpoint
 ) -> NodeEndpoint:
-    """Tell the first launcher who is here."""
+    """Register with the first launcher."""
     interface = settings.cluster.interface
-    address = own_address(interface) if interface else address_towards(place.address, place.port)
-    ports = _free_ports(address, len(share.engines))
-    line.tell(
+    address = own_address(interface) if interface else address_towards(endpoint.address, endpoint.port)
+    ports = _free_ports(address, len(assignment.engines))
+    channel.send(
         "join",
         node=nodes.rank,
         host=nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname(),
@@ -111,7 +111,7 @@ def _join(
         ports=ports,
         settings=resolved_yaml(settings),
     )
-    return NodeEndpoint(address, dict(zip(share.engines, ports, strict=True)))
+    return NodeEndpoint(address, dict(zip(assignment.engines, ports, strict=True)))
 
 
 def _free_ports(address: str, count: int) -> list[int]:
@@ -123,41 +123,42 @@ def _free_ports(address: str, count: int) -> list[int]:
     return found
 
 
-def _wait(line: ControlChannel, signals: StopSignals) -> dict[str, Any]:
-    """The next message; signals are passed on meanwhile. Raises _LineLost."""
-    told = 0
+def _wait(channel: ControlChannel, signals: StopSignals) -> dict[str, Any]:
+    """Wait for the next message, and forward signals meanwhile. Raises _ChannelLost."""
+    sent = 0
     while True:
-        told = _pass_on(line, signals, told)
-        # One at a time: the messages behind it are for who comes next.
-        if (message := line.take_one()) is not None:
+        sent = _forward_signals(channel, signals, sent)
+        # One at a time: later messages are for NodeAgent.
+        if (message := channel.receive_one()) is not None:
             return message
-        if line.lost:
-            raise _LineLost(line.lost)
-        time.sleep(_TURN_SECONDS)
+        if channel.lost:
+            raise _ChannelLost(channel.lost)
+        time.sleep(_POLL_SECONDS)
 
 
-def _pass_on(line: ControlChannel, signals: StopSignals, told: int) -> int:
-    """Tell the first launcher of signals that have come here; what to do about them is its business."""
-    if signals.count > told:
-        line.tell("signal", number=int(signals.number), count=signals.count)
+def _forward_signals(channel: ControlChannel, signals: StopSignals, sent: int) -> int:
+    """Forward new signals to the first launcher, which decides how to react. Returns the count of signals."""
+    if signals.count > sent:
+        channel.send("signal", number=int(signals.number), count=signals.count)
     return signals.count
 
 
 class NodeAgent:
-    """Everything this node holds while the run is under way; leaving the context gives it all back."""
+    """The processes and folders of this node; leaving the context ends and removes them."""
 
     def __init__(
         self,
         settings: Settings,
-        share: NodeAssignment,
-        seat: NodeEndpoint,
+        assignment: NodeAssignment,
+        node_endpoint: NodeEndpoint,
         folder: Path,
         token: str,
-        line: ControlChannel,
+        channel: ControlChannel,
         signals: StopSignals,
     ):
-        self._settings, self._share, self._seat, self._token = settings, share, seat, token
-        self._line, self._signals = line, signals
+        self._settings, self._assignment = settings, assignment
+        self._endpoint, self._token = node_endpoint, token
+        self._channel, self._signals = channel, signals
         self._logs = folder / LOGS
         self._ranks: dict[int, Child] = {}
         self._engines: dict[int, EngineProcess] = {}
@@ -165,15 +166,8 @@ class NodeAgent:
         self._reported: set[object] = set()
         self._healthy: set[int] = set()
         self._probed = 0.0
-        self._guardian = Reaper()
-        try:
-            self._workspace = create_workspace()
-        except BaseException:
-            self._guardian.dismiss()
-            raise
-        self._guardian.guard_path(self._workspace.work)
-        self._guardian.guard_path(self._workspace.bridge)
-        self._supervisor = Supervisor(self._guardian, self._logs)
+        self._supervisor = Supervisor(self._logs, signals)
+        self._workspace = self._supervisor.workspace
 
     def __enter__(self) -> NodeAgent:
         return self
@@ -181,26 +175,23 @@ class NodeAgent:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, _RunOver | _LineLost):
-            self._line.tell("failed", message=f"its launcher failed: {error!r}")
-        seen = self._signals.count
-        self._supervisor.stop(GRACE, hurry=lambda: self._signals.count > seen)
-        self._workspace.remove()
-        self._guardian.dismiss()
+        if error is not None and not isinstance(error, _RunOver | _ChannelLost):
+            self._channel.send("failed", message=f"its launcher failed: {error!r}")
+        self._supervisor.close(GRACE)
 
     def work(self) -> None:
-        """Do what comes over the line, and report what ends, until the run is over: raises _RunOver."""
-        told = 0
+        """Handle messages and report exited processes until the run ends, which raises _RunOver."""
+        sent = 0
         while True:
-            told = _pass_on(self._line, self._signals, told)
-            for message in self._line.take():
-                self._obey(message)
-            if self._line.lost:
-                raise _LineLost(self._line.lost)
+            sent = _forward_signals(self._channel, self._signals, sent)
+            for message in self._channel.receive():
+                self._handle(message)
+            if self._channel.lost:
+                raise _ChannelLost(self._channel.lost)
             self._report()
-            time.sleep(_TURN_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
         if kind == "start_engine":
             self._start_engine(message["index"], message["starts"])
@@ -208,9 +199,9 @@ class NodeAgent:
             self._engines[message["index"]].stop(message["grace"])
         elif kind == "start_ranks":
             work, bridge = self._workspace.work, self._workspace.bridge
-            places = (work, bridge, self._token, self._seat.address, RANK)
+            arguments = (work, bridge, self._token, self._endpoint.address, RANK)
             for name, command, environment in rank_starts(
-                self._settings, self._share, RankLaunchSpec(**message), *places
+                self._settings, self._assignment, RankLaunchSpec(**message), *arguments
             ):
                 child = self._supervisor.start(name, command, environment)
                 self._ranks[int(environment["RANK"])] = child
@@ -228,12 +219,12 @@ class NodeAgent:
                 log=self._logs / f"engine_{index}.log",
                 bridge_dir=self._workspace.bridge,
                 token=self._token,
-                listen=(self._seat.address, self._seat.ports[index]),
-                gpus=self._share.gpus(self._settings, index),
-                extra=cluster_environment(self._seat.address),
+                listen=(self._endpoint.address, self._endpoint.ports[index]),
+                gpus=self._assignment.gpus(self._settings, index),
+                extra=cluster_environment(self._endpoint.address),
             )
         engine = self._engines[index]
-        engine.stop(grace=0)  # of a process that died, its group
+        engine.stop(grace=0)  # ends what is left of a dead process's group
         self._healthy.discard(index)
         engine.start()
         self._supervisor.adopt(engine)
@@ -244,20 +235,19 @@ class NodeAgent:
             code = child.exit_code()
             if code is not None and rank not in self._reported:
                 self._reported.add(rank)
-                self._line.tell("rank", rank=rank, code=code)
+                self._channel.send("rank", rank=rank, code=code)
         for index, engine in self._engines.items():
             incarnation = f"engine {index}, {self._starts[index]}"
             if incarnation not in self._reported and not engine.alive():
                 self._reported.add(incarnation)
-                self._line.tell("engine", index=index, starts=self._starts[index], alive=False)
+                self._channel.send("engine", index=index, starts=self._starts[index], alive=False)
         if len(self._healthy) < len(self._engines) and time.monotonic() - self._probed > _PROBE_SECONDS:
             self._probe()
 
     def _probe(self) -> None:
-        """Let the guardian know what vLLM has in shared memory, as soon as it is all there."""
+        """Register the shared memory of engines that are up with the reaper."""
         self._probed = time.monotonic()
         for index, engine in self._engines.items():
             if index not in self._healthy and engine.alive() and engine.healthy(timeout=2.0):
                 self._healthy.add(index)
-                for segment in process_groups.leftover_segments([engine.pid] if engine.pid else []):
-                    self._guardian.guard_path(segment)
+                self._supervisor.guard_shared_memory(engine)

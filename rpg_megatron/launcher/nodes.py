@@ -1,7 +1,7 @@
-"""Which nodes a run is spread over, which of them this one is, and what is done where. Without torch.
+"""The nodes of a run, this node's rank, and the assignment of trainer ranks and engines to nodes. No torch.
 
-Under Slurm ``srun`` starts one launcher a node and everything is read from its environment. Elsewhere the
-options of ``rpg-megatron train`` say it.
+Under Slurm, ``srun`` starts one launcher per node, and its environment has all of this. Elsewhere it is given
+by the options of ``rpg-megatron train``.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class Nodes:
     rank: int = 0
     count: int = 1
     job: str = ""
-    """What all launchers of this start have in common, and no other start has."""
+    """Unique to this start, and the same for all of its launchers."""
     hosts: tuple[str, ...] = ()
-    """Names by rank, where they are known."""
+    """Host names by rank, empty if unknown."""
 
     def name(self, rank: int) -> str:
-        """A node in words."""
+        """A node's rank and host name, for messages."""
         return f"node {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"node {rank}"
 
 
 @dataclass(frozen=True)
 class NodeAssignment:
-    """What one node has to do."""
+    """The processes of one node."""
 
     ranks: range
-    """Trainer ranks."""
+    """Its trainer ranks."""
     engines: range
-    """Engines."""
+    """Its engines."""
 
     def gpus(self, settings: Settings, engine: int) -> list[int]:
-        """The node's GPUs that one of its engines sees: its own, and behind them those that it reads from.
+        """The GPUs of the node that one of its engines sees: its own, then those that it reads weights from.
 
-        Trainer ranks have the first ones, engines those behind them or, colocated, the same ones.
+        Trainer ranks use the first GPUs, engines those after them or, colocated, the same ones.
         """
         number = engine - self.engines.start
         first = (0 if settings.engine.colocated else len(self.ranks)) + number * settings.engine.tensor
@@ -65,28 +65,28 @@ class NodeAssignment:
 def find_nodes(
     rank: int | None, count: int | None, job: str | None, environment: Mapping[str, str] = os.environ
 ) -> Nodes:
-    """The nodes that the options name or, without options, those of the Slurm step this process belongs to.
+    """The nodes given by the options or, without options, those of this process's Slurm step.
 
-    A command that ``srun`` did not start runs on one node, also within an allocation, and so does one that is
-    typed into a shell that ``srun --pty`` opened.
-    Raises UserError if options are missing, or if Slurm started several launchers on a node.
+    A command that was not started by ``srun`` runs on one node, also within an allocation, and so does one in
+    a shell of ``srun --pty``. Raises UserError if options are missing, or if Slurm started several launchers
+    on a node.
     """
     if (rank, count, job) != (None, None, None):
         if rank is None or count is None:
             raise UserError(
-                "--nodes and --node-rank go together: how many nodes there are, and which is this"
+                "--nodes and --node-rank go together: the number of nodes, and the index of this one"
             )
         if not 0 <= rank < count:
-            raise UserError(f"--node-rank {rank} is none of 0 to {count - 1} (--nodes {count})")
+            raise UserError(f"--node-rank {rank} is not in 0 to {count - 1} (--nodes {count})")
         if job is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", job):
-            raise UserError(f"--job {job!r}: letters, digits, dots, dashes and underscores only")
+            raise UserError(f"--job {job!r}: use only letters, digits, dots, dashes and underscores")
         return Nodes(rank, count, f"job-{job}" if job else "") if count > 1 else Nodes()
     if "SLURM_STEP_ID" not in environment or _in_a_shell(environment):
         return Nodes()
     count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("NODES", "TASKS"))
     if tasks != count:
         raise UserError(
-            f"srun started {tasks} launchers on {count} nodes, and one on each is wanted; "
+            f"srun started {tasks} launchers on {count} nodes, but needs one per node; "
             "give it --ntasks-per-node=1"
         )
     if count == 1:
@@ -103,10 +103,10 @@ def find_nodes(
 
 
 def leave_to_first_node(command: str) -> None:
-    """End this process if ``srun`` has started a copy of a single-node command on each of several nodes."""
+    """Exit with code 0 on all but the first node, if ``srun`` started a single-node command on several."""
     nodes = find_nodes(None, None, None)
     if nodes.rank > 0:
-        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} alone", file=sys.stderr)
+        print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} only", file=sys.stderr)
         sys.exit(0)
 
 
@@ -115,7 +115,7 @@ def _in_a_shell(environment: Mapping[str, str]) -> bool:
 
 
 def expand_hosts(listed: str) -> list[str]:
-    """The names in a Slurm host list such as ``a,n[1-3,07]-ib``, in order."""
+    """The host names in a Slurm host list such as ``a,n[1-3,07]-ib``, in order."""
     found: list[str] = []
     for head, inside, tail, plain in _GROUP.findall(listed):
         if plain:
@@ -129,9 +129,9 @@ def expand_hosts(listed: str) -> list[str]:
 
 
 def share_of(settings: Settings, rank: int, count: int) -> NodeAssignment:
-    """What node ``rank`` of ``count`` does.
+    """The assignment of node ``rank`` of ``count``.
 
-    Raises UserError if ranks or engines cannot be dealt out evenly, or if the weights could not get to them.
+    Raises UserError if ranks or engines cannot be spread evenly, or the transport cannot reach the engines.
     """
     world, replicas, cluster = settings.parallel.world, settings.engine.replicas, settings.cluster
     if count == 1:
@@ -139,7 +139,7 @@ def share_of(settings: Settings, rank: int, count: int) -> NodeAssignment:
     trainers, engines = cluster.trainer_nodes or count, cluster.engine_nodes or count
     for key, part in (("trainer_nodes", trainers), ("engine_nodes", engines)):
         if part > count:
-            raise UserError(f"cluster.{key} ({part}) is more than the nodes of the job ({count})")
+            raise UserError(f"cluster.{key} ({part}) is more than the job's {count} nodes")
     if trainers + engines < count:
         raise UserError(
             f"cluster.trainer_nodes ({trainers}) and cluster.engine_nodes ({engines}) leave "
@@ -158,7 +158,7 @@ def share_of(settings: Settings, rank: int, count: int) -> NodeAssignment:
         _check_colocated(settings, count, each, some)
     elif settings.bridge.transport != "process_group":
         raise UserError(
-            f"bridge.transport {settings.bridge.transport} does not reach from node to node; on {count} "
+            f"bridge.transport {settings.bridge.transport} works within one node only; on {count} "
             "nodes set it to process_group"
         )
     first = rank - (count - engines)  # the node's number among those with engines
@@ -169,32 +169,32 @@ def share_of(settings: Settings, rank: int, count: int) -> NodeAssignment:
 
 
 def _check_colocated(settings: Settings, count: int, each: int, some: int) -> None:
-    """Each node's engines fit onto the GPUs of its own trainer ranks, and their weights get there.
+    """Check that each node's engines fit onto the GPUs of its trainer ranks, and receive their weights.
 
-    each, some: ranks and engines of a node. Raises UserError.
+    each, some: ranks and engines per node. Raises UserError.
     """
     parallel, engine, transport = settings.parallel, settings.engine, settings.bridge.transport
     for key in ("trainer_nodes", "engine_nodes"):
         if getattr(settings.cluster, key) not in (None, count):
             raise UserError(
-                f"cluster.{key} ({getattr(settings.cluster, key)}) does not go with engine.colocated, where "
+                f"cluster.{key} ({getattr(settings.cluster, key)}) conflicts with engine.colocated, where "
                 f"all {count} nodes of the job train and sample; remove it"
             )
     if engine.tensor > each:
         raise UserError(
             f"engine.tensor ({engine.tensor}) is more than the {each} trainer ranks of a node, whose GPUs "
-            f"colocated engines have, and an engine stays within its node; set it to {each} or less"
+            f"colocated engines use; an engine cannot span nodes; set it to {each} or less"
         )
     if some * engine.tensor > each:
         raise UserError(
-            f"engine.colocated: {some} engines of {engine.tensor} workers a node (engine: replicas / {count} "
+            f"engine.colocated: {some} engines of {engine.tensor} workers per node (replicas / {count} "
             f"nodes, tensor) share the GPUs of its {each} trainer ranks; set engine.replicas to "
             f"{each // engine.tensor * count} or less"
         )
     node = _partial_node(settings, count)
     if transport != "process_group" and node is not None:
         raise UserError(
-            f"bridge.transport {transport} stays within a node, and the {each} trainer ranks of node "
+            f"bridge.transport {transport} works within one node only, and the {each} trainer ranks of node "
             f"{node} hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
             f"{parallel.pipeline}); set it to process_group, or lower one of the two"
         )
@@ -217,7 +217,7 @@ def _partial_node(settings: Settings, count: int) -> int | None:
 
 
 def transport_note(settings: Settings, count: int) -> str | None:
-    """What to tell who sends weights through host memory though they lie on each node's own GPUs."""
+    """A note for runs that send weights through host memory although each node has them on its GPUs."""
     slow = settings.engine.colocated and settings.bridge.transport == "process_group"
     if count == 1 or not slow or settings.device != "cuda" or _partial_node(settings, count) is not None:
         return None
@@ -225,7 +225,7 @@ def transport_note(settings: Settings, count: int) -> str | None:
 
 
 def own_address(interface: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """This node's IPv4 address in the cluster: that of the interface, or what the node's name stands for.
+    """This node's IPv4 address in the cluster: that of the interface, or the address of the node's name.
 
     Raises UserError if there is none.
     """
@@ -240,31 +240,33 @@ def own_address(interface: str | None, environment: Mapping[str, str] = os.envir
     name = environment.get("SLURMD_NODENAME") or socket.gethostname()
     address = _resolve(name) or _resolve(_address_known_to_slurm(name))
     if address is None:
-        raise UserError(f"the address of this node ({name}) is not known; name it: cluster.interface=...")
+        raise UserError(
+            f"the address of this node ({name}) is unknown; set cluster.interface to its network interface"
+        )
     return address
 
 
 def address_towards(address: str, port: int) -> str:
-    """The local address that connections to another one leave from."""
+    """The local address of connections to another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # a datagram socket: nothing is sent
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has an address of this node; UserError if none has."""
+    """Name of the network interface with this address; UserError if there is none."""
     found = _interfaces().get(address)
     if found is None and address.startswith("127."):
         return "lo"
     if found is None:
-        raise UserError(f"{address} is no address of {socket.gethostname()}; name one: cluster.interface=...")
+        raise UserError(f"{address} is not an address of {socket.gethostname()}; set cluster.interface")
     return found
 
 
 def free_port(address: str) -> int:
-    """A TCP port of a local address that nobody has now. UserError if there is none.
+    """A TCP port of a local address that is free now. UserError if there is none.
 
-    Below those that the kernel hands out: one of them may be another socket's before its user has started.
+    It is below the kernel's ephemeral ports, which other sockets might take before the caller binds it.
     """
     for port in random.sample(_PORTS, _TRIES):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -276,8 +278,8 @@ def free_port(address: str) -> int:
                 continue
             return port
     raise UserError(
-        f"no free TCP port found at {address} among {_TRIES} from {_PORTS.start} to {_PORTS.stop - 1}; end "
-        "what holds them (ss -tlnp)"
+        f"no free TCP port found at {address} among {_TRIES} from {_PORTS.start} to {_PORTS.stop - 1}; "
+        "stop the processes that use them (ss -tlnp)"
     )
 
 
@@ -299,7 +301,7 @@ def _resolve(name: str | None) -> str | None:
 
 
 def _address_known_to_slurm(name: str) -> str | None:
-    """What ``scontrol`` says: a node's name need not be known to the name service."""
+    """The address in ``scontrol``: a node's name may be unknown to the name service."""
     try:
         told = subprocess.run(
             ["scontrol", "show", "node", name], capture_output=True, text=True, timeout=30, check=False

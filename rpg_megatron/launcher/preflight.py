@@ -1,8 +1,7 @@
-"""What can be found wrong before anything is started, without importing torch or vLLM.
+"""The checks before anything is started, without importing torch or vLLM.
 
-Every check raises UserError with what is wrong, where, and what to do. They run in the order in which a user
-would mend things: environment, model, layout, batch, machine; data comes last because reading it takes
-longest.
+Every check raises UserError with what is wrong, where, and how to fix it. They run in the order in which a
+user would fix problems: environment, model, layout, batch, machine; data last, since reading it is slow.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.data.problems import read_counted
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
-from rpg_megatron.models.registry import check_layout, layout_for
+from rpg_megatron.models.registry import check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _SILENT_SECONDS = 3.0
-"""Reading data that takes longer is told."""
+"""If reading the data takes longer, a message says so."""
 FP8_EMULATED = (
-    "precision.fp8 is emulated: on a CPU, products are float32 ones of operands that are rounded to FP8, "
-    "which shows a recipe's numbers, and nothing of a GPU's kernels or speed"
+    "precision.fp8 is emulated: on a CPU, operands are rounded to FP8 and multiplied in float32, which shows "
+    "the numerics of a recipe, but not the kernels or the speed of a GPU"
 )
-_SPARE = 256 * 1024**2  # what vLLM and gloo put into shared memory besides the weights
+_SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
 
 def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape:
-    """Run every check; returns the model's sizes. Raises UserError at the first thing that is wrong.
+    """Run every check; returns the model's sizes. Raises UserError at the first failure.
 
-    share: what this node does of a run on several; None: it is the only one.
+    share: this node's part of a run on several nodes; None: there is only this node.
     """
     share = share or share_of(settings, 0, 1)
     check_packages(settings.device)
@@ -64,7 +63,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
 
 
 def check_packages(device: str) -> None:
-    """Megatron-Core, transformers, torch, and the vLLM build for the device."""
+    """Check that Megatron-Core, transformers, torch and the vLLM build for the device are installed."""
     setup = (
         "run make quickstart or make .venv, and use .venv/bin/rpg-megatron"
         if device == "cpu"
@@ -81,28 +80,28 @@ def check_packages(device: str) -> None:
         raise UserError(f"python package vllm is missing; {setup}")
     if builds and wanted not in builds:
         raise UserError(
-            f"device is {device}, but this environment holds {builds.pop()} and not {wanted}; {setup}"
+            f"device is {device}, but this environment has {builds.pop()} instead of {wanted}; {setup}"
         )
 
 
 def check_model(path: Path) -> ModelShape:
-    """The checkpoint is whole and of a family we have a layout for. Reads headers, no weights."""
+    """Check that the checkpoint is complete and its family is supported. Reads headers, no weights."""
     shape = read_model_shape(path)
     if [file.name for file in path.iterdir()] == ["config.json"]:
         raise UserError(
-            f"model.path: {path} holds a config.json alone, which is enough to plan with; to train give "
-            "model.path=FOLDER of the whole checkpoint"
+            f"model.path: {path} holds only a config.json, which is enough for plan; to train, give "
+            "model.path=FOLDER of the complete checkpoint"
         )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
         )
-    verify_hf_checkpoint(path, layout_for(shape))
+    verify_hf_checkpoint(path, mapping_for(shape))
     return shape
 
 
 def check_parallel(settings: Settings, shape: ModelShape) -> None:
-    """Trainer and engine layouts suit the model's heads, columns and layers."""
+    """Check that the layouts of trainer and engines divide the model's heads, columns and layers."""
     parallel = settings.parallel
     for tensor, pipeline, virtual, where in (
         (parallel.tensor, parallel.pipeline, parallel.virtual, "parallel"),
@@ -115,7 +114,7 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
 
 
 def check_precision(settings: Settings, shape: ModelShape) -> None:
-    """The sizes of the model's weights on a rank, and its number of layers, allow for FP8."""
+    """Check that a rank's weight sizes, and the number of layers, allow FP8."""
     fp8, parallel = settings.precision.fp8, settings.parallel
     if fp8 is None:
         return
@@ -129,8 +128,8 @@ def check_precision(settings: Settings, shape: ModelShape) -> None:
     }
     if wrong := [f"{what} {size}" for what, size in sizes.items() if size % fp8.multiple]:
         raise UserError(
-            f"precision.fp8.recipe {fp8.recipe} wants multiples of {fp8.multiple} on each tensor-parallel "
-            f"rank, and here are {', '.join(wrong)}; lower parallel.tensor, or set "
+            f"precision.fp8.recipe {fp8.recipe} requires multiples of {fp8.multiple} on each tensor-parallel "
+            f"rank; not divisible: {', '.join(wrong)}; lower parallel.tensor, or set "
             + ("recipe to tensorwise or delayed" if fp8.recipe == "blockwise" else "precision.fp8 to null")
         )
     most = min(shape.num_layers // parallel.pipeline, (shape.num_layers - 1) // 2)
@@ -142,7 +141,7 @@ def check_precision(settings: Settings, shape: ModelShape) -> None:
 
 
 def check_batch(settings: Settings, shape: ModelShape) -> None:
-    """Sequences fit the model's positions, and each replica gets at least one of every mini-batch."""
+    """Check that sequences fit the model's positions, and each replica gets part of every mini-batch."""
     response = settings.rollout.max_response_tokens
     prompts = [("data", settings.data)]
     if settings.evaluation is not None:
@@ -170,12 +169,10 @@ def check_batch(settings: Settings, shape: ModelShape) -> None:
 def check_shared_memory(
     settings: Settings, shape: ModelShape, folder: Path = process_groups.SHARED_MEMORY
 ) -> None:
-    """The published weights fit into shared memory next to what is there already."""
+    """Check that shared memory has room for the published weights."""
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{folder} is missing or not writable; weights pass from trainer to engine through it"
-        )
-    numbers = sum(_product(dims) for dims in layout_for(shape).hf_tensors().values())
+        raise UserError(f"{folder} is missing or not writable; weights are transferred to engines through it")
+    numbers = sum(_product(dims) for dims in mapping_for(shape).hf_tensors().values())
     needed = numbers * ITEM_BYTES[settings.precision.dtype] + _SPARE
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -186,14 +183,14 @@ def check_shared_memory(
 
 
 def check_gpus(settings: Settings, share: NodeAssignment) -> None:
-    """There are GPUs, and as many as this node's trainer ranks and engine workers together."""
+    """Check that the GPUs are enough for this node's trainer ranks and engine workers."""
     hint = "set device=cpu to run on the CPU"
     if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
         raise UserError(f"device is cuda, but this machine has no NVIDIA GPU; {hint}")
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return  # a GPU without its tool: torch will say what it sees
+        return  # no usable nvidia-smi: torch reports missing GPUs
     count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         count = min(count, len([d for d in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if d.strip()]))
@@ -212,7 +209,7 @@ def check_gpus(settings: Settings, share: NodeAssignment) -> None:
 
 
 def check_port(port: int) -> None:
-    """The rendezvous port, if one is configured, is free."""
+    """Check that the configured rendezvous port, if any, is free."""
     if not port:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -222,26 +219,26 @@ def check_port(port: int) -> None:
         except OSError as e:
             raise UserError(
                 f"rendezvous_port: port {port} cannot be used ({e.strerror}); "
-                "end the process that holds it, or set rendezvous_port=0 to take a free one"
+                "stop the process that uses it, or set rendezvous_port=0 to choose a free one"
             ) from None
 
 
 def check_data(settings: Settings) -> None:
-    """Every line of the data sets can be read, and the tokenizer has the template that chats are put into."""
+    """Check that all data can be read, and that the tokenizer has a chat template if one is used."""
     sets = [("data", settings.data)]
     if settings.evaluation is not None:
         sets += [(part.where, part.data) for part in settings.evaluation.heldout]
     for where, data in sets:
         if data.chat and not _has_chat_template(settings.model.path):
             raise UserError(
-                f"{where}.chat: {settings.model.path} holds no chat template; copy its chat_template.jinja "
+                f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
         read_counted(data)
 
 
 def _has_chat_template(model: Path) -> bool:
-    """Whether a tokenizer has one, by its files; of what cannot be read the tokenizer will complain."""
+    """Whether the tokenizer's files include a chat template; True if they cannot be read."""
     if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:

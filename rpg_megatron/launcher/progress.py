@@ -1,9 +1,9 @@
-"""What the user sees of a run: a live display on a terminal, plain lines elsewhere.
+"""The progress display of a run: live on a terminal, plain lines elsewhere.
 
 Sampler and trainer send events, one JSON object per datagram, to a socket in the work folder: ``{"kind":
 "phase", "name": str, "done": int, "total": int}``, ``{"kind": "step", "row": {...}, "steps": int}`` with a
-row of metrics, ``{"kind": "status", "text": str}``. A lost or broken event never hurts the run, and
-rows are also read from the metrics file, so that no step goes missing.
+row of metrics, ``{"kind": "status", "text": str}``. Lost or invalid events do not affect the run; rows are
+also read from the metrics file, so that no step is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COLUMNS = (
 
 
 class Progress:
-    """Receives events and shows them. All of it happens in ``pump``; there is no thread."""
+    """Receives events and shows them, all in ``pump``; there is no thread."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Progress:
         console: Console | None = None,
         line_seconds: float | None = None,
     ):
-        """line_seconds: without a terminal, say this often how far a phase is; None: only that it begins."""
+        """line_seconds: interval of progress lines without a terminal; None: one line when a phase begins."""
         self._line_seconds = line_seconds
         self._said = 0.0
         self._begun = (0.0, 0)
@@ -59,12 +59,12 @@ class Progress:
         self.started_training = False
         """Whether the first training step has ended."""
         self.text = "starting"
-        """What is going on, in words."""
+        """The current activity."""
         self._phase: tuple[str, int, int] | None = None
         self._rows: deque[dict[str, Any]] = deque(maxlen=_ROWS)
         self._evaluation = ""
         self._metrics, self._read = metrics, 0
-        if metrics is not None and metrics.exists():  # a continued run: what it did before was shown before
+        if metrics is not None and metrics.exists():  # a resumed run: do not show its earlier steps again
             rows = metrics.read_bytes()
             self._read = len(rows)
             with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
@@ -87,7 +87,7 @@ class Progress:
             self._live.start()
 
     def pump(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for events, take in those there are, and redraw."""
+        """Wait up to ``seconds`` for events, process them, and redraw."""
         self._socket.settimeout(seconds)
         try:
             while True:
@@ -102,14 +102,14 @@ class Progress:
                 self._live.update(self._picture(), refresh=True)
 
     def status(self, text: str) -> None:
-        """Say what is going on. A warning stays on the terminal."""
+        """Show the current activity. Warnings stay on the terminal."""
         if text != self.text:
             self.text, self._phase = text, None
             if self._live is None or text.startswith("warning"):
                 self._print(text)
 
     def close(self) -> None:
-        """Leave the terminal in order: the last rows stay on it."""
+        """Restore the terminal; the last rows stay on it."""
         self._socket.close()
         if self._live:
             with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ class Progress:
             self._live = None
 
     def seconds_left(self) -> float | None:
-        """Time to the end at the pace of the recent steps, None before there is one."""
+        """Seconds to the end at the pace of recent steps, None before the first step."""
         paces = [row["time/step"] for row in self._rows if isinstance(row.get("time/step"), int | float)]
         return sum(paces) / len(paces) * (self.steps - max(self.step, 0)) if paces else None
 
@@ -156,7 +156,7 @@ class Progress:
             self._print(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
 
     def _read_metrics(self) -> None:
-        """Take the rows whose events were lost: a datagram is, when the queue is full."""
+        """Read the rows whose events were lost, as datagrams are when the queue is full."""
         if self._metrics is None or not self._metrics.exists():
             return
         with self._metrics.open("rb") as file:
@@ -189,10 +189,10 @@ class Progress:
             if self._live is None:
                 self._print(self._line(row))
 
-    # -- pictures ------------------------------------------------------------------------------------------
+    # -- rendering -----------------------------------------------------------------------------------------
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a closed terminal or pipe is no reason to end a run
+        with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
             self.console.file.flush()
 
@@ -205,7 +205,7 @@ class Progress:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
         first = max((len(f"{row['step']}/{self.steps}") for row in self._rows), default=4)
-        shown = _COLUMNS[: max((self.console.width - max(first, 4) - 1) // 10, 1)]  # those that fit whole
+        shown = _COLUMNS[: max((self.console.width - max(first, 4) - 1) // 10, 1)]  # the columns that fit
         table.add_column("step", justify="right", no_wrap=True)
         for name, _, _ in shown:
             table.add_column(name, justify="right", min_width=8)

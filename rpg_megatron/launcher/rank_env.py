@@ -1,4 +1,4 @@
-"""How the processes of a run are started on one node: command lines and environments."""
+"""Command lines and environments of the processes of a run on one node."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ RANK = "rpg_megatron.training.rank"
 
 @dataclass(frozen=True)
 class RankLaunchSpec:
-    """What the trainer ranks of all nodes are started with."""
+    """Arguments of the trainer ranks on all nodes."""
 
     folder: str
     """The run's."""
     checkpoint: str | None
     address: str
-    """Where they meet: of trainer rank 0."""
+    """torch.distributed's MASTER_ADDR: the node of trainer rank 0."""
     port: int
 
 
 def cluster_environment(address: str | None) -> dict[str, str]:
-    """What keeps a child's sockets on the cluster's interface; address: this node's, None if it is alone."""
+    """Variables that bind sockets to the cluster's interface. address: this node's; None: a single node."""
     if address is None:
-        return {"GLOO_SOCKET_IFNAME": "lo"}  # gloo would pick by host name
+        return {"GLOO_SOCKET_IFNAME": "lo"}  # gloo's default is by host name
     interface = interface_of(address)
     found = {ADDRESS_VARIABLE: address, "GLOO_SOCKET_IFNAME": interface}
     if "NCCL_SOCKET_IFNAME" not in os.environ:
@@ -41,13 +41,13 @@ def cluster_environment(address: str | None) -> dict[str, str]:
 
 
 def base_environment(settings: Settings, token: str) -> dict[str, str]:
-    """Environment of the sampler, and of ranks but for ``_device_environment``.
+    """Environment of the sampler; of the ranks together with ``_device_environment``.
 
-    The token is not on a command line, which all users can read.
+    The token is passed here and not on the command line, which all users can read.
     """
     environment = os.environ | {TOKEN_VARIABLE: token}
     if settings.device == "cpu":
-        # Ranks share the cores; more threads than cores wait for each other in every matrix product.
+        # Ranks share the cores; oversubscribed threads stall every matrix product.
         cores = len(os.sched_getaffinity(0))
         environment["OMP_NUM_THREADS"] = str(max(1, cores // settings.parallel.world))
     return environment
@@ -85,16 +85,16 @@ def rank_starts(
 
 
 def _device_environment(settings: Settings, local: int) -> dict[str, str]:
-    """What a rank on a GPU needs; local: ranks of this node. Empty on a CPU."""
+    """Variables that a rank on a GPU needs; empty on a CPU. local: number of ranks on this node."""
     if settings.device != "cuda":
         return {}
-    # One thread feeds the GPU. Only off-loaded optimizer state is computed with on the CPU.
+    # One thread feeds the GPU. Only an off-loaded optimizer computes on the CPU.
     threads = len(os.sched_getaffinity(0)) // local if settings.memory.offload_optimizer else 1
     found = {"OMP_NUM_THREADS": str(max(1, threads))}
     cut = settings.parallel.tensor > 1 or settings.parallel.context > 1
     if cut and CONNECTIONS_VARIABLE not in os.environ:
-        # Megatron starts the messages of tensor and context parallelism before the products that they are to
-        # overlap with. One hardware queue keeps that order; with several the products may take the GPU first.
-        # Megatron's own arguments insist on it under the same condition.
+        # Megatron launches the communication of tensor and context parallelism before the GEMMs that it
+        # overlaps with. One hardware queue keeps that order; with several, GEMMs may occupy the GPU first.
+        # Megatron's argument check requires the same.
         found[CONNECTIONS_VARIABLE] = "1"
     return found

@@ -1,8 +1,8 @@
-"""``python -m rpg_megatron.launcher.reaper``: cleans up after a launcher that could not do so itself.
+"""``python -m rpg_megatron.launcher.reaper``: cleans up after a launcher that was killed.
 
-It reads from the launcher, line by line, what there is to clean: ``group PID``, ``drop PID``, ``path PATH``.
-If the pipe closes without ``done`` (kill -9, out of memory), it kills the groups and removes the paths. The
-kernel's own remedy (see ``child.py``) reaches only the launcher's direct children, and no files.
+It reads from the launcher, one per line, what to clean up: ``group PID``, ``drop PID``, ``path PATH``. If the
+pipe closes without ``done`` (kill -9, out of memory), it kills the groups and removes the paths. The parent
+death signal (``system/parent_death.py``) covers only the launcher's direct children, and no files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rpg_megatron.system import process_groups
 
 
 class Reaper:
-    """The launcher's end of the pipe. Start it before anything that must not outlive the launcher."""
+    """The launcher's end of the pipe. Create it before anything that must not outlive the launcher."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -25,33 +25,33 @@ class Reaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C on the terminal is not meant for it
+            start_new_session=True,  # not ended by Ctrl-C on the terminal
             text=True,
         )
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # somebody killed it; the launcher still cleans up in all other cases
+        except BrokenPipeError:  # it was killed; the launcher itself still cleans up
             return
 
     def guard_group(self, leader: int) -> None:
         """Kill this process group if the launcher dies."""
-        self._tell(f"group {leader}")
+        self._send(f"group {leader}")
 
     def drop_group(self, leader: int) -> None:
-        """The group is gone; its number may soon belong to somebody else."""
-        self._tell(f"drop {leader}")
+        """Forget a group that has ended; its pid may be reused."""
+        self._send(f"drop {leader}")
 
     def guard_path(self, path: Path) -> None:
         """Remove this file or folder if the launcher dies."""
-        self._tell(f"path {path}")
+        self._send(f"path {path}")
 
     def dismiss(self) -> None:
-        """Everything is cleaned up."""
-        self._tell("done")
+        """End the reaper: the launcher has cleaned up."""
+        self._send("done")
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -62,7 +62,7 @@ class Reaper:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all it holds; it may be gone already."""
+    """Remove a file or a folder tree, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -70,7 +70,7 @@ def remove(path: Path) -> None:
 
 
 def main() -> None:
-    """Listen until the launcher is done or dead."""
+    """Read requests until the launcher is done or dead."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

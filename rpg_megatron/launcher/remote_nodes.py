@@ -1,7 +1,7 @@
-"""The other nodes of a run, as the first node's launcher sees them.
+"""The other nodes of a run, as seen by the first node's launcher.
 
-Engines and ranks there are objects here that look like its own: what they are asked to do goes over the line
-to their node (see ``node_agent.py``), what happens to them comes back the same way.
+Their engines and ranks are proxy objects here with the interface of local ones. Requests go over the control
+channel to the node (see ``node_agent.py``), and status comes back the same way.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,24 +25,24 @@ from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 
 _LEAVE_SECONDS = 30.0
-"""How long other nodes have to end what they run; they hurry by themselves after their own grace."""
+"""How long other nodes may take to end their processes; after their own grace they send SIGKILL."""
 
 
 class RemoteNodes:
-    """The lines to all other nodes. Its methods belong to the main thread.
+    """The control channels to all other nodes. Call its methods from the main thread only.
 
-    Entering the context waits until all nodes have come and have found themselves fit: UserError if they do
-    not. Leaving it ends what they run.
+    Entering the context waits until all nodes have joined and passed their checks; raises UserError if they
+    do not. Leaving it ends their processes.
     """
 
     def __init__(self, settings: Settings, nodes: Nodes, signals: StopSignals):
-        """Raises UserError if this node cannot be reached by the others."""
+        """Raises UserError if the other nodes cannot reach this one."""
         self.nodes = nodes
-        self.share = share_of(settings, 0, nodes.count)
+        self.assignment = share_of(settings, 0, nodes.count)
         self.engines: dict[int, RemoteEngine] = {}
         self.ranks: dict[int, RemoteRank] = {}
         self._settings, self._signals = settings, signals
-        self._host = RendezvousServer(settings, nodes)
+        self._server = RendezvousServer(settings, nodes)
         self._ready: set[int] = set()
         self._said = ""
 
@@ -61,13 +62,13 @@ class RemoteNodes:
 
     @property
     def address(self) -> str:
-        """This node's, in the cluster."""
-        return self._host.address
+        """Address of this node in the cluster."""
+        return self._server.address
 
     @property
     def token(self) -> str:
-        """What all processes of the run know."""
-        return self._host.token
+        """The run's secret, shared by all of its processes."""
+        return self._server.token
 
     def _say(self, text: str) -> None:
         if text != self._said:
@@ -75,81 +76,79 @@ class RemoteNodes:
             print(text, flush=True)
 
     def _gather(self) -> None:
-        self._host.wait(self._signals.check, self._say)
+        self._server.wait(self._signals.check, self._say)
         ours = resolved_yaml(self._settings)
-        for node in sorted(self._host.joined):
-            facts = self._host.joined[node]
-            if facts["settings"] != ours:
+        for node in sorted(self._server.joined):
+            theirs = self._server.joined[node]["settings"]
+            if theirs != ours:
                 raise UserError(
                     f"{self.name(node)} was started with other settings: "
-                    f"{_difference(yaml.safe_load(ours), yaml.safe_load(facts['settings']))}; give all nodes "
+                    f"{_difference(yaml.safe_load(ours), yaml.safe_load(theirs))}; give all nodes "
                     "the same config, overrides and working directory"
                 )
-        for line in self._host.lines.values():
-            line.tell("check")
+        for channel in self._server.channels.values():
+            channel.send("check")
         while len(self._ready) < self.nodes.count - 1:
             self._signals.check()
             self.pump()
             time.sleep(0.1)
 
     def prepare(self, folder: Path) -> dict[int, str]:
-        """Make the nodes ready for the run in that folder; returns the URLs of their engines, by index."""
+        """Have the nodes open the run's folder; returns the URLs of their engines, by index."""
         logs = folder / LOGS
-        for node, line in self._host.lines.items():
-            line.tell("open", folder=str(folder))
-            share = share_of(self._settings, node, self.nodes.count)
-            facts = self._host.joined[node]
-            for index, port in zip(share.engines, facts["ports"], strict=True):
+        for node, channel in self._server.channels.items():
+            channel.send("open", folder=str(folder))
+            assignment = share_of(self._settings, node, self.nodes.count)
+            facts = self._server.joined[node]
+            for index, port in zip(assignment.engines, facts["ports"], strict=True):
                 url = f"http://{facts['address']}:{port}"
                 log = logs / f"engine_{index}.log"
                 self.engines[index] = RemoteEngine(self, node, index, log, url)
-            for rank in share.ranks:
+            for rank in assignment.ranks:
                 name = f"rank_{rank} on {self.name(node)}"
                 log = logs / f"rank_{rank}.log"
-                self.ranks[rank] = RemoteRank(
-                    name, log, lambda line=line, rank=rank: line.tell("warn", rank=rank)
-                )
+                self.ranks[rank] = RemoteRank(name, log, partial(channel.send, "warn", rank=rank))
         return {index: engine.url for index, engine in self.engines.items()}
 
     def start_ranks(self, start: RankLaunchSpec) -> None:
-        """Have the nodes start their trainer ranks."""
-        for line in self._host.lines.values():
-            line.tell("start_ranks", **asdict(start))
+        """Ask the nodes to start their trainer ranks."""
+        for channel in self._server.channels.values():
+            channel.send("start_ranks", **asdict(start))
 
     def name(self, node: int) -> str:
-        """A node in words: its number, and the name it goes by."""
-        if node in self._host.joined:
-            return f"node {node} ({self._host.joined[node]['host']})"
+        """A node's number and host name, for messages."""
+        if node in self._server.joined:
+            return f"node {node} ({self._server.joined[node]['host']})"
         return self.nodes.name(node)
 
-    def tell(self, node: int, kind: str, **facts: Any) -> None:
-        """Say something to one node."""
-        self._host.lines[node].tell(kind, **facts)
+    def send(self, node: int, kind: str, **facts: Any) -> None:
+        """Send a message to one node."""
+        self._server.channels[node].send(kind, **facts)
 
     def pump(self) -> None:
-        """Take in what has come. Raises RunFailed or UserError if a node is gone, or cannot go on."""
-        for node, line in self._host.lines.items():
-            for message in line.take():
+        """Process received messages. Raises RunFailed or UserError if a node is lost or has failed."""
+        for node, channel in self._server.channels.items():
+            for message in channel.receive():
                 self._take(node, message)
-        for node, line in self._host.lines.items():
-            if line.lost:
-                raise RunFailed(f"{self.name(node)} is lost: {line.lost}")
+        for node, channel in self._server.channels.items():
+            if channel.lost:
+                raise RunFailed(f"{self.name(node)} is lost: {channel.lost}")
 
     def dismiss(self, error: BaseException | None) -> None:
-        """Have everyone end what they run; error: why, None if all is well."""
-        well = error is None or (isinstance(error, Interrupted) and error.requeue)
-        reason = "" if well else (str(error).splitlines() or [repr(error)])[0]
-        for line in self._host.lines.values():
-            line.tell("end", reason=reason)
+        """Ask all nodes to end their processes. error: the reason; None after success."""
+        expected = error is None or (isinstance(error, Interrupted) and error.requeue)
+        reason = "" if expected else (str(error).splitlines() or [repr(error)])[0]
+        for channel in self._server.channels.values():
+            channel.send("end", reason=reason)
 
     def close(self) -> None:
-        """Wait until the others have left, then hang up. This launcher ends last: its exit code counts."""
+        """Wait until the other launchers have exited, then close. The last exit code counts: this one's."""
         end = time.monotonic() + _LEAVE_SECONDS
-        while time.monotonic() < end and not all(line.lost for line in self._host.lines.values()):
-            for line in self._host.lines.values():
-                line.take()
+        while time.monotonic() < end and not all(channel.lost for channel in self._server.channels.values()):
+            for channel in self._server.channels.values():
+                channel.receive()
             time.sleep(0.1)
-        self._host.close()
+        self._server.close()
 
     def _take(self, node: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -160,7 +159,7 @@ class RemoteNodes:
         elif kind == "rank":
             self.ranks[message["rank"]].code = message["code"]
         elif kind == "signal":
-            # Slurm sends a signal to all nodes at once: it is the same one that came here.
+            # Slurm signals all nodes at once: do not count the same signal twice.
             if self._signals.count < message["count"]:
                 self._signals.receive(message["number"])
         elif kind == "refused":
@@ -170,56 +169,56 @@ class RemoteNodes:
 
 
 class RemoteEngine:
-    """An engine on another node; see ``rollout.engine.EngineProcess``, whose part it plays."""
+    """An engine on another node, with the interface of ``engine.process.EngineProcess``."""
 
     pid = None
-    """It has one, but not on this machine."""
+    """Its process is on another machine."""
 
-    def __init__(self, team: RemoteNodes, node: int, index: int, log: Path, url: str):
+    def __init__(self, nodes: RemoteNodes, node: int, index: int, log: Path, url: str):
         self.index, self.log, self.url = index, log, url
-        self._team, self._node = team, node
+        self._nodes, self._node = nodes, node
         self._starts = 0
         self._alive = False
         self._started = 0.0
 
     def start(self) -> None:
-        """Have it started; does not wait."""
+        """Ask its node to start it; does not wait."""
         self._starts += 1
         self._alive = True
         self._started = time.monotonic()
-        self._team.tell(self._node, "start_engine", index=self.index, starts=self._starts)
+        self._nodes.send(self._node, "start_engine", index=self.index, starts=self._starts)
 
     def seen(self, starts: int, alive: bool) -> None:
-        """What its node says of its process number ``starts``."""
+        """Record what its node reported about its process number ``starts``."""
         if starts == self._starts:
             self._alive = alive
 
     def alive(self) -> bool:
-        """Whether its process runs, as far as was heard."""
+        """Whether its process runs, by the last report."""
         return self._alive
 
     def healthy(self, timeout: float = 5.0) -> bool:
-        """Whether it answers, to this node."""
-        return health(self.url, self._team.token, timeout) == 200
+        """Whether it answers requests from this node."""
+        return health(self.url, self._nodes.token, timeout) == 200
 
     def sleep(self) -> None:
-        """See ``rollout.engine.put_to_sleep``."""
-        put_to_sleep(self.url, self._team.token)
+        """See ``engine.process.put_to_sleep``."""
+        put_to_sleep(self.url, self._nodes.token)
 
     def wait_healthy(self) -> None:
-        """Called when it is not: raises UserError with the end of its log."""
+        """Called when it is unhealthy: raises UserError with the end of its log."""
         seconds = time.monotonic() - self._started
         problem = f"did not answer within {seconds:.0f} s" if self._alive else "ended while starting"
         raise UserError(
-            f"engine {self.index} on {self._team.name(self._node)} {problem}; the end of {self.log}:\n"
+            f"engine {self.index} on {self._nodes.name(self._node)} {problem}; the end of {self.log}:\n"
             f"{tail_of(self.log)}"
         )
 
     def stop(self, grace: float = 20.0) -> None:
-        """Have it ended, and wait until it is. Raises RunFailed if its node is lost."""
-        self._team.tell(self._node, "stop_engine", index=self.index, grace=grace)
+        """Ask its node to stop it, and wait until it has exited. Raises RunFailed if the node is lost."""
+        self._nodes.send(self._node, "stop_engine", index=self.index, grace=grace)
         while self._alive:
-            self._team.pump()
+            self._nodes.pump()
             time.sleep(0.05)
 
 
@@ -229,9 +228,9 @@ class RemoteRank:
 
     name: str
     log: Path
-    """In the run's folder, which all nodes share."""
+    """In the run's folder, which is shared by all nodes."""
     warn: Callable[[], None]
-    """Tells it to save and leave."""
+    """Asks it to save and exit."""
     code: int | None = None
 
     def exit_code(self) -> int | None:
@@ -240,7 +239,7 @@ class RemoteRank:
 
 
 def _difference(ours: Any, theirs: Any, key: str = "") -> str:
-    """The first value in which two settings differ, in words."""
+    """Describes the first value in which two settings differ."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in [*ours, *(theirs.keys() - ours.keys())]:
             if ours.get(name) != theirs.get(name):

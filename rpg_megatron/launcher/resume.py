@@ -1,7 +1,7 @@
-"""Which run a command goes on with: the newest one of its name that is not finished, or a new one.
+"""Which run a command resumes: the newest unfinished one of its name; otherwise it creates a new one.
 
-A run is held by a lock on a file in its folder for as long as its launcher lives, so that a second launcher
-with the same settings makes a run of its own instead of writing into this one.
+A launcher holds a lock on a file in the run's folder, so that a second launcher with the same settings
+creates another run instead of writing into this one.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from rpg_megatron.launcher.summary import shown
 
 LOCK = ".lock"
 ORIGIN = ".origin"
-"""In a run that was made although others could go on: the checkpoint that it starts from, or nothing."""
+"""File in runs created with --fresh or --from: the checkpoint they start from, or nothing."""
 _LARGE = 10**9
-"""Bytes of a checkpoint from which on it is said that it is being read."""
+"""Bytes of a checkpoint above which a message says that it is being checked."""
 _STEP = re.compile(r"step_(\d{6,})")
 _FREE = (
     *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge", "cluster"),
     *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
     *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
 )
-"""Keys and sections that may change when a run is continued: they change where and how far it goes, and
-results by rounding at most. All others change what is learnt."""
+"""Keys and sections that may change when a run is resumed: they affect placement, length and logging, and
+results by rounding at most. All others affect the training."""
 
 
 @dataclass
 class OpenRun:
-    """The folder of a run that this process holds, and where the run starts."""
+    """The folder of a run that this process has locked, and where the run starts."""
 
     folder: Path
     lock: IO[str]
     checkpoint: Path | None = None
-    """Go on from this one; None: from the beginning."""
+    """The checkpoint to resume from; None: start from the beginning."""
     notes: list[str] = field(default_factory=list)
-    """What the user should be told."""
+    """Messages for the user."""
     made: bool = True
-    """Whether the folder is new, and may be removed if nothing comes of it."""
+    """Whether the folder is new, and may be removed if the run fails early."""
 
     def close(self) -> None:
-        """Let go of the run."""
+        """Release the lock."""
         self.lock.close()
 
 
 def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = None) -> OpenRun:
-    """The run that these settings go on with, or a new one.
+    """The run that these settings resume, or a new one.
 
-    fresh: a new one in any case. source: a new one that starts from this checkpoint, or from the newest of
-    this run. Raises UserError if settings have changed that would change what is learnt.
+    fresh: always a new one. source: a new one that starts from this checkpoint, or from the newest of this
+    run. Raises UserError if settings have changed that affect the training.
     """
     if source is not None:
         return _start_from(settings, source.absolute())
@@ -77,10 +77,10 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
     for folder in list_runs(settings):
         lock = hold_folder(folder)
         if lock is None:
-            continue  # at work in another process
+            continue  # in use by another process
         if (folder / SUMMARY).exists():
             lock.close()
-            break  # finished; what is older was left behind on purpose
+            break  # finished; older runs are not resumed
         try:
             run = _continue(settings, folder, lock, notes)
         except BaseException:
@@ -89,7 +89,7 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
         if run is not None:
             return run
         lock.close()
-        if (folder / ORIGIN).exists():  # it was asked for a run of its own, and never came to a checkpoint
+        if (folder / ORIGIN).exists():  # created with --fresh or --from, without a checkpoint yet
             origin = (folder / ORIGIN).read_text(encoding="utf-8")
             run = _start_from(settings, Path(origin)) if origin else _make(settings, origin="")
             run.notes = [*notes, *(run.notes or [f"run {shown(run.folder)}"])]
@@ -103,7 +103,7 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
 def _make(settings: Settings, origin: str | None = None) -> OpenRun:
     folder = create_run(settings)
     lock = hold_folder(folder)
-    if lock is None:  # another launcher has looked at it in this very moment, and will let go
+    if lock is None:  # another launcher is checking it right now, and will release it
         lock = (folder / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
     if origin is not None:
@@ -120,7 +120,7 @@ def _continue(settings: Settings, folder: Path, lock: IO[str], notes: list[str])
     _check_length(settings, checkpoint, state["step"])
     _rewind(folder, state)
     replace_settings(folder, settings, state["step"])
-    notes.append(f"continuing {shown(folder)} from step {state['step']}; --fresh starts over{changes}")
+    notes.append(f"resuming {shown(folder)} from step {state['step']}; --fresh starts over{changes}")
     return OpenRun(folder, lock, checkpoint, notes, made=False)
 
 
@@ -134,14 +134,14 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
     if (source / CHECKPOINTS).is_dir():
         checkpoint = _newest_whole(source, notes)
     elif problems := find_problems(source):
-        raise UserError(f"--from {source}: not a whole checkpoint of a run: {'; '.join(problems[:3])}")
+        raise UserError(f"--from {source}: not a complete checkpoint of a run: {'; '.join(problems[:3])}")
     if checkpoint is None:
-        raise UserError(f"--from {source}: the run has no whole checkpoint; {'; '.join(notes)}")
+        raise UserError(f"--from {source}: the run has no complete checkpoint; {'; '.join(notes)}")
     changes = _compare(settings, checkpoint)
     state = read_state(checkpoint)
     _check_length(settings, checkpoint, state["step"])
     run = _make(settings, origin=str(checkpoint))
-    with suppress(OSError):  # the past of its curves, where it is still there
+    with suppress(OSError):  # the metrics before the checkpoint, if they still exist
         rows = (checkpoint.parents[1] / METRICS).read_bytes()[: state["metrics_bytes"]]
         (run.folder / METRICS).write_bytes(rows)
     run.checkpoint = checkpoint
@@ -162,7 +162,7 @@ def _newest_whole(folder: Path, notes: list[str]) -> Path | None:
 
 
 def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """What differs between two blocks of plain values: dotted key -> one line that names both."""
+    """Differences between two nested dicts of plain values: dotted key -> one line with both values."""
     old, new = _flat(then), _flat(now)
     return {
         key: f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}"
@@ -172,15 +172,15 @@ def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 
 
 def _compare(settings: Settings, checkpoint: Path) -> str:
-    """What has changed, in words, if it may; UserError if it may not."""
+    """Describes the changed settings. Raises UserError if one of them affects the training."""
     then, now = load_settings(checkpoint / CONFIG), settings
     lines = list_changes(*(yaml.safe_load(resolved_yaml(each)) for each in (then, now)))
     bad = [line for key, line in lines.items() if not any(key == f or key.startswith(f"{f}.") for f in _FREE)]
     if bad:
         raise UserError(
-            f"{shown(checkpoint)} was written with other settings, which change what is learnt\n  "
+            f"{shown(checkpoint)} was written with other settings, which affect the training\n  "
             + "\n  ".join(bad)
-            + "\nset them back to go on from it, or start a new run with --fresh"
+            + "\nset them back to resume from it, or start a new run with --fresh"
         )
     return "; changed: " + ", ".join(lines.values()) if lines else ""
 
@@ -188,13 +188,13 @@ def _compare(settings: Settings, checkpoint: Path) -> str:
 def _check_length(settings: Settings, checkpoint: Path, step: int) -> None:
     if settings.training.steps < step:
         raise UserError(
-            f"{shown(checkpoint)} has {step} steps behind it, more than training.steps "
+            f"{shown(checkpoint)} is at step {step}, beyond training.steps "
             f"({settings.training.steps}); raise that, or start a new run with --fresh"
         )
 
 
 def _rewind(folder: Path, state: dict[str, Any]) -> None:
-    """Remove what is known of later steps: they are about to be done again."""
+    """Remove the files of steps after the checkpoint: they will be repeated."""
     metrics = folder / METRICS
     if metrics.exists() and metrics.stat().st_size > state["metrics_bytes"]:
         os.truncate(metrics, state["metrics_bytes"])
@@ -206,7 +206,7 @@ def _rewind(folder: Path, state: dict[str, Any]) -> None:
 
 
 def hold_folder(folder: Path) -> IO[str] | None:
-    """The lock of a folder; None if another process has it."""
+    """Lock a folder; None if another process has locked it."""
     try:
         lock = (folder / LOCK).open("w")
     except OSError:
@@ -217,7 +217,7 @@ def hold_folder(folder: Path) -> IO[str] | None:
         lock.close()
         return None
     except OSError:
-        pass  # a file system without locks: two launchers of one run are then the user's to avoid
+        pass  # a file system without locks: the user must avoid two launchers per run
     return lock
 
 

@@ -1,4 +1,4 @@
-"""One run from start to end: engines, sampler and trainer ranks as processes, watched until they are done."""
+"""One job from start to end: starts engines, sampler and trainer ranks, and monitors them until they exit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Container
 from pathlib import Path
 from types import TracebackType
 
@@ -33,11 +32,9 @@ from rpg_megatron.launcher.rank_env import (
     cluster_environment,
     rank_starts,
 )
-from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes, RemoteRank
 from rpg_megatron.launcher.resume import ORIGIN, open_run
 from rpg_megatron.launcher.run_dir import LOGS, METRICS
-from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import (
     Child,
@@ -49,23 +46,21 @@ from rpg_megatron.launcher.supervisor import (
     tail,
     user_error,
 )
-from rpg_megatron.system import process_groups
 from rpg_megatron.training.preemption import REQUEUE, WARNINGS
 
 SAMPLER = "rpg_megatron.rollout.sampler"
 GRACE = 15.0
-"""Seconds that children have to leave after SIGTERM."""
+"""Seconds from SIGTERM to SIGKILL."""
 _PROBE_SECONDS = 0.5
 
 
 class RunLauncher:
-    """Everything that a run holds while it is under way; leaving the context gives it all back.
+    """The processes and folders of a running job; leaving the context ends and removes them.
 
-    rank_module: what the ranks run with ``python -m``, if they do not train. engines: whether the job needs
-    engines and a sampler. engine_settings: the engines' settings, where they are not the run's. synced:
-    whether engines get the ranks' weights; else they keep what they load. fresh, source: see
-    ``training.train``. console: where progress is shown, if not on stdout. team: the other nodes, if there
-    are some.
+    rank_module: module that the ranks run with ``python -m``; None: they train. engines: whether the job
+    needs engines and a sampler. engine_settings: settings of the engines, if not the run's. synced: whether
+    engines receive the ranks' weights; otherwise they keep those they load. fresh, source: see
+    ``commands.train``. console: where progress is shown; None: stdout. remote: the other nodes, if any.
     """
 
     def __init__(
@@ -80,54 +75,44 @@ class RunLauncher:
         fresh: bool = False,
         source: Path | None = None,
         console: Console | None = None,
-        team: RemoteNodes | None = None,
+        remote: RemoteNodes | None = None,
     ):
         self._settings = settings
-        self._team = team
-        self._share = team.share if team else share_of(settings, 0, 1)
+        self._remote = remote
+        self._assignment = remote.assignment if remote else share_of(settings, 0, 1)
         self._engine_settings, self._synced = engine_settings or settings, synced
-        self._rank_module, self._trains, self._uses_engines = (
-            rank_module or RANK,
-            rank_module is None,
-            engines,
-        )
+        self._rank_module, self._trains = rank_module or RANK, rank_module is None
+        self._uses_engines = engines
         self._signals = signals
         self._opened = open_run(settings, fresh=fresh, source=source)
         self.folder = self._opened.folder
         self._ranks: list[Child | RemoteRank] = []
         self._engines: list[EngineProcess | RemoteEngine] = []
         self._healthy: set[int] = set()
-        # Only training goes on with an engine that comes back; elsewhere its weights would be random.
+        # Only training syncs weights to a restarted engine; in other jobs they would be random.
         self._most_restarts = settings.engine.restarts if self._trains else 0
         self._restarts: dict[int, int] = {}
         self._waiting: set[int] = set()
-        """Engines to be started when the ranks leave the GPUs that they share."""
+        """Engines to restart when the ranks release the shared GPUs."""
         self._started: dict[int, float] = {}
         self._discard = False
         self._all_started = False
         self._warned: float | None = None
         self._probed = time.monotonic()
-        try:
-            self._guardian = Reaper()
-            self._workspace = create_workspace()
-            self._guardian.guard_path(self._workspace.work)
-            self._guardian.guard_path(self._workspace.bridge)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._opened.close)
+            if self._opened.made:
+                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._supervisor = Supervisor(self.folder / LOGS, signals)
+            undo.callback(self._supervisor.close, GRACE)
+            self._workspace = self._supervisor.workspace
             self._progress = Progress(
                 self._workspace.work,
                 steps=settings.training.steps if self._trains else 0,
                 metrics=self.folder / METRICS,
                 console=console,
             )
-            self._supervisor = Supervisor(self._guardian, self.folder / LOGS)
-        except BaseException:
-            if hasattr(self, "_workspace"):
-                self._workspace.remove()
-            if hasattr(self, "_guardian"):
-                self._guardian.dismiss()
-            if self._opened.made:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            self._opened.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> RunLauncher:
         return self
@@ -135,41 +120,37 @@ class RunLauncher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        with contextlib.suppress(Exception):  # whatever the terminal does, the processes must end
+        with contextlib.suppress(Exception):  # the processes must end even if the terminal fails
             self._progress.close()
-        if self._team:  # they leave while this node's processes do
-            self._team.dismiss(error)
-        seen = self._signals.count
-        self._supervisor.stop(GRACE, hurry=lambda: self._signals.count > seen)
-        self._workspace.remove()
+        if self._remote:  # other nodes end their processes at the same time
+            self._remote.dismiss(error)
+        self._supervisor.close(GRACE)
         if self._discard:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._opened.close()
-        self._guardian.dismiss()
 
     def start(self) -> None:
-        """Start all processes at once: each spends its first seconds importing.
+        """Start all processes at once, since each spends its first seconds importing.
 
-        Where they share GPUs the engines come first, and the ranks when those sleep.
+        With colocated engines, start the ranks when the engines sleep.
         """
         settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
-        team, share = self._team, self._share
-        token = team.token if team else secrets.token_urlsafe(32)
-        elsewhere = team.prepare(self.folder) if team else {}
-        write_addresses(work, elsewhere)
-        for note in self._opened.notes or [f"run {shown(self.folder)}"]:
-            self._progress.status(note)
+        remote, assignment = self._remote, self._assignment
+        token = remote.token if remote else secrets.token_urlsafe(32)
+        write_addresses(work, remote.prepare(self.folder) if remote else {})
+        for line in self._opened.notes or [f"run {shown(self.folder)}"]:
+            self._progress.status(line)
         if self._uses_engines:
             self._progress.status(
                 f"starting (takes about a minute): engines {settings.engine.replicas}, "
                 f"trainer ranks {settings.parallel.world}"
             )
-            if note := transport_note(settings, team.nodes.count if team else 1):
+            if note := transport_note(settings, remote.nodes.count if remote else 1):
                 self._progress.status(note)
-            self._start_rollouts(token, elsewhere)
+            self._start_rollouts(token)
             if settings.engine.colocated and self._synced:
-                self._have_engines_sleep()
-        address = team.address if team else "127.0.0.1"
+                self._put_engines_to_sleep()
+        address = remote.address if remote else "127.0.0.1"
         start = RankLaunchSpec(
             folder=str(self.folder),
             checkpoint=str(self._opened.checkpoint) if self._opened.checkpoint else None,
@@ -177,36 +158,36 @@ class RunLauncher:
             port=settings.rendezvous_port or free_port(address),
         )
         for name, command, environment in rank_starts(
-            settings, share, start, work, bridge, token, address if team else None, self._rank_module
+            settings, assignment, start, work, bridge, token, address if remote else None, self._rank_module
         ):
             self._check_signals()
             self._ranks.append(self._supervisor.start(name, command, environment))
-        if team:
-            team.start_ranks(start)
-            self._ranks += team.ranks.values()
-            self._supervisor.elsewhere += team.ranks.values()
+        if remote:
+            remote.start_ranks(start)
+            self._ranks += remote.ranks.values()
+            self._supervisor.elsewhere += remote.ranks.values()
         self._all_started = True
 
-    def _start_rollouts(self, token: str, elsewhere: Container[int]) -> None:
-        """Engines and the sampler; elsewhere: engines that are on other nodes."""
-        settings, team = self._settings, self._team
+    def _start_rollouts(self, token: str) -> None:
+        """Start engines and the sampler."""
+        settings, others = self._settings, self._remote.engines if self._remote else {}
         for index in range(settings.engine.replicas):
             self._check_signals()
-            engine = team.engines[index] if team and index in elsewhere else self._make_engine(index, token)
+            engine = others.get(index) or self._make_engine(index, token)
             engine.start()
-            self._adopt(engine)
+            self._supervisor.adopt(engine)
             self._engines.append(engine)
             self._started[index], self._restarts[index] = time.monotonic(), 0
         self._check_signals()
-        places = [str(self.folder), str(self._workspace.work), str(self._workspace.bridge)]
-        sampler = [sys.executable, "-m", SAMPLER, *places]
+        folders = [str(self.folder), str(self._workspace.work), str(self._workspace.bridge)]
+        sampler = [sys.executable, "-m", SAMPLER, *folders]
         self._supervisor.start("sampler", sampler, base_environment(settings, token))
 
-    def _have_engines_sleep(self) -> None:
-        """Wait until all engines are up, and have them give their memory away.
+    def _put_engines_to_sleep(self) -> None:
+        """Wait until all engines are up, then put them to sleep, which frees their GPU memory.
 
-        An engine takes weights, KV cache and a largest batch's activations while it starts, a rank all of its
-        state while it builds: together they may be more than the GPU has, though neither is when it is used.
+        A starting engine allocates weights, KV cache and the activations of its largest batch; a starting
+        rank allocates all of its state. Both at once may exceed the GPU's memory.
         """
         while len(self._healthy) < len(self._engines):
             self._progress.pump(0.2)
@@ -231,17 +212,12 @@ class RunLauncher:
             log=self.folder / LOGS / f"engine_{index}.log",
             bridge_dir=self._workspace.bridge,
             token=token,
-            gpus=self._share.gpus(self._settings, index),
-            extra=cluster_environment(self._team.address) if self._team else None,
+            gpus=self._assignment.gpus(self._settings, index),
+            extra=cluster_environment(self._remote.address) if self._remote else None,
         )
 
-    def _adopt(self, engine: EngineProcess | RemoteEngine) -> None:
-        if isinstance(engine, RemoteEngine):
-            return  # its own node's launcher ends it
-        self._supervisor.adopt(engine)
-
     def watch(self) -> None:
-        """Return when all ranks have ended well. Raises UserError, RunFailed or Interrupted."""
+        """Return when all ranks have exited with code 0. Raises UserError, RunFailed or Interrupted."""
         while self._running():
             self._progress.pump(0.2)
             self._check_signals()
@@ -252,23 +228,24 @@ class RunLauncher:
         self._check_children()
 
     def discard(self) -> None:
-        """Remove the run's folder at the end: all that it tells is known."""
+        """Remove the run's folder at the end; it holds nothing of further use."""
         self._discard = True
 
     def explain(self, stop: Interrupted) -> None:
-        """Say in the message of a run that a signal ended what became of it."""
+        """Add to the message of an interrupted run how to resume it, or where its folder is."""
         newest = next(iter(list_steps(self.folder).values()), None)
         asked = (self.folder / ORIGIN).exists()
         if stop.requeue and newest is None and self._opened.made and not asked:
-            self._discard = True  # the same command makes it again
-            stop.note = "no step was done; the same command starts it again"
+            self._discard = True  # the same command creates it again
+            stop.note = "no step was done; rerun the same command to start again"
             return
         if stop.requeue:
-            stop.note = f"the same command goes on from {shown(newest) if newest else 'the beginning'}"
+            start = shown(newest) if newest else "the beginning"
+            stop.note = f"rerun the same command to resume from {start}"
         elif newest:
-            stop.note = f"what came after {shown(newest)} is lost; the same command goes on from there"
+            stop.note = f"work after {shown(newest)} is lost; rerun the same command to resume from there"
         else:
-            stop.note = f"the run's folder stays: {shown(self.folder)}"
+            stop.note = f"the run's folder is kept: {shown(self.folder)}"
         if self._settings.checkpoint.every is None and self._trains:
             stop.note += "; checkpoint.every is null, so nothing was saved"
 
@@ -276,9 +253,7 @@ class RunLauncher:
         return any(rank.exit_code() is None for rank in self._ranks)
 
     def _check_signals(self) -> None:
-        """Pass a scheduler's warning on to the ranks, which save and leave; any other signal, or a second
-        one, ends the run.
-        """
+        """Forward a scheduler's warning to the ranks, which save and exit; any other signal ends the run."""
         signals, settings = self._signals, self._settings.checkpoint
         if not signals.number:
             return
@@ -288,11 +263,11 @@ class RunLauncher:
         name = signal.Signals(signals.number).name
         if self._warned is None:
             self._warned = time.monotonic()
-            self._progress.status(f"warning: {name}: saving, then leaving; a second one ends the run at once")
+            self._progress.status(f"warning: {name}: saving, then exiting; a second signal ends the run")
             for rank in self._ranks:
                 if rank.exit_code() is None:
                     rank.warn()
-            if self._settings.engine.colocated:  # what the ranks save needs the GPUs' memory
+            if self._settings.engine.colocated:  # saving needs GPU memory
                 for engine in self._engines:
                     engine.stop(grace=2.0)
         elif time.monotonic() - self._warned > settings.grace:
@@ -302,7 +277,7 @@ class RunLauncher:
             raise Interrupted(signals.number)
 
     def _check_stopped(self) -> None:
-        """Raise Interrupted if it was a warning that made children end: one to us, or to all processes."""
+        """Raise Interrupted if children exited because of a warning to the launcher or to all processes."""
         self._check_signals()
         ended = (REQUEUE, *(-number for number in WARNINGS))
         codes = [child.exit_code() for child in self._supervisor.failed()]
@@ -314,11 +289,11 @@ class RunLauncher:
             raise Interrupted(self._signals.number or signal.SIGTERM, requeue=True)
 
     def _check_nodes(self) -> None:
-        """Take in what other nodes tell. Raises UserError or RunFailed if one of them fails or is lost."""
-        if self._team is None:
+        """Receive messages of other nodes. Raises UserError or RunFailed if one of them fails or is lost."""
+        if self._remote is None:
             return
         try:
-            self._team.pump()
+            self._remote.pump()
         except RunFailed as e:
             raise RunFailed(self._keep(str(e))) from None
 
@@ -331,20 +306,20 @@ class RunLauncher:
                 if not self._warned:
                     raise RunFailed(self._keep(explain(early[0])))
             return
-        time.sleep(1.0)  # those that the first one takes along: one of them may know more
-        self._progress.pump(0.0)  # a step that ended just before is one that the folder tells of
+        time.sleep(1.0)  # other processes may fail as a result; one of their logs may explain more
+        self._progress.pump(0.0)  # the last step before the failure
         self._check_nodes()
         self._check_stopped()
         dead = self._supervisor.failed()[0]
         message = user_error(dead)
         if message is None:
             if not self._most_restarts:
-                # It may be what an engine's death led to, which leaves its main process alive for seconds.
+                # The cause may be a dying engine, whose main process stays alive for seconds.
                 self._check_engines(closely=True)
             raise RunFailed(self._keep(explain(dead)))
         if self._progress.started_training or not self._opened.made:
             raise UserError(self._keep(message))
-        self._discard = True  # the folder says no more than the message
+        self._discard = True  # the folder holds no more than the message
         raise UserError(message)
 
     def _check_engines(self, closely: bool = False) -> None:
@@ -354,25 +329,25 @@ class RunLauncher:
                     self._start_again(engine)
                 continue
             reason = take_request(self._workspace.work, engine.index, self._restarts[engine.index])
-            # The exit code says nothing (a dead engine exits with 0), so it is not shown.
+            # A dead engine exits with code 0, so the exit code is not shown.
             if engine.index in self._healthy and (
                 not engine.alive() or (closely and not engine.healthy(timeout=5.0))
             ):
                 reason = reason or f"engine {engine.index} died"
             if reason:
-                time.sleep(0.5)  # it may have been a signal to all processes, of which we are one
+                time.sleep(0.5)  # a signal to all processes may be the cause
                 self._check_signals()
                 if self._warned:
                     return
                 self._restart(engine, reason)
-        if len(self._healthy) < len(self._engines) and time.monotonic() - self._probed > _PROBE_SECONDS:
+        if len(self._healthy) < len(self._engines) and time.monotonic() > self._probed + _PROBE_SECONDS:
             self._probe()
 
     def _restart(self, engine: EngineProcess | RemoteEngine, reason: str) -> None:
-        """Start an engine anew, in the same log. Raises RunFailed if that was done too often already."""
+        """Restart an engine with the same log. Raises RunFailed if the limit of restarts is reached."""
         index, done, most = engine.index, self._restarts[engine.index], self._most_restarts
         if done >= most:
-            limit = f" (restarted {done} of {most} times before: engine.restarts)" if most else ""
+            limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
             end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
             raise RunFailed(self._keep(f"{reason}{limit}; {end}"))
         self._progress.status(f"warning: {reason}; restart {done + 1} of {most}; log: {shown(engine.log)}")
@@ -382,7 +357,7 @@ class RunLauncher:
         with engine.log.open("a", encoding="utf-8") as log:
             log.write(f"---- {reason}; restart {done + 1} of {most} ----\n")
         self._restarts[index] = done + 1
-        # The sampler lets nobody have the GPUs while an engine is starting, so that one may go on trying.
+        # While an engine starts, the sampler hands the GPUs to no one, so it may retry at once.
         if was_up and is_trainers_turn(self._workspace.work):
             self._waiting.add(index)
         else:
@@ -392,7 +367,7 @@ class RunLauncher:
         self._waiting.discard(engine.index)
         begin_incarnation(self._workspace.work, engine.index, self._restarts[engine.index])
         engine.start()
-        self._adopt(engine)
+        self._supervisor.adopt(engine)
         self._started[engine.index] = time.monotonic()
 
     def _probe(self) -> None:
@@ -416,10 +391,8 @@ class RunLauncher:
                 self._restart(engine, str(e).partition("; the end of")[0])
                 continue
             self._healthy.add(engine.index)
-            # Known to the guardian now: when the launcher is gone, the workers' maps may be gone as well.
-            for segment in process_groups.leftover_segments([engine.pid] if engine.pid else []):
-                self._guardian.guard_path(segment)
+            self._supervisor.guard_shared_memory(engine)
             self._progress.status(f"engine {engine.index} is up after {seconds:.0f} s")
 
     def _keep(self, message: str) -> str:
-        return f"{message}\nthe run's folder stays: {shown(self.folder)}"
+        return f"{message}\nthe run's folder is kept: {shown(self.folder)}"

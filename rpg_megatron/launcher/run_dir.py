@@ -1,4 +1,4 @@
-"""The numbered folder of a run: made at once and whole, or not at all."""
+"""The numbered folder of a run, created atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rpg_megatron.system.files import atomic_write_text
 CONFIG = "config.yaml"
 """The settings of the newest steps."""
 _EARLIER = re.compile(r"config_until_(\d{6,})\.yaml")
-"""Those of the steps up to that one, where a run went on with other settings."""
+"""Settings of the steps up to that one, if a run was resumed with other settings."""
 LOGS = "logs"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
@@ -24,9 +24,9 @@ REPORT = "report.html"
 
 
 def create_run(settings: Settings) -> Path:
-    """Make ``<runs>/<name>-NNN`` with the next free number, ``logs/`` in it, and the resolved settings.
+    """Create ``<runs>/<name>-NNN`` with the next free number, ``logs/`` in it, and the resolved settings.
 
-    Two runs that start at the same time get two folders. Raises UserError if the folder cannot be made.
+    Two runs that start at the same time get two folders. Raises UserError if it cannot be created.
     """
     runs = settings.runs.absolute()
     folder: Path | None = None
@@ -36,7 +36,7 @@ def create_run(settings: Settings) -> Path:
         while folder is None:
             candidate = runs / f"{settings.name}-{number:03d}"
             try:
-                candidate.mkdir()  # fails if it exists, so only one of two processes gets it
+                candidate.mkdir()  # fails if it exists, so that only one process gets it
                 folder = candidate
             except FileExistsError:
                 number += 1
@@ -52,22 +52,22 @@ def create_run(settings: Settings) -> Path:
 
 
 def resolved_yaml(settings: Settings, *, explained: bool = False) -> str:
-    """All settings as YAML with absolute paths, so that they mean the same from any folder.
+    """All settings as YAML with absolute paths, valid from any folder.
 
-    explained: with what each key means as a comment above it.
+    explained: with the meaning of each key as a comment above it.
     """
     values = _absolute(settings.model_dump())
     return explained_yaml(settings, values) if explained else yaml.safe_dump(values, sort_keys=False)
 
 
 def settings_file(run: Path, step: int) -> Path:
-    """The settings that a step of a run was made with."""
+    """The settings file that a step of a run used."""
     until = {int(m[1]): file for file in run.iterdir() if (m := _EARLIER.fullmatch(file.name))}
     return next((until[last] for last in sorted(until) if step <= last), run / CONFIG)
 
 
 def replace_settings(run: Path, settings: Settings, done: int) -> None:
-    """Let the steps after ``done`` have these settings; those of the steps before are kept."""
+    """Use these settings for the steps after ``done``; earlier steps keep theirs."""
     text, new = settings_file(run, done).read_text(encoding="utf-8"), resolved_yaml(settings)
     for file in list(run.iterdir()):
         if (m := _EARLIER.fullmatch(file.name)) and int(m[1]) >= done:
@@ -78,7 +78,7 @@ def replace_settings(run: Path, settings: Settings, done: int) -> None:
 
 
 def _absolute(value: Any) -> Any:
-    """Plain YAML values; a path becomes absolute, links in it stay."""
+    """Plain YAML values with absolute paths; symbolic links are not resolved."""
     if isinstance(value, Path):
         return str(value.absolute())
     if isinstance(value, dict):

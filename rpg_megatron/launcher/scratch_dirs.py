@@ -1,8 +1,8 @@
-"""The two private folders of a run that is under way, and what dead runs left of theirs.
+"""The two private folders of a running job, and the removal of those left by dead jobs.
 
-Sockets live in the work folder (a socket's path holds 107 bytes at most, too few for many run directories);
-published weights live in the bridge folder, in shared memory. Both are open to their owner only and go when
-the run ends.
+The work folder holds sockets (a socket's path has at most 107 bytes, too few for many run folders); the
+bridge folder, in shared memory, holds published weights. Both are accessible by their owner only, and are
+removed when the job ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_FOLDER = 107 - len("/12345678-1234-1234-1234-123456789012.sock")
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where the processes of one run meet."""
+    """The private folders of one job on this node."""
 
     work: Path
     bridge: Path
@@ -36,9 +36,9 @@ class Workspace:
 
 
 def create_workspace(shared_memory: Path = process_groups.SHARED_MEMORY) -> Workspace:
-    """Make both folders, after removing those of runs that are dead.
+    """Create both folders, after removing those of dead jobs.
 
-    Raises UserError if one of them cannot be made.
+    Raises UserError if one of them cannot be created.
     """
     remove_abandoned(shared_memory)
     bridge = _make(shared_memory)
@@ -52,7 +52,7 @@ def create_workspace(shared_memory: Path = process_groups.SHARED_MEMORY) -> Work
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """Remove folders of ours whose owner is dead; returns them. Other people's and unreadable ones stay."""
+    """Remove this user's folders whose process is dead; returns them. Unreadable ones are kept."""
     removed = []
     for folder in parent.glob(f"{PREFIX}*/"):
         try:
@@ -72,16 +72,16 @@ def remove_abandoned(parent: Path) -> list[Path]:
 
 
 def _pid_namespace() -> str:
-    """Where a pid means something: on this boot of this machine, in this namespace.
+    """Identifies the namespace of process ids: boot and namespace of this machine.
 
-    Machines may share $TMPDIR, and containers /dev/shm, but neither shares process numbers.
+    Machines may share $TMPDIR, and containers /dev/shm, without sharing process ids.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _temporary_folder() -> Path:
-    """$TMPDIR if socket paths below it stay short enough, else /tmp."""
+    """$TMPDIR if socket paths below it are short enough, else /tmp."""
     chosen = Path(tempfile.gettempdir())
     return chosen if len(os.fsencode(chosen / f"{PREFIX}12345678")) <= _LONGEST_FOLDER else Path("/tmp")
 
@@ -94,6 +94,6 @@ def _make(parent: Path) -> Path:
         (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
     except OSError as e:
         raise UserError(
-            f"{parent}: cannot make a private folder there ({e.strerror}); free space or mend rights"
+            f"{parent}: cannot create a folder there ({e.strerror}); free space or fix its permissions"
         ) from None
     return folder

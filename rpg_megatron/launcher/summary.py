@@ -1,4 +1,4 @@
-"""The closing words of a run."""
+"""The summary that is printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rpg_megatron.launcher.run_dir import CONFIG, LOGS, METRICS, REPORT, SUMMARY
 
 
 def summarise(run: Path) -> str:
-    """What came of a finished run, from the ``summary.json`` that its trainer wrote, and what to try next."""
+    """The results of a finished run, from the trainer's ``summary.json``, and a next command to try."""
     try:
         facts: dict[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -47,7 +47,7 @@ def summarise(run: Path) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path as short as it is unambiguous from here: relative if it lies below the working directory."""
+    """A path for messages: relative if it is below the working directory, else absolute."""
     path = Path(os.path.abspath(path))
     try:
         return str(path.relative_to(Path.cwd()))
@@ -56,7 +56,7 @@ def shown(path: Path) -> str:
 
 
 def _next_command(run: Path, export: Path) -> list[str]:
-    # sys.executable is not resolved: in a virtual environment it is a link that must stay one.
+    # sys.executable is not resolved: in a virtual environment it is a link that must be kept.
     python, model, prompt = shlex.quote(shown(Path(sys.executable))), shown(export), _sample_prompt(run)
     code = (
         "from transformers import pipeline; "
@@ -64,19 +64,19 @@ def _next_command(run: Path, export: Path) -> list[str]:
     )
     return [
         "",
-        "next: it is an ordinary Hugging Face checkpoint; ask it something",
+        "next: it is a standard Hugging Face checkpoint; generate a sample",
         f'  {python} -c "{code}"',
     ]
 
 
 def _literal(text: str) -> str:
-    """A Python string that a shell leaves as it is between double quotes."""
+    """A Python string literal that is safe between double quotes in a shell."""
     special = {code: f"\\x{code:02x}" for code in (*range(32), *map(ord, "\\'\"$`!"))} | {ord("\n"): "\\n"}
     return f"'{text.translate(special)}'"
 
 
 def _sample_prompt(run: Path) -> str:
-    """A problem that the run was evaluated on, or trained on, as the model saw it."""
+    """A problem of the held-out data, else of the training data, with the prompt template applied."""
     try:
         settings = load_settings(run / CONFIG)
         data = settings.evaluation.heldout[0].data if settings.evaluation else settings.data

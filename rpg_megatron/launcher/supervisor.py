@@ -1,4 +1,4 @@
-"""Children of the launcher: each in a session of its own, watched, ended together, explained if they die."""
+"""The launcher's child processes: each leads a session, is monitored, ended, and diagnosed."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from types import FrameType
 from typing import Protocol
 
 from rpg_megatron.launcher.reaper import Reaper
+from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.parent_death import with_parent_death_signal
 from rpg_megatron.training.preemption import REQUEUE, WARNINGS
 
 USER_ERROR = 2
-"""Exit code of a process that met a UserError; its message is the last "error: ..." line of its log."""
-
-
+"""Exit code of a process that raised a UserError; the message is the last "error: ..." line of its log."""
 _ECHO_SECONDS = 1.0
 
 
 class RunFailed(Exception):
-    """A process ended before its time and not because of the user's input; the message explains it."""
+    """A process ended unexpectedly, not because of the user's input; the message explains why."""
 
 
 class Interrupted(BaseException):
-    """A signal asked the launcher to stop. Like KeyboardInterrupt no Exception: only the top catches it."""
+    """A signal stopped the launcher. Not an Exception, so that only the command catches it."""
 
     def __init__(self, number: int, *, requeue: bool = False):
         super().__init__(number)
         self.number = number
         self.requeue = requeue
-        """Whether nothing is lost, and the same command goes on."""
+        """Whether nothing is lost, so that the same command resumes."""
         self.note = ""
-        """What else the user should know: where the run's folder lies."""
+        """What else the user should know: where the run's folder is."""
 
     @property
     def exit_code(self) -> int:
-        """REQUEUE, or what a shell reports for a process that this signal ended."""
+        """REQUEUE, or a shell's exit code for a process that this signal killed."""
         return REQUEUE if self.requeue else 128 + self.number
 
     def __str__(self) -> str:
@@ -51,10 +50,9 @@ class Interrupted(BaseException):
 
 
 class StopSignals:
-    """Ctrl-C, a closed terminal, a scheduler's warning: a request to look at or, while ``raising``, an
-    exception.
+    """Records Ctrl-C, a closed terminal or a scheduler's warning; while ``raising``, also raises Interrupted.
 
-    resumable: whether what is running can be continued, so that a warning need not lose anything.
+    resumable: whether the command can be resumed, so that a warning loses nothing.
     """
 
     def __init__(self, *, resumable: bool = False) -> None:
@@ -75,7 +73,7 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def receive(self, number: int) -> None:
-        """A signal that came to the launcher of another node."""
+        """Record a signal that the launcher of another node received."""
         self._receive(number, None)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
@@ -83,45 +81,45 @@ class StopSignals:
         if not self.number:
             self.number, self._first = number, now
         elif self.warned and number in WARNINGS and now - self._first < _ECHO_SECONDS:
-            return  # srun passes on what the scheduler has sent to every process already
+            return  # srun forwards a signal that the scheduler sent to every process already
         self.count += 1
         if self.raising:
             self.check()
 
     @property
     def warned(self) -> bool:
-        """Whether the first signal was a scheduler's warning of something that can be continued."""
+        """Whether the first signal was a scheduler's warning, and the command can be resumed."""
         return self._resumable and self.number in WARNINGS
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come."""
+        """Raise Interrupted if a signal was received."""
         if self.number:
             raise Interrupted(self.number, requeue=self.warned)
 
 
 class Engine(Protocol):
-    """What supervision needs of ``rollout.engine.EngineProcess``, which starts and ends its own processes."""
+    """The part of ``engine.process.EngineProcess`` that the supervisor uses."""
 
     log: Path
     index: int
 
     @property
     def pid(self) -> int | None:
-        """Its process group."""
+        """Process group, None before the start."""
         ...
 
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
         ...
 
     def stop(self, grace: float) -> None:
-        """End it and what it left."""
+        """End its processes: SIGTERM, then SIGKILL after ``grace`` seconds."""
         ...
 
 
 @dataclass
 class Child:
-    """A process that the launcher started, the leader of its session."""
+    """A process that the launcher started; it leads its own session."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -130,15 +128,15 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, and that of its session and group."""
+        """Process id, also of its session and group."""
         return self.process.pid
 
     def warn(self) -> None:
-        """Tell a trainer rank to save and leave."""
+        """Ask a trainer rank to save and exit."""
         os.kill(self.pid, signal.SIGTERM)
 
     def exit_code(self) -> int | None:
-        """None while it runs. The process is not reaped, so that its number still names its group."""
+        """None while it runs. The process is not reaped, so that its pid still identifies its group."""
         if self.process.returncode is not None:
             return self.process.returncode
         state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -148,7 +146,7 @@ class Child:
 
 
 class ProcessStatus(Protocol):
-    """What is said of a process that may have ended, wherever it runs."""
+    """The state of a process on this or another node."""
 
     name: str
     log: Path
@@ -159,21 +157,32 @@ class ProcessStatus(Protocol):
 
 
 class Supervisor:
-    """Starts children and ends them all. Everything it started is also known to the guardian."""
+    """Starts the processes of this node and ends them all. Creates their private folders.
 
-    def __init__(self, guardian: Reaper, logs: Path):
-        self._guardian = guardian
-        self._logs = logs
+    If the launcher is killed, the reaper ends the processes and removes the folders.
+    """
+
+    def __init__(self, logs: Path, signals: StopSignals):
+        """Raises UserError if the private folders cannot be created."""
+        self._logs, self._signals = logs, signals
+        self._reaper = Reaper()
+        try:
+            self.workspace = create_workspace()
+        except BaseException:
+            self._reaper.dismiss()
+            raise
+        for folder in (self.workspace.work, self.workspace.bridge):
+            self._reaper.guard_path(folder)
         self.children: list[Child] = []
         self.elsewhere: list[ProcessStatus] = []
-        """Processes of other nodes, which are not this one's to end."""
+        """Processes on other nodes, whose own launchers end them."""
         self.engines: list[Engine] = []
         self._groups: dict[int, int] = {}
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> Child:
-        """Start a process that logs to ``logs/<name>.log``. Call from the main thread (see ``child.py``)."""
+        """Start a process that logs to ``logs/<name>.log``. Main thread only (``system/parent_death.py``)."""
         log = self._logs / f"{name}.log"
-        wrapped = with_parent_death_signal(command, signal.SIGKILL)
+        wrapped = with_parent_death_signal([*command], signal.SIGKILL)
         with log.open("ab") as file:
             process = subprocess.Popen(
                 wrapped,
@@ -183,33 +192,49 @@ class Supervisor:
                 env=environment | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )
-        self._guardian.guard_group(process.pid)
+        self._reaper.guard_group(process.pid)
         child = Child(name, process, log)
         self.children.append(child)
         return child
 
     def adopt(self, engine: Engine) -> None:
-        """Take over an engine that has just been started, also if it was before and is known already."""
-        assert engine.pid is not None
+        """Monitor an engine that was just started or restarted, unless it is on another node."""
+        if engine.pid is None:
+            return
         if engine in self.engines:
-            self._guardian.drop_group(self._groups[engine.index])
+            self._reaper.drop_group(self._groups[engine.index])
         else:
             self.engines.append(engine)
         self._groups[engine.index] = engine.pid
-        self._guardian.guard_group(engine.pid)
+        self._reaper.guard_group(engine.pid)
 
     def failed(self) -> list[ProcessStatus]:
-        """Processes that have ended with a code other than 0, the most telling first."""
+        """Processes that exited with a code other than 0, the most likely cause first."""
         known: list[ProcessStatus] = [*self.children, *self.elsewhere]
         dead = [child for child in known if child.exit_code() not in (None, 0)]
-        # One failure makes others fail: first who explains it, then who was killed, then who fell silent.
+        # One failure causes others: user errors first, then signals, then the oldest log.
         return sorted(dead, key=lambda c: (user_error(c) is None, _code(c) >= 0, _modified(c.log)))
 
-    def stop(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End everything: engines by SIGTERM and, after ``grace`` seconds or when ``hurry`` is true, SIGKILL.
+    def guard_shared_memory(self, engine: Engine) -> None:
+        """Have the reaper remove the engine's shared memory if this process is killed.
 
-        The other children by SIGKILL: they have nothing to give back, and SIGTERM tells ranks to save.
+        Call once the engine is up: after a kill, the workers' memory maps may be gone.
         """
+        for segment in process_groups.leftover_segments([engine.pid] if engine.pid else []):
+            self._reaper.guard_path(segment)
+
+    def close(self, grace: float) -> None:
+        """End all processes and remove the private folders.
+
+        Engines get SIGTERM and, after ``grace`` seconds or another signal to this process, SIGKILL. Other
+        children get SIGKILL at once: they hold no resources, and SIGTERM asks ranks to save.
+        """
+        seen = self._signals.count
+        self._stop(grace, hurry=lambda: self._signals.count > seen)
+        self.workspace.remove()
+        self._reaper.dismiss()
+
+    def _stop(self, grace: float, hurry: Callable[[], bool]) -> None:
         pids = [child.pid for child in self.children]
         groups = pids + [engine.pid for engine in self.engines if engine.pid is not None]
         with ThreadPoolExecutor(max_workers=len(self.engines) + 1) as pool:
@@ -222,7 +247,7 @@ class Supervisor:
         for child in self.children:
             child.process.wait()
         for group in groups:
-            self._guardian.drop_group(group)
+            self._reaper.drop_group(group)
         self.children.clear()
         self.engines.clear()
         for future in work:
@@ -230,7 +255,7 @@ class Supervisor:
 
 
 def user_error(child: ProcessStatus) -> str | None:
-    """The message of a child that ended because of a UserError, else None."""
+    """The message of a child that exited because of a UserError, else None."""
     if child.exit_code() != USER_ERROR:
         return None
     lines = tail(child.log, 200).splitlines()
@@ -239,12 +264,12 @@ def user_error(child: ProcessStatus) -> str | None:
 
 
 def explain(child: ProcessStatus) -> str:
-    """Why a child died: its name, its end, the last lines of its log."""
+    """Why a child died: its name, exit code, the last lines of its log."""
     return f"{child.name} {_ending(_code(child))}; the end of {child.log}:\n{tail(child.log)}"
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """Last lines of a log; "(empty)" if there are none."""
+    """The last lines of a log; "(empty)" if there are none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 65536))

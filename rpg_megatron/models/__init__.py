@@ -1,1 +1,1 @@
-"""Model families: Hugging Face tensors against Megatron's shards. No torch."""
+"""Model families: mappings between Hugging Face tensors and Megatron's shards. No torch."""

@@ -1,7 +1,7 @@
-"""The sites at which trainer and engine are watched: one vocabulary for both, and what each follows from.
+"""Names of the activations that an audit compares between Megatron and vLLM, and the parameter behind each.
 
-A trace maps a site's name to its values over the tokens of some sequences, [t, width], however the values
-were cut over ranks or workers. Heads lie side by side in a row, in the order of the Hugging Face model.
+A trace maps the name of a site to its values for the tokens of some sequences: [t, width], joined over ranks
+or workers. Heads are side by side in a row, in the order of the Hugging Face model.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PARTS: dict[str, str | None] = {
     "activation": None,
     "mlp_output": "mlp.down_proj.weight",
 }
-"""Sites of a layer in the order of computation, each with the HF parameter, within the layer, that makes it
-out of the sites before it. ``input`` and ``middle`` are the residual stream before attention and before the
-MLP.
+"""Sites of a layer in the order of computation, each with the HF parameter (name within the layer) that
+computes it from earlier sites, or None. ``input`` and ``middle`` are the residual stream before attention and
+before the MLP.
 """
 NORMS = ("input_norm", "query_norm", "key_norm", "mlp_norm", "final_norm")
 FINAL_INPUT, FINAL_NORM, LOGITS = "final_input", "final_norm", "logits"
-"""The residual stream after the last layer, its norm, and the engine's logits at the places that sampled."""
+"""The residual stream after the last layer, its norm, and the engine's logits at the sampled positions."""
 
 
 def layer_site(layer: int, part: str) -> str:
@@ -62,7 +62,7 @@ def all_sites(layers: int, qk_norm: bool) -> list[str]:
 
 
 def parameter_of(site: str, tied: bool = False) -> str | None:
-    """HF name of the parameter that makes a site, or None if none does."""
+    """HF name of the parameter that computes a site, or None. tied: input and output embeddings are tied."""
     layer, part = split_site(site)
     if layer is None:
         head = "model.embed_tokens.weight" if tied else "lm_head.weight"

@@ -1,7 +1,6 @@
-"""Arithmetic on boxes: which part of which Hugging Face tensor lies where in which Megatron shard.
+"""Box arithmetic: which part of which Hugging Face tensor is where in which Megatron shard. No torch here.
 
-No torch here. The preflight on a login node, the checkpoint code and the live bridge share these
-functions, so a wrong partition is one bug with one error message, whatever was being moved.
+Preflight, checkpoint conversion and weight sync share these functions.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
-class LayoutError(ValueError):
-    """Shards and Hugging Face tensors do not fit together: a wrong placement, or a bug in a layout."""
+class MappingError(ValueError):
+    """Shards and Hugging Face tensors do not match: wrong rank coordinates, or a bug in a mapping."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,11 @@ class Box:
     extent: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse boxes of mixed rank and negative sizes, which later arithmetic would silently misread."""
+        """Refuse boxes with unequal numbers of dimensions or negative values."""
         if len(self.start) != len(self.extent):
-            raise ValueError(f"a box needs as many starts as extents: {self.start}, {self.extent}")
+            raise ValueError(f"start and extent of a box must have equal length: {self.start}, {self.extent}")
         if any(s < 0 for s in self.start) or any(e < 0 for e in self.extent):
-            raise ValueError(f"a box has no negative numbers: {self.start}, {self.extent}")
+            raise ValueError(f"start and extent of a box must not be negative: {self.start}, {self.extent}")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -45,33 +44,33 @@ class Box:
         return math.prod(self.extent)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None if there is not a single common element."""
+        """The intersection, or None if it is empty."""
         if len(self.start) != len(other.start):
-            raise ValueError(f"boxes of {len(self.start)} and {len(other.start)} dimensions do not meet")
+            raise ValueError(f"cannot intersect boxes of {len(self.start)} and {len(other.start)} dimensions")
         start = tuple(map(max, self.start, other.start))
         extent = tuple(min(a, b) - s for a, b, s in zip(self.end, other.end, start, strict=True))
         return Box(start, extent) if all(e > 0 for e in extent) else None
 
     def offset_in(self, outer: Box) -> tuple[int, ...]:
-        """Where this box begins, from the start of ``outer``. ValueError if it is not inside."""
+        """Start of this box relative to ``outer``. Raises ValueError if it is not inside."""
         inside = len(self.start) == len(outer.start) and all(
             a >= b and ae <= be
             for a, b, ae, be in zip(self.start, outer.start, self.end, outer.end, strict=True)
         )
         if not inside:
-            raise ValueError(f"{self} does not lie inside {outer}")
+            raise ValueError(f"{self} is not inside {outer}")
         return tuple(a - b for a, b in zip(self.start, outer.start, strict=True))
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that cuts this box out of a tensor."""
+        """Index of this box in a tensor."""
         return tuple(slice(s, s + e) for s, e in zip(self.start, self.extent, strict=True))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of one Megatron parameter that is part of one Hugging Face tensor, element by element.
+    """A slice of one Megatron parameter that equals a slice of one Hugging Face tensor.
 
-    ``hf`` counts from the start of the HF tensor, ``local`` from the start of this rank's parameter.
+    ``hf`` is the box in the HF tensor, ``local`` the box in this rank's parameter.
     """
 
     hf_name: str
@@ -79,14 +78,14 @@ class Piece:
     local: Box
 
     def __post_init__(self) -> None:
-        """Both sides hold the same elements, so their extents are equal."""
+        """Refuse boxes of different extents."""
         if self.hf.extent != self.local.extent:
             raise ValueError(
-                f"{self.hf_name}: the two sides differ, {self.hf.extent} and {self.local.extent}"
+                f"{self.hf_name}: extents differ, HF {self.hf.extent} and local {self.local.extent}"
             )
 
     def cut(self, wanted: Box) -> Piece | None:
-        """The part of this piece whose HF side lies in ``wanted``, or None."""
+        """The part of this piece inside ``wanted``, a box of the HF tensor; None if there is none."""
         common = self.hf.intersect(wanted)
         if common is None:
             return None
@@ -96,19 +95,19 @@ class Piece:
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:
-    """Raise LayoutError unless ``boxes`` hold every element of the tensor exactly once."""
+    """Raise MappingError unless ``boxes`` cover every element of the tensor exactly once."""
     full = Box.whole(shape)
     ordered = sorted(boxes, key=lambda b: b.start)
     for i, box in enumerate(ordered):
         try:
             box.offset_in(full)
         except ValueError:
-            raise LayoutError(f"{name}: {box} reaches outside the tensor's shape {tuple(shape)}") from None
+            raise MappingError(f"{name}: {box} reaches outside the tensor's shape {tuple(shape)}") from None
         for later in ordered[i + 1 :]:
             if box.start and later.start[0] >= box.end[0]:
-                break  # sorted by the first dimension: nothing further on can overlap this one
+                break  # sorted by the first dimension: no later box can overlap this one
             if box.intersect(later) is not None:
-                raise LayoutError(f"{name}: {box} and {later} overlap; some elements have two owners")
+                raise MappingError(f"{name}: {box} and {later} overlap; some elements have two owners")
     held = sum(b.numel for b in ordered)
     if held != full.numel:
-        raise LayoutError(f"{name}: {full.numel - held} of {full.numel} elements are held by no rank")
+        raise MappingError(f"{name}: {full.numel - held} of {full.numel} elements are held by no rank")

@@ -1,11 +1,10 @@
-"""What dense decoders of the Llama kind have in common: HF tensors against Megatron-Core's GPTModel.
+"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel that dense Llama-like decoders share.
 
-A family file adds the parameters that only its layers have. Outside the layers:
+A family's file adds the parameters that only its layers have. Outside the layers:
 
 - Vocabulary rows are padded to a multiple; padding rows have no counterpart in the checkpoint.
-- With tied embeddings the last pipeline stage has an ``output_layer.weight`` of its own: a copy of the
-  embedding.
-- Transformer Engine fuses the norms before QKV and fc1 into those layers, under names of their own.
+- With tied embeddings, the last pipeline stage has its own ``output_layer.weight``, a copy of the embedding.
+- Transformer Engine fuses the norms before QKV and fc1 into those layers, under other names.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.boxes import LayoutError, Piece
+from rpg_megatron.models.boxes import MappingError, Piece
 from rpg_megatron.models.partition import (
     GatedMLPMapping,
     Part,
@@ -35,7 +34,7 @@ DENSE_LAYER: Mapping[str, Part] = {
     "mlp.linear_fc1.weight": GatedMLPMapping(),
     "mlp.linear_fc2.weight": RowParallelMapping("mlp.down_proj.weight"),
 }
-"""The parameters that a layer has in every family, by the names of Megatron's local spec (separate norms)."""
+"""Parameters of a layer in every family, by their names in Megatron's local spec (separate norms)."""
 
 FUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -47,12 +46,12 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class DenseLayout:
-    """The box table of one model; see ``ModelMapping`` for the contract."""
+class DenseMapping:
+    """``ModelMapping`` of a dense decoder."""
 
     shape: ModelShape
     layer: Mapping[str, Part]
-    """Megatron's name within a layer (local spec) -> what the parameter is made of."""
+    """Megatron's name within a layer (local spec) -> mapping of the parameter."""
 
     def hf_tensors(self) -> dict[str, Shape]:
         """Name and full shape of every tensor of the HF checkpoint, layer by layer."""
@@ -74,13 +73,13 @@ class DenseLayout:
         names += [f"decoder.layers.{i}.{rest}" for i in layers for rest in self.layer]
         if last:
             names.append("decoder.final_layernorm.weight")
-            # With one stage, a tied output layer reads the embedding's parameter and has none of its own.
+            # With one stage, a tied output layer uses the embedding's parameter.
             if not (first and self.shape.tied_embeddings):
                 names.append("output_layer.weight")
         return {n: self.local_shape(n, tensor=tensor, vocab_multiple=vocab_multiple) for n in names}
 
     def local_shape(self, param_name: str, *, tensor: int, vocab_multiple: int) -> Shape:
-        """Shape of one parameter on one rank. LayoutError if the name is unknown."""
+        """Shape of one parameter on one rank. MappingError if the name is unknown."""
         s = self.shape
         if param_name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             return (s.padded_vocab(tensor, vocab_multiple) // tensor, s.hidden_size)
@@ -89,7 +88,7 @@ class DenseLayout:
         return self._part(param_name)[1].local_shape(s, tensor)
 
     def pieces(self, param_name: str, *, tensor: int, tensor_rank: int, vocab_multiple: int) -> list[Piece]:
-        """The parts of one local parameter and where they lie in HF tensors; padding rows have none."""
+        """The pieces of one local parameter; padding rows of the vocabulary have none."""
         s = self.shape
         if param_name == "decoder.final_layernorm.weight":
             return [same("model.norm.weight", (s.hidden_size,))]
@@ -104,11 +103,11 @@ class DenseLayout:
         return part.pieces(s, f"model.layers.{index}.", tensor, tensor_rank)
 
     def _part(self, param_name: str) -> tuple[int, Part]:
-        """Index of the layer, and the part that the parameter is."""
+        """Index of the layer, and the mapping of the parameter."""
         match = _LAYER.fullmatch(param_name)
         part = match and self.layer.get(FUSED.get(match[2], match[2]))
         if not match or part is None:
-            raise LayoutError(
-                f"{param_name}: the {self.shape.family} layout knows no such parameter of a GPTModel"
+            raise MappingError(
+                f"{param_name}: the {self.shape.family} mapping has no such parameter of a GPTModel"
             )
         return int(match[1]), part

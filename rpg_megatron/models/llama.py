@@ -1,11 +1,11 @@
-"""Llama 2 and 3: the plain dense layer. The rope scaling of Llama 3.1 and later has no weights."""
+"""Llama 2 and 3: the common dense layer. The RoPE scaling of Llama 3.1 and later has no weights."""
 
 from __future__ import annotations
 
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.dense import DENSE_LAYER, DenseLayout
+from rpg_megatron.models.dense import DENSE_LAYER, DenseMapping
 
 
-def llama_layout(shape: ModelShape) -> DenseLayout:
-    """The table of one Llama model."""
-    return DenseLayout(shape, DENSE_LAYER)
+def llama_mapping(shape: ModelShape) -> DenseMapping:
+    """The mapping of a Llama model."""
+    return DenseMapping(shape, DENSE_LAYER)

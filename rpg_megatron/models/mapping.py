@@ -1,4 +1,4 @@
-"""How a model's Megatron parameters map onto its Hugging Face tensors: what every family tells."""
+"""Interface of a model family's mapping between Megatron parameters and Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rpg_megatron.models.partition import Shape
 
 
 class ModelMapping(Protocol):
-    """The table of one model: which HF tensors it has, and how one rank's parameters are cut from them.
+    """The HF tensors of one model, and how the parameters of each rank are sliced from them.
 
     Parameter names are those of ``GPTModel.named_parameters()``, but layers are numbered through the whole
-    model and not from the first of a pipeline stage: a name says which parameter it is, wherever it lies.
+    model, not from the first of a pipeline stage.
     """
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that this table was made for."""
+        """The sizes of the model."""
         ...
 
     def hf_tensors(self) -> dict[str, Shape]:
@@ -29,19 +29,20 @@ class ModelMapping(Protocol):
     def stage_params(
         self, *, layers: Iterable[int], first: bool, last: bool, tensor: int, vocab_multiple: int
     ) -> dict[str, Shape]:
-        """Names and local shapes of the parameters of some layers and, where said, of the model's ends.
+        """Megatron name -> local shape of the parameters of some layers, in Megatron's local layer spec.
 
-        With Megatron's local layer spec.
+        first, last: include the parameters of the first stage (embedding) or of the last (final norm, output
+        layer). tensor: tensor-parallel size. vocab_multiple: see ``RankCoordinates``.
         """
         ...
 
     def local_shape(self, param_name: str, *, tensor: int, vocab_multiple: int) -> Shape:
-        """Shape of one parameter on one rank. LayoutError if the name is unknown."""
+        """Shape of one parameter on one rank. Raises MappingError if the name is unknown."""
         ...
 
     def pieces(self, param_name: str, *, tensor: int, tensor_rank: int, vocab_multiple: int) -> list[Piece]:
-        """The parts of one local parameter and where they lie in HF tensors; padding rows have none.
+        """The pieces of one local parameter; padding rows of the vocabulary have none.
 
-        LayoutError if the name is unknown.
+        Raises MappingError if the name is unknown.
         """
         ...

@@ -1,13 +1,13 @@
-"""How the parameters of a transformer layer are cut over tensor-parallel ranks, whatever the family.
+"""Mappings of single parameters: how Megatron-Core shards a layer's parameters over tensor-parallel ranks.
 
 Where Megatron-Core and Hugging Face differ:
 
 - Megatron stores Q, K and V in one matrix, interleaved by query group: the rows of group g are its query
-  heads, then its key head, then its value head. Tensor parallelism cuts this into equal bands of rows:
-  between groups, or through them where there are more ranks than groups (Megatron then gathers the
-  projections, and each rank picks out its query heads and their group). The bias likewise.
-- gate and up are one matrix; *each rank's* shard is its gate rows, then its up rows.
-- The output projections are cut by columns, and norms are not cut at all.
+  heads, then its key head, then its value head. Tensor parallelism splits this into equal blocks of rows:
+  between groups, or inside groups if there are more ranks than groups (Megatron then gathers the projections,
+  and each rank selects its query heads and their group). The bias is split equally.
+- Gate and up projection are one matrix; *each rank's* shard is its gate rows, then its up rows.
+- The output projections are split by columns; norms are replicated.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Shape = tuple[int, ...]
 
 
 class Part(Protocol):
-    """One parameter of a layer: the HF tensors in it, its shape on a rank, and where the rank's rows lie."""
+    """The mapping of one parameter of a layer."""
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
-        """Name within the layer and full shape of each HF tensor that the parameter holds."""
+        """Name within the layer -> full shape of each HF tensor in the parameter."""
         ...
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
@@ -33,13 +33,13 @@ class Part(Protocol):
         ...
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
-        """The rank's pieces; ``layer`` is what HF puts before the names, as in ``model.layers.3.``."""
+        """The pieces of one rank; ``layer`` is the prefix of HF names, such as ``model.layers.3.``."""
         ...
 
 
 @dataclass(frozen=True)
 class ReplicatedMapping:
-    """A vector of the hidden size, or with ``per_head`` of a head's, that every tensor rank holds whole."""
+    """A replicated vector of the hidden size or, with ``per_head``, of the head dimension."""
 
     name: str
     per_head: bool = False
@@ -79,7 +79,7 @@ class QKVMapping:
         """See ``Part``."""
         rank_rows = self.local_shape(s, tensor)[0]
         first, end = tensor_rank * rank_rows, (tensor_rank + 1) * rank_rows
-        out, at = [], 0  # at: row of the uncut matrix
+        out, at = [], 0  # at: row of the full matrix
         for g in range(s.num_kv_heads):
             for name, rows in self._group(s):
                 begin, stop = max(at, first), min(at + rows, end)
@@ -94,7 +94,7 @@ class QKVMapping:
         return (s.hidden_size,) if self.what == "weight" else ()
 
     def _group(self, s: ModelShape) -> tuple[tuple[str, int], ...]:
-        """One query group, in Megatron's order: HF projection and how many rows the group has of it."""
+        """One query group in Megatron's order: (HF projection, number of its rows in the group)."""
         queries = s.num_heads // s.num_kv_heads * s.head_dim
         return ("q_proj", queries), ("k_proj", s.head_dim), ("v_proj", s.head_dim)
 
@@ -122,7 +122,7 @@ class GatedMLPMapping:
 
 @dataclass(frozen=True)
 class RowParallelMapping:
-    """An output projection: its columns are those of the heads (``self_attn``) or of the ``mlp``."""
+    """An output projection, of attention or of the MLP, split by columns."""
 
     name: str
 
@@ -142,11 +142,11 @@ class RowParallelMapping:
 
 
 def same(hf_name: str, shape: Shape) -> Piece:
-    """A parameter that is the HF tensor."""
+    """The piece of a parameter that equals the HF tensor."""
     return Piece(hf_name, Box.whole(shape), Box.whole(shape))
 
 
 def band(hf_name: str, hf_row: int, local_row: int, extent: Shape) -> Piece:
-    """A band of whole rows; of single elements, if the tensor is a vector."""
+    """A piece of consecutive rows (of elements, if the tensor is a vector)."""
     rest = (0,) * (len(extent) - 1)
     return Piece(hf_name, Box((hf_row, *rest), extent), Box((local_row, *rest), extent))

@@ -1,17 +1,17 @@
-"""Which rank holds which part of a model, and which of those that hold the same gives it. No torch here."""
+"""Which rank holds which slice of a model, and which rank sends it where several hold it. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rpg_megatron.models.boxes import Box, LayoutError, Piece, check_cover
+from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
 
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where one training process stands in the parallel grid, as far as its weights depend on it."""
+    """A trainer rank's position in the parallel layout, as far as its weights depend on it."""
 
     rank: int
     """Rank in the (default) process group."""
@@ -22,20 +22,20 @@ class RankCoordinates:
     data_rank: int
     context_rank: int
     vocab_multiple: int
-    """The vocabulary is padded so that each tensor rank holds a multiple of so many rows."""
+    """The vocabulary is padded so that each tensor rank holds a multiple of this number of rows."""
 
 
 @dataclass(frozen=True)
 class RankShards:
-    """One process's placement and the names and shapes of its parameters: what ranks tell each other."""
+    """A rank's coordinates and the names and shapes of its parameters, as exchanged between ranks."""
 
-    placement: RankCoordinates
+    coordinates: RankCoordinates
     params: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
 class SliceOwner:
-    """One piece of an HF tensor and the one process that sends it."""
+    """One slice of an HF tensor and the rank that sends it."""
 
     rank: int
     param: str
@@ -43,20 +43,20 @@ class SliceOwner:
 
 
 def local_pieces(
-    layout: ModelMapping, placement: RankCoordinates, param: str, shape: Sequence[int]
+    mapping: ModelMapping, coordinates: RankCoordinates, param: str, shape: Sequence[int]
 ) -> list[Piece]:
-    """``layout.pieces`` of one parameter, after checking that it has the shape the layout expects.
+    """``mapping.pieces`` of one parameter, after a check of its shape.
 
-    Raises LayoutError that names the rank and the parameter.
+    Raises MappingError that names the rank and the parameter.
     """
-    p = placement
-    expected = layout.local_shape(param, tensor=p.tensor, vocab_multiple=p.vocab_multiple)
+    p = coordinates
+    expected = mapping.local_shape(param, tensor=p.tensor, vocab_multiple=p.vocab_multiple)
     if tuple(shape) != expected:
-        raise LayoutError(
-            f"rank {p.rank}: {param} has shape {tuple(shape)}, {layout.shape.family} at tensor parallel size "
-            f"{p.tensor} expects {expected}; model configuration and checkpoint disagree"
+        raise MappingError(
+            f"rank {p.rank}: {param} has shape {tuple(shape)}, {mapping.shape.family} at tensor parallel "
+            f"size {p.tensor} expects {expected}; model configuration and checkpoint disagree"
         )
-    return layout.pieces(
+    return mapping.pieces(
         param,
         tensor=p.tensor,
         tensor_rank=p.tensor_rank,
@@ -64,27 +64,28 @@ def local_pieces(
     )
 
 
-def assign_sources(layout: ModelMapping, holdings: Iterable[RankShards]) -> dict[str, list[SliceOwner]]:
-    """For every HF tensor the pieces that make it up, each with one owner; in ``layout.hf_tensors()`` order.
+def assign_owners(mapping: ModelMapping, everyone: Iterable[RankShards]) -> dict[str, list[SliceOwner]]:
+    """HF tensor name -> the slices that make up the tensor, each with one owner; in ``mapping.hf_tensors()``
+    order.
 
-    What several ranks hold alike (norms under tensor parallelism, a tied output layer on the last stage,
-    everything under data and context parallelism) is taken from the first of them, by stage, then tensor
-    rank. The same holdings give every rank the same answer.
-    Raises LayoutError if a tensor is incomplete, or a parameter has an unexpected name or shape.
+    Of several ranks that hold the same slice (norms under tensor parallelism, a tied output layer on the last
+    stage, everything under data and context parallelism), the first is chosen, by stage, then tensor rank.
+    The result is the same on every rank.
+    Raises MappingError if a tensor is incomplete, or a parameter has an unexpected name or shape.
     """
-    sources: dict[str, dict[Box, SliceOwner]] = {name: {} for name in layout.hf_tensors()}
+    owners: dict[str, dict[Box, SliceOwner]] = {name: {} for name in mapping.hf_tensors()}
     first: dict[tuple[int, int], RankShards] = {}
-    for holding in sorted(holdings, key=lambda h: h.placement.rank):
-        first.setdefault((holding.placement.pipeline_rank, holding.placement.tensor_rank), holding)
-    for _, holding in sorted(first.items()):
-        for param, shape in holding.params:
-            for piece in local_pieces(layout, holding.placement, param, shape):
-                if piece.hf_name not in sources:
-                    raise LayoutError(
-                        f"rank {holding.placement.rank}: {param} maps to {piece.hf_name}, which the model "
+    for shards in sorted(everyone, key=lambda s: s.coordinates.rank):
+        first.setdefault((shards.coordinates.pipeline_rank, shards.coordinates.tensor_rank), shards)
+    for _, shards in sorted(first.items()):
+        for param, shape in shards.params:
+            for piece in local_pieces(mapping, shards.coordinates, param, shape):
+                if piece.hf_name not in owners:
+                    raise MappingError(
+                        f"rank {shards.coordinates.rank}: {param} maps to {piece.hf_name}, which the model "
                         "does not have; are the layers numbered through the whole model?"
                     )
-                sources[piece.hf_name].setdefault(piece.hf, SliceOwner(holding.placement.rank, param, piece))
-    for name, shape in layout.hf_tensors().items():
-        check_cover(name, shape, sources[name])
-    return {name: sorted(found.values(), key=lambda s: s.piece.hf.start) for name, found in sources.items()}
+                owners[piece.hf_name].setdefault(piece.hf, SliceOwner(shards.coordinates.rank, param, piece))
+    for name, shape in mapping.hf_tensors().items():
+        check_cover(name, shape, owners[name])
+    return {name: sorted(found.values(), key=lambda s: s.piece.hf.start) for name, found in owners.items()}

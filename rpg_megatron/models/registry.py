@@ -1,6 +1,6 @@
-"""Which families there are, each in a file of its own, and which parallel sizes a model fits.
+"""Registry of the supported model families, and the check that a model fits the parallel sizes.
 
-Nothing here imports torch: the preflight asks these questions on a login node.
+Nothing here imports torch: preflight runs it on a login node.
 """
 
 from __future__ import annotations
@@ -10,35 +10,37 @@ from collections.abc import Callable
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.llama import llama_layout
+from rpg_megatron.models.llama import llama_mapping
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.qwen2 import qwen2_layout
-from rpg_megatron.models.qwen3 import qwen3_layout
+from rpg_megatron.models.qwen2 import qwen2_mapping
+from rpg_megatron.models.qwen3 import qwen3_mapping
 
-LAYOUTS: dict[str, Callable[[ModelShape], ModelMapping]] = {
-    "llama": llama_layout,
-    "qwen2": qwen2_layout,
-    "qwen3": qwen3_layout,
+MAPPINGS: dict[str, Callable[[ModelShape], ModelMapping]] = {
+    "llama": llama_mapping,
+    "qwen2": qwen2_mapping,
+    "qwen3": qwen3_mapping,
 }
-"""Family, as ``read_model_shape`` finds it -> its table."""
+"""Model family, as ``read_model_shape`` returns it -> its mapping."""
 
 
-def layout_for(shape: ModelShape) -> ModelMapping:
-    """The table for a model. Raises UserError if its family has none."""
-    if shape.family not in LAYOUTS:
-        raise UserError(f"model family {shape.family!r} has no layout; known: {', '.join(sorted(LAYOUTS))}")
-    return LAYOUTS[shape.family](shape)
+def mapping_for(shape: ModelShape) -> ModelMapping:
+    """The mapping for a model. Raises UserError if its family is not supported."""
+    if shape.family not in MAPPINGS:
+        raise UserError(
+            f"model family {shape.family!r} is not supported; supported: {', '.join(sorted(MAPPINGS))}"
+        )
+    return MAPPINGS[shape.family](shape)
 
 
 def check_layout(shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1) -> None:
-    """Raise one UserError that lists every size which the tensor or (virtual) pipeline size does not fit.
+    """Raise one UserError that lists every conflict between the model's sizes and the parallel sizes.
 
-    Layers need not divide evenly over the stages: see ``ModelShape.stage_layers``.
+    The number of layers need not be divisible by the number of stages: see ``ModelShape.stage_layers``.
     """
     problems: list[str] = []
     if min(tensor, pipeline, virtual) < 1:
         raise UserError(
-            f"parallel sizes start at 1, got tensor={tensor}, pipeline={pipeline}, virtual={virtual}"
+            f"parallel sizes must be at least 1, got tensor={tensor}, pipeline={pipeline}, virtual={virtual}"
         )
     heads, groups = shape.num_heads, shape.num_kv_heads
     for count, what in ((heads, "attention heads"), (shape.ffn_hidden_size, "feed-forward columns")):

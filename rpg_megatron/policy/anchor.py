@@ -1,4 +1,4 @@
-"""A KL anchor that is not the old policy: its weights wait off the device and take turns in the one model."""
+"""A KL anchor (reference model) with its own weights in host memory, swapped into the policy's model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rpg_megatron.config.objective import AnchorSettings
 from rpg_megatron.policy import host_memory
 
 _PART = 1 << 24
-"""Numbers that are swapped at a time; so many take room on the device besides."""
+"""Elements that are swapped at a time, and the extra memory on the device."""
 
 
 class HeldAnchor:
-    """This rank's part of the anchor's weights, in host memory; at first a copy of the present weights.
+    """This rank's part of the anchor's weights, in host memory; initially a copy of the current weights.
 
-    All ranks construct it and call its methods alike; nothing is communicated.
+    All ranks construct it and call its methods in the same order; there is no communication.
     """
 
     def __init__(self, params: Iterable[torch.nn.Parameter], settings: AnchorSettings) -> None:
@@ -28,11 +28,13 @@ class HeldAnchor:
             host_memory.host_tensor(p.shape, p.dtype, pinned=p.device.type == "cuda") for p in self._params
         ]
         self.refreshes = -1
+        self._updates = 0
+        self._kl: float | None = None
         self._take()
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within the block the model has the anchor's weights; afterwards, bit for bit, its own again."""
+        """Within the block the model has the anchor's weights; its own are restored bit for bit."""
         self._swap()
         try:
             yield
@@ -40,15 +42,15 @@ class HeldAnchor:
             self._swap()
 
     def state(self) -> dict[str, Any]:
-        """The counters, the same on every rank, for JSON; the weights are saved while ``swapped_in``."""
+        """The counters as JSON, equal on every rank; the weights are saved while ``swapped_in``."""
         return {"refreshes": self.refreshes, "updates": self._updates, "kl": self._kl}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up a ``state()``."""
+        """Restore counters from ``state()``."""
         self.refreshes, self._updates, self._kl = state["refreshes"], state["updates"], state["kl"]
 
     def after_step(self, updates: int, kl: float) -> bool:
-        """Move the anchor to the present weights if it is due; says whether it was.
+        """Copy the current weights to the anchor if a refresh is due; returns whether it was.
 
         ``updates``: optimizer updates of the step; ``kl``: its mean token KL to the anchor (nats), the same
         number on every rank. ``every`` counts updates, ``kl_trigger`` averages the KL of the steps
@@ -71,15 +73,15 @@ class HeldAnchor:
         self._wait()
         self.refreshes += 1
         self._updates = 0
-        self._kl: float | None = None
+        self._kl = None
 
     @torch.no_grad()
     def _swap(self) -> None:
-        # All on one stream: the copies keep their order, and the CPU waits once, at the end.
+        # On one stream: copies keep their order, and the CPU waits once, at the end.
         for held, p in zip(self._held, self._params, strict=True):
             parts = held.view(-1).split(_PART), p.detach().view(-1).split(_PART)
             for waiting, live in zip(*parts, strict=True):
-                present = live.clone()  # on the device, where it needs no second buffer in host memory
+                present = live.clone()  # on the device, to avoid a second buffer in host memory
                 live.copy_(waiting, non_blocking=True)
                 waiting.copy_(present, non_blocking=True)
         self._wait()

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank of a group holds two chunks of each sequence; attention needs all."""
+"""Context parallelism: each rank holds two chunks of every sequence; gathers keys, values and log-probs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def zigzag_places(lengths: Sequence[int], context: int) -> NDArray[np.int64]:
-    """Which places of a packed row each context rank holds: [context, t / context], in the order it has them.
+    """Positions of a packed row that each context rank holds, in its order: [context, t / context].
 
-    Each sequence is cut into 2 x context equal chunks, of which rank r has number r and, from the end, number
-    r again: under causal attention every rank then has the same work. This is the order that Megatron's
-    rotary embedding takes for granted. ``lengths`` are multiples of 2 x context, but for one rank.
+    Each sequence is split into 2 x context equal chunks; rank r holds chunk r and chunk 2 x context - 1 - r,
+    so that causal attention is balanced over ranks. Megatron's rotary embedding assumes this order.
+    ``lengths`` are multiples of 2 x context if there are several ranks.
     """
     if context == 1:
         return np.arange(sum(lengths))[None]
@@ -33,7 +33,9 @@ def zigzag_places(lengths: Sequence[int], context: int) -> NDArray[np.int64]:
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank's places put together; backward takes this rank's out of the sum, or of its own gradient."""
+    """Joins the positions of all ranks; backward selects this rank's from the summed, or from its own,
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, places: Tensor, summed: bool) -> Tensor:
@@ -54,13 +56,13 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_places(mine: Tensor, places: Tensor, *, summed: bool) -> Tensor:
-    """The whole row of values [t, ...] from what each context rank holds of it [t / context, ...].
+    """The full row of values [t, ...] from each context rank's part [t / context, ...].
 
-    ``places`` as of ``zigzag_places``. ``summed``: the ranks go on to compute different things with the
-    result, and their gradients are added up; otherwise all of them compute the same thing, and each keeps its
-    part of the one gradient. Collective over the context group; without one, ``mine`` itself.
+    places: as from ``zigzag_places``. summed: the ranks use the result for different computations, so
+    gradients are summed over ranks; otherwise all ranks compute the same, and each takes its part of its own
+    gradient. Collective over the context group; with one rank returns ``mine``.
     """
     if places.size(0) == 1:
         return mine
-    whole: Tensor = _Gather.apply(mine, places, summed)
+    whole: Tensor = _Gather.apply(mine, places, summed)  # type: ignore[no-untyped-call]  # torch's own
     return whole

@@ -1,8 +1,8 @@
-"""The device that Megatron-Core runs on. The only module that knows what Megatron assumes of a GPU.
+"""Prepares a process to run Megatron-Core on its device, GPU or CPU, and joins the process group.
 
-Megatron-Core 0.19 names CUDA in many places even when every tensor could live elsewhere. On a machine without
-a GPU those few entry points are redirected to the CPU, once, before anything of Megatron is built. On a GPU
-nothing is touched.
+Megatron-Core 0.19 calls CUDA in many places. On a machine without a GPU, these entry points are redirected to
+the CPU, once, before anything of Megatron is built. On a GPU nothing is changed. Only this module contains
+such redirections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rpg_megatron.system.collectives import TIMEOUT, control_group
 class _Redirect(torch.overrides.TorchFunctionMode):
     """Sends ``device="cuda"``, ``.cuda()`` and pinned memory to plain CPU memory.
 
-    ``Tensor.type()`` answers with the CUDA name, because Megatron's optimizer compares against those strings.
+    ``Tensor.type()`` returns CUDA names, because Megatron's optimizer compares with those strings.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,7 +40,7 @@ class _Redirect(torch.overrides.TorchFunctionMode):
 
 
 class _NoStream:
-    """Stands for the current stream where work is synchronous anyway."""
+    """Replaces the current CUDA stream on a CPU, where work is synchronous."""
 
     def wait_stream(self, other: Any) -> None:
         pass
@@ -53,9 +53,9 @@ class _NoStream:
 
 
 def start_device(device: str) -> torch.device:
-    """Prepare this process for ``device`` ("cpu" or "cuda") and return its torch device. Call it once, first.
+    """Prepare this process for ``device`` ("cpu" or "cuda") and return its torch device. Call once, first.
 
-    Raises UserError if a GPU is asked for and torch sees none.
+    Raises UserError if "cuda" is requested and torch sees no GPU, or "cpu" on a machine with a GPU.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if device == "cuda":
@@ -69,10 +69,10 @@ def start_device(device: str) -> torch.device:
         torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.current_stream = lambda device=None: _NoStream()  # type: ignore[assignment,return-value]
-        _Redirect().__enter__()
+        _Redirect().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         import megatron.core.tensor_parallel.random as megatron_random
 
-        # Activation recompute saves this state; the CPU generator's is saved by Megatron itself.
+        # Activation recompute saves this state; Megatron saves the CPU generator's state as well.
         megatron_random._get_cuda_rng_state = lambda *a, **k: torch.empty(0)
         megatron_random._set_cuda_rng_state = lambda *a, **k: None
         return cpu
@@ -84,20 +84,21 @@ def start_device(device: str) -> torch.device:
 def start_process_group(device: torch.device) -> None:
     """Join the job's process group (environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    Beside it, the control group is made, over which ranks wait and agree (``system.collectives``). The device
-    is not bound to the group: torch would then make a communicator for each of Megatron's groups at once,
+    Also creates the control group, a gloo group for objects and barriers (``system.collectives``). The device
+    is not bound to the group: torch would then create a communicator for each of Megatron's groups at once,
     used or not.
     Raises UserError on rank 0 if it cannot listen at that address and port.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Torch's own rendezvous would listen on every interface of the machine.
+    # Torch's own rendezvous would listen on every network interface.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
         try:
             listener = socket.create_server((address, port), backlog=4096)
         except OSError as e:
             raise UserError(
-                f"rendezvous_port: trainer rank 0 cannot listen at {address}:{port} ({e.strerror or e})"
+                f"rendezvous_port: trainer rank 0 cannot listen at {address}:{port} ({e.strerror or e}); "
+                "set another port"
             ) from None
         store = dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -110,7 +111,7 @@ def start_process_group(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Largest memory this process has held: on the GPU what torch allocated, on the CPU the resident set."""
+    """Peak memory of this process in bytes: on a GPU as torch allocated, on a CPU the resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,14 +1,14 @@
-"""FP8 on a CPU, by emulation: operands are rounded as Transformer Engine rounds them, products are float32.
+"""Emulates Transformer Engine's FP8 recipes on a CPU: operands are rounded to float8, products are float32.
 
-The linear layers of Megatron's local transformer layers (QKV, projection, both of the MLP), which are those
-that Transformer Engine computes in FP8, get another product. Each of its operands goes through torch's
-float8 types and back, with the scale that the recipe has for it; what comes out has the layer's dtype.
-Everything else of the layer, its communication included, stays Megatron's.
+This replaces the matrix products of the linear layers that Transformer Engine computes in FP8 (QKV,
+projection and both of the MLP) in Megatron's local transformer layers. Each operand is cast to torch's float8
+type and back, with the recipe's scale; the result has the layer's dtype. The rest of a layer, including
+communication, is Megatron's.
 
-Written against Transformer Engine 2.20.2: common/recipe/__init__.py, pytorch/quantization.py,
+Written for Transformer Engine 2.20.2: common/recipe/__init__.py, pytorch/quantization.py,
 pytorch/module/linear.py; and, for the arithmetic of its kernels, common/recipe/recipe_common.cuh,
-common/recipe/delayed_scaling.cu and common/transpose/quantize_transpose_{vector,square}_blockwise.cu as
-public archives hold them. It emulates no kernel: neither their order of summation nor their speed.
+common/recipe/delayed_scaling.cu and common/transpose/quantize_transpose_{vector,square}_blockwise.cu. The
+kernels' order of summation is not emulated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _BLOCK = 128
 _ROW, _COLUMN, _SQUARE = (1, _BLOCK), (_BLOCK, 1), (_BLOCK, _BLOCK)
 _HISTORY = 1024
-"""Passes that delayed scaling looks back on: fp8_amax_history_len of ``precision.fp8_fields``."""
+"""History length of delayed scaling, in passes: fp8_amax_history_len of ``precision.fp8_fields``."""
 _LARGEST = torch.finfo(torch.float32).max
 _EXPONENT = -(1 << 23)
 """Sign and exponent of a float32, as a mask of int32."""
@@ -44,7 +44,7 @@ Operands = tuple[Tensor, Tensor]
 
 
 def largest(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Largest magnitude over some dimensions, which are kept with size 1, or over all; NaN counts as none."""
+    """Largest magnitude over some dimensions, kept with size 1, or over all; NaN is ignored."""
     x = x.abs()
     found = x.amax() if dim is None else x.amax(dim, keepdim=True)
     if found.isnan().any():
@@ -53,12 +53,12 @@ def largest(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
 
 
 def scale_of(amax: Tensor, form: torch.dtype, *, power_of_two: bool) -> Tensor:
-    """What values are multiplied by so that ``amax`` becomes the largest value of a float8 type: float32.
+    """The scale, float32, that maps ``amax`` to the largest value of a float8 type.
 
-    power_of_two: rounded down to one. 1 where amax is 0 or infinite; float32's largest where it is so small
-    that the quotient is infinite. As compute_scale_from_amax in recipe_common.cuh.
+    power_of_two: round down to a power of two. 1 where amax is 0 or infinite; the largest float32 where the
+    quotient overflows. As compute_scale_from_amax in recipe_common.cuh.
     """
-    # A number divided by a tensor would be its reciprocal, multiplied: rounded twice.
+    # Dividing a number by a tensor would multiply by the reciprocal, which rounds twice.
     scale = torch.full_like(amax, torch.finfo(form).max).div_(amax)
     scale.clamp_(max=_LARGEST)
     if power_of_two:
@@ -67,10 +67,10 @@ def scale_of(amax: Tensor, form: torch.dtype, *, power_of_two: bool) -> Tensor:
 
 
 def round_scaled(x: Tensor, scale: Tensor, form: torch.dtype) -> Tensor:
-    """``x`` times ``scale`` rounded to a float8 type, over ``scale`` again: float32 of ``x``'s shape.
+    """``x`` times ``scale``, rounded to a float8 type, divided by ``scale``: float32, same shape.
 
-    What is beyond the type's range becomes its largest value, as in the kernels; torch's cast would give NaN
-    or infinity. NaN stays.
+    Values beyond the type's range saturate, as in the kernels; torch's cast would give NaN or infinity. NaN
+    stays.
     """
     bound = torch.finfo(form).max
     scaled = torch.mul(x, scale).clamp_(-bound, bound)
@@ -78,9 +78,9 @@ def round_scaled(x: Tensor, scale: Tensor, form: torch.dtype) -> Tensor:
 
 
 def round_blocks(x: Tensor, form: torch.dtype, block: tuple[int, int]) -> Tensor:
-    """A matrix [m, n] rounded to a float8 type with a power of two as the scale of each block: float32.
+    """A matrix [m, n] rounded to a float8 type with a power-of-two scale for each block: float32.
 
-    block: its rows and columns. The last ones may be smaller.
+    block: rows and columns of a block; blocks at the edges may be smaller.
     """
     (m, n), (rows, columns) = x.shape, block
     wide = x.float()
@@ -92,13 +92,13 @@ def round_blocks(x: Tensor, form: torch.dtype, block: tuple[int, int]) -> Tensor
 
 
 def round_whole(x: Tensor, form: torch.dtype) -> Tensor:
-    """A tensor rounded to a float8 type with one scale, from its own largest value: float32."""
+    """A tensor rounded to a float8 type with one scale from its largest magnitude: float32."""
     wide = x.float()
     return round_scaled(wide, scale_of(largest(wide), form, power_of_two=False), form)
 
 
 class _Product(torch.autograd.Function):
-    """x [t, k], w [n, k], bias [n] or None -> x w^T + bias in x's dtype, with the recipe's operands."""
+    """x [t, k], w [n, k], bias [n] or None -> x w^T + bias in x's dtype, operands rounded by the recipe."""
 
     @staticmethod
     def forward(
@@ -123,7 +123,7 @@ class _Product(torch.autograd.Function):
 
 
 class EmulatedProduct(torch.nn.Module):
-    """The product of one linear layer, in place of Megatron's; a recipe says how operands are rounded."""
+    """Replaces the matrix product of one linear layer; a subclass for each recipe rounds the operands."""
 
     def forward(
         self,
@@ -138,38 +138,40 @@ class EmulatedProduct(torch.nn.Module):
     ) -> Tensor:
         """[t, 1, k] -> [t, 1, n], as linear_with_grad_accumulation_and_async_allreduce, in bfloat16.
 
-        Under sequence parallelism Transformer Engine rounds before it gathers, with one scale for all ranks
-        or with blocks that lie on one rank: the same values as of the gathered tensor here.
+        With sequence parallelism, Transformer Engine rounds before it gathers, with one scale for all ranks
+        or with blocks inside one rank: the same values as rounding the gathered tensor here.
         """
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         x = input.flatten(0, -2)
-        y = _Product.apply(x, weight, bias, self, self.scales(x, weight))
+        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]  # torch's own
+            x, weight, bias, self, self.scales(x, weight)
+        )
         return y.view(*input.shape[:-1], -1)
 
     def scales(self, x: Tensor, w: Tensor) -> Any:
-        """What has to be known of this pass for its backward, which may come later than other passes."""
+        """Scales of this pass, kept for its backward, which may run after other passes."""
 
     def for_output(self, x: Tensor, w: Tensor, scales: Any) -> Operands:
         """Operands of x w^T: [t, k] and [n, k], float32."""
         raise NotImplementedError
 
     def for_gradients(self, g: Tensor, x: Tensor, w: Tensor, scales: Any) -> tuple[Operands, Operands]:
-        """Of g [t, n]: operands of the input's gradient g w, and of the weight's g^T x; float32."""
+        """Operands of the input's gradient g w and of the weight's gradient g^T x, for g [t, n]; float32."""
         raise NotImplementedError
 
 
 class Blockwise(EmulatedProduct):
-    """Float8BlockScaling: E4M3, blocks of 128 along the contraction, 128 x 128 of weights."""
+    """Float8BlockScaling: E4M3, blocks of 128 along the contracted dimension, of 128 x 128 for weights."""
 
     def for_output(self, x: Tensor, w: Tensor, scales: Any) -> Operands:
         """See EmulatedProduct."""
         return round_blocks(x, E4M3, _ROW), round_blocks(w, E4M3, _SQUARE)
 
     def for_gradients(self, g: Tensor, x: Tensor, w: Tensor, scales: Any) -> tuple[Operands, Operands]:
-        """See EmulatedProduct. The weight's is a sum over tokens, so its blocks lie along them."""
+        """See EmulatedProduct. The weight's gradient sums over tokens, so its blocks are along tokens."""
         return (
             (round_blocks(g, E4M3, _ROW), round_blocks(w, E4M3, _SQUARE)),
             (round_blocks(g, E4M3, _COLUMN), round_blocks(x, E4M3, _COLUMN)),
@@ -177,7 +179,7 @@ class Blockwise(EmulatedProduct):
 
 
 class Tensorwise(EmulatedProduct):
-    """Float8CurrentScaling: a scale for each tensor from its own values, E4M3 and for gradients E5M2."""
+    """Float8CurrentScaling: one scale for each tensor from its current values; E4M3, gradients E5M2."""
 
     def for_output(self, x: Tensor, w: Tensor, scales: Any) -> Operands:
         """See EmulatedProduct."""
@@ -190,9 +192,10 @@ class Tensorwise(EmulatedProduct):
 
 
 class Delayed(EmulatedProduct):
-    """DelayedScaling: a scale for each tensor from its largest values of earlier passes; E4M3, E5M2.
+    """DelayedScaling: one scale for each tensor from its largest magnitudes in earlier passes; E4M3,
+    gradients E5M2.
 
-    Passes without gradient use the scales and add to what was seen; only those with it move them on.
+    Passes without gradient use the scales and record magnitudes; only passes with gradient update the scales.
     """
 
     _FORMS = (E4M3, E4M3, E5M2)
@@ -201,20 +204,20 @@ class Delayed(EmulatedProduct):
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.ones(3)
-        """Of input, weight and output's gradient: float32, as the next."""
+        """Scales of input, weight and output gradient: [3], float32."""
         self.seen = torch.zeros(_HISTORY, 3)
-        """Largest magnitudes of each pass; first those since the last update."""
+        """Largest magnitudes of each pass, [history, 3], float32; row 0: since the last update."""
         self._weight: Tensor | None = None
         self._recomputed: deque[Tensor] = deque()
 
     def train(self, mode: bool = True) -> Delayed:
-        """Policy calls it at the start of each pass over micro-batches: weights are then quantised once."""
+        """Called by Policy before each pass over micro-batches, in which weights are quantised once."""
         self._weight = None
         return super().train(mode)
 
     def scales(self, x: Tensor, w: Tensor) -> Tensor:
-        """Scales of input and weight in this pass, [2]; what is seen of both counts for later ones."""
-        if torch.is_grad_enabled() and self._recomputed:  # the forward pass again, for backward
+        """Scales of input and weight in this pass, [2]; records the magnitudes of both for later passes."""
+        if torch.is_grad_enabled() and self._recomputed:  # activation recompute in backward
             return self._recomputed.popleft()
         seen = [self._X]
         self._see(self._X, x)
@@ -224,7 +227,7 @@ class Delayed(EmulatedProduct):
             seen.append(self._W)
         scales = torch.stack([self.scale[self._X], self._weight])
         if self.training:
-            if not torch.is_grad_enabled():  # in training, only inside of what is going to be recomputed
+            if not torch.is_grad_enabled():  # in training only inside activation recompute
                 self._recomputed.append(scales)
             self._update(seen)
         return scales
@@ -246,9 +249,10 @@ class Delayed(EmulatedProduct):
 
     @torch.no_grad()
     def _update(self, columns: Iterable[int]) -> None:
-        """Scales from what all ranks that share the layer have seen; kernel_bulk in delayed_scaling.cu.
+        """Update scales from the magnitudes on all ranks that share the layer, as kernel_bulk in
+        delayed_scaling.cu.
 
-        There it happens at the end of the model's pass and for all layers at once, with the same result.
+        Transformer Engine does this at the end of a pass for all layers at once, with the same result.
         """
         columns = list(columns)
         latest = self.seen[0, columns]
@@ -256,7 +260,7 @@ class Delayed(EmulatedProduct):
         if group.size() > 1:
             dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
         for column, amax in zip(columns, latest, strict=True):
-            if amax == 0:  # nothing new
+            if amax == 0:  # no new magnitude
                 continue
             self.seen[0, column] = amax
             amax = self.seen[:, column].max()
@@ -266,11 +270,11 @@ class Delayed(EmulatedProduct):
                 self.scale[column] = scale_of(amax, self._FORMS[column], power_of_two=False)
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """For checkpoints; Transformer Engine keeps the same, in its own form and under another name."""
+        """State for checkpoints; Transformer Engine stores the same in another format, under another name."""
         return {"scale": self.scale.clone(), "seen": self.seen.clone()}
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Take up what ``get_extra_state`` gave."""
+        """Restore the result of ``get_extra_state``."""
         self.scale.copy_(state["scale"])
         self.seen.copy_(state["seen"])
 
@@ -283,7 +287,7 @@ RECIPES: dict[str, type[EmulatedProduct]] = {
 
 
 def emulate_fp8(chunks: Iterable[GPTModel], fp8: FP8Settings) -> None:
-    """Give the linear layers of a model's transformer layers the products of a recipe."""
+    """Replace the products of the linear layers in a model's transformer layers by those of a recipe."""
     for chunk in chunks:
         last = chunk.config.num_layers - fp8.first_last_bf16
         for layer in chunk.decoder.layers:

@@ -1,4 +1,4 @@
-"""Two layers that Megatron's local spec lacks: RMSNorm with sequence parallelism, and packed attention."""
+"""Layers that Megatron's local spec lacks: RMSNorm with sequence parallelism, and packed (THD) attention."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rpg_megatron.policy.context_parallel import gather_places
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm, computed in float32 as Hugging Face does.
 
-    Megatron's own torch norm refuses sequence parallelism; this one marks its weight so that its gradient is
-    summed over the tensor-parallel ranks, each of which saw only its share of the tokens.
+    Megatron's torch norm does not support sequence parallelism. This one marks its weight, so that Megatron
+    sums its gradient over the tensor-parallel ranks, each of which has only some of the tokens.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -37,9 +37,9 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sequence to itself, by torch's scaled_dot_product_attention.
 
-    Megatron's local attention cannot pack. A loop over sequences touches only the diagonal blocks: no mask
-    over all tokens, no work on padding. Dropout is not supported; RL does not use it.
-    With context parallelism a rank has two chunks of each sequence's queries, and gets all keys and values.
+    Megatron's local attention does not support packed sequences. A loop over sequences computes only the
+    diagonal blocks: no mask over all tokens, no work on padding. Dropout is not supported. With context
+    parallelism a rank has two chunks of each sequence's queries and gathers all keys and values.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """Shapes: query [c, heads, d], key and value [c, kv_heads, d] -> [c, heads * d].
 
-        ``packed_seq_params.lengths`` (list of int) are the lengths of the sequences, summing to t = c x
-        context ranks.
+        ``packed_seq_params``: a ``PackedSequences`` whose lengths sum to t = c x context ranks.
         """
         lengths: list[int] = packed_seq_params.lengths
         if self.context > 1:
             return self._attend_in_chunks(query, key, value, lengths, packed_seq_params.places)
-        # split, not slices: its backward is one concatenation, a slice's is a zero tensor of full size each.
+        # split instead of slices: its backward is one concatenation, that of each slice a zero tensor of full
+        # size.
         parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         return torch.cat([self._attend(q, k, v) for q, k, v in parts]).flatten(1)
 
     def _attend_in_chunks(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], places: Tensor
     ) -> Tensor:
-        """Chunk i of n queries sees the keys of the chunks up to it, its own by a causal mask."""
+        """Each chunk of queries attends to the keys of all earlier chunks and, causally, to its own."""
         chunks = [length // (2 * self.context) for length in lengths]
         keys, values = (gather_places(x, places, summed=True).split(lengths) for x in (key, value))
         queries = iter(query.split([n for n in chunks for _ in range(2)]))
@@ -90,7 +90,7 @@ class PackedAttention(torch.nn.Module):
         for n, k, v in zip(chunks, keys, values, strict=True):
             for chunk in (rank, 2 * self.context - 1 - rank):
                 seen = (chunk + 1) * n
-                # Computed again in backward: kept, the masks of all layers would be more than all else.
+                # Recomputed in backward: the masks of all layers would need more memory than everything else.
                 out.append(
                     checkpoint(
                         self._attend_from,
@@ -105,7 +105,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(out).flatten(1)
 
     def _attend_from(self, first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries from place ``first`` of their sequence on."""
+        """Attention of queries that start at position ``first`` of their sequence."""
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(first)
         return self._attend(q, k, v, mask)
 

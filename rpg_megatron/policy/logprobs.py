@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens without ever holding the logits of all of them."""
+"""Chunked, vocab-parallel log-probs and entropies: the logits of all tokens are never in memory at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Chunk by chunk over tokens, forward and again in backward; the vocabulary is cut over the TP ranks.
+    """Computes logits by chunks of tokens, in forward and again in backward; the vocabulary is split over TP
+    ranks.
 
-    The gradient of ``hidden`` is this rank's share; Megatron's region mapping in front of it sums the shares.
+    The gradient of ``hidden`` is this rank's part of a sum, which Megatron's region mapping computes.
     """
 
     @staticmethod
@@ -36,9 +37,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             log_total[part] = sums[0].log()
             logp[part] = sums[2] - log_total[part]
             entropy[part] = log_total[part] - sums[1] / sums[0]
-        # Two normalisers: their sum would be rounded at the size of the logits.
+        # The normaliser is saved as two terms: their sum would be rounded at the magnitude of the logits.
         ctx.save_for_backward(hidden, weight, targets, top, log_total, entropy)
-        ctx.set_materialize_grads(False)  # to see, without a look at values, that entropies need no gradient
+        ctx.set_materialize_grads(False)  # None for outputs that need no gradient
         ctx.first, ctx.valid, ctx.temperature, ctx.chunk = first, valid, temperature, chunk
         return logp, entropy
 
@@ -59,13 +60,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 p = d_logits.exp()
                 d_logits.add_(entropy[part, None]).mul_(d_entropy[part, None]).add_(d_logp[part, None])
                 d_logits.mul_(p).neg_()
-                del p  # its memory is needed below
+                del p  # frees memory needed below
             else:
                 d_logits.exp_().mul_(-d_logp[part, None])
             index, mine = _own(targets[part] - ctx.first, rows)
             d_logits.scatter_add_(1, index[:, None], d_logp[part].masked_fill(~mine, 0.0)[:, None])
             d_logits.div_(ctx.temperature)
-            # As precise as the model: a GPU is many times slower at products in float32.
+            # In the model's precision: float32 matrix products are many times slower on a GPU.
             d_logits = d_logits.to(weight.dtype)
             if d_hidden is not None:
                 torch.matmul(d_logits, rows, out=d_hidden[part])
@@ -73,19 +74,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 d_weight[: ctx.valid].addmm_(d_logits.t(), hidden[part])
             elif d_weight is not None:
                 d_weight[: ctx.valid].add_(torch.matmul(d_logits.t(), hidden[part]))
-            del d_logits  # before the next chunk's are made
+            del d_logits  # before the next chunk's are allocated
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 6
 
 
 def _local_sums(
     hidden: Tensor, weight: Tensor, index: Tensor, temperature: float, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Largest logit of each token, and, of the logits less that: sums of exp(z) and z exp(z), target's z.
+    """Largest logit of each token and, with z = logit - largest: sum of exp(z), sum of z exp(z), z of the
+    target.
 
-    Shapes: hidden [n, hidden], weight [rows, hidden] without padding, index [n] counted from its first row ->
-    [n], [3, n]. All over the whole vocabulary; two chunks of logits are alive at most.
+    Shapes: hidden [n, hidden], weight [rows, hidden] without padding rows, index [n]: target relative to the
+    first row -> [n], [3, n]. Sums are over the full vocabulary; at most two chunks of logits are in memory.
     """
-    if not len(weight):  # all of this rank's rows are padding
+    if not len(weight):  # this rank has padding rows only
         top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
         _reduce(top, group, dist.ReduceOp.MAX)
         sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
@@ -107,7 +109,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _own(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A row to read for each target, and whether it is the target's: it may lie in another rank's rows."""
+    """A valid row for each target, and whether the target is in this rank's rows at all."""
     mine = (index >= 0) & (index < len(weight))
     return index.clamp(0, len(weight) - 1), mine
 
@@ -131,14 +133,13 @@ def token_logprobs(
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and the entropy of it.
 
     Shapes: hidden [tokens, hidden], weight [padded vocab / tp, hidden], targets [tokens] int64 -> two of
-    [tokens], float32, nats. ``vocab`` is the true vocabulary size; padding rows behind it have probability 0.
-    The vocabulary is cut over ``group`` (None: whole); every rank returns the full result, and a gradient of
-    ``hidden`` that is its share of the sum over the group. Two chunks of logits are held at most, forward and
-    backward: 2 x chunk x vocab/tp x 4 bytes.
-    ``target_range``: the smallest and the largest target, where the caller knows them; to look for them, the
-    host has to wait for the device.
-    Raises ValueError if a target lies outside the vocabulary.
-    Source: arXiv 2505.17508, section 2 (token-level policy); temperature as in rollout sampling.
+    [tokens], float32, nats. ``vocab`` is the true vocabulary size; padding rows after it have probability 0.
+    The vocabulary is split over ``group`` (None: not split); every rank returns the full result, and a
+    gradient of ``hidden`` that must be summed over the group. At most two chunks of logits are in memory,
+    forward and backward: 2 x chunk x vocab/tp x 4 bytes. ``target_range``: smallest and largest target, if
+    known; computing them makes the host wait for the device.
+    Raises ValueError if a target is outside the vocabulary. Source: arXiv 2505.17508, section 2 (token-level
+    policy); temperature as in rollout sampling.
     """
     if target_range is None and targets.numel():
         target_range = int(targets.min()), int(targets.max())
@@ -146,7 +147,10 @@ def token_logprobs(
         raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
     first = 0 if group is None else group.rank() * weight.size(0)
     valid = min(max(vocab - first, 0), weight.size(0))
-    return _ChunkedLogProbs.apply(hidden, weight, targets, first, valid, temperature, chunk, group)
+    result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's own
+        hidden, weight, targets, first, valid, temperature, chunk, group
+    )
+    return result
 
 
 def logprob_head(
@@ -159,13 +163,13 @@ def logprob_head(
     config: Any,
     **_: Any,
 ) -> Tensor:
-    """Stand in for the output layer of GPTModel.forward (its ``output_processor``).
+    """The ``output_processor`` of GPTModel.forward, in place of its output layer.
 
     ``labels`` [1, t]; ``context`` holds temperature, chunk, vocab and label_range. Returns [2, t]: log-probs
     and, without a gradient, entropies, float32.
     """
-    # The layer lends its weight and is not called, so nobody else runs what Megatron hangs in front of its
-    # calls: waiting for that weight where it is still being gathered.
+    # The output layer is not called, so run its forward pre-hooks here: they wait for the weight where it is
+    # still being gathered.
     for hook in output_layer._forward_pre_hooks.values():
         hook(output_layer, ())
     group = output_layer.tp_group

@@ -1,4 +1,4 @@
-"""Packed micro-batches: sequences end to end in one row, without padding between them."""
+"""Packed micro-batches (THD): sequences concatenated in one row, without padding between them."""
 
 from __future__ import annotations
 
@@ -19,81 +19,82 @@ from rpg_megatron.policy.context_parallel import zigzag_places
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a packed row, whole even where the row is cut over context ranks."""
+    """Megatron's PackedSeqParams of a full row, also where the row is split over context ranks."""
 
-    lengths: list[int] = field(default_factory=list)
-    """Places of each sequence, filling included, as plain integers."""
-    places: Tensor | None = None
-    """int64 [context, t / context]: the places of the row that each context rank holds."""
+    lengths: list[int] = field(kw_only=True)
+    """Length of each sequence, padding included."""
+    places: Tensor = field(kw_only=True)
+    """int64 [context, t / context]: positions in the row that each context rank holds."""
 
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """What a loss may know of a micro-batch's response tokens, besides their log-probs. Everything is [n]."""
+    """Inputs of a loss besides the log-probs, for the n response tokens of a micro-batch: [n] each."""
 
     old: Tensor
-    """float32, nats: trainer's log-prob before the update."""
+    """float32, nats: the trainer's log-prob before the update."""
     anchor: Tensor
-    """float32, nats: the KL anchor's."""
+    """float32, nats: the log-prob under the KL anchor (reference model)."""
     behaviour: Tensor
-    """float32, nats: the engine's when it sampled."""
+    """float32, nats: the engine's log-prob when it sampled the token."""
     advantages: Tensor
     """float32."""
     sequences: Tensor
-    """int64: number of the token's response within the micro-batch."""
+    """int64: index of the token's response in the micro-batch."""
     sequence_count: int | None = None
-    """How many responses the micro-batch has: their numbers lie below it. None: unknown, any labels."""
+    """Number of responses; ``sequences`` lie below it. None: unknown, ``sequences`` may be any labels."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch on the device. t counts its tokens, alignment included.
+    """One micro-batch on the device: t positions, padding included.
 
-    A sequence of n tokens takes n - 1 places: at place i its token i is read and its token i + 1 predicted,
-    so arrays over predictions (labels, mask, old, ...) stand at the place before the token they speak of.
-    What the model reads is cut over the context ranks: c = t / context places on each. What the loss reads is
-    whole on all of them, so that it sees whole sequences.
+    A sequence of n tokens takes n - 1 positions: position i holds token i and predicts token i + 1. So arrays
+    over predictions (labels, mask, old, ...) are at the position before their token. The model's inputs are
+    split over the context ranks: c = t / context positions on each. The loss's inputs are complete on all of
+    them, so that it sees full sequences.
     """
 
     trajectories: list[Trajectory]
     tokens: Tensor
     """int64 [1, c]."""
     labels: Tensor
-    """int64 [1, c]: the next token; 0 on alignment."""
+    """int64 [1, c]: the next token; 0 on padding."""
     positions: Tensor
-    """int64 [1, c]: place within the sequence."""
+    """int64 [1, c]: position in the sequence."""
     mask: Tensor
     """bool [t]: the label is a response token to learn from."""
     learnt: Tensor
-    """int64 [n]: the places where the mask is set, ascending. To index with the mask itself, the host would
-    have to wait for the device, to count them."""
+    """int64 [n]: positions where the mask is set, ascending. Indexing with the mask itself would make the
+    host wait for the device.
+    """
     label_range: tuple[int, int]
-    """The smallest and the largest label of the whole row."""
+    """Smallest and largest label of the full row."""
     old: Tensor
-    """float32 [t]: trainer's log-prob before the update; 0 where unknown or not in the response."""
+    """float32 [t]: trainer's log-prob before the update; 0 where unknown or outside the response."""
     anchor: Tensor
-    """float32 [t]: anchor's log-prob; likewise."""
+    """float32 [t]: anchor's log-prob; 0 likewise."""
     behaviour: Tensor
-    """float32 [t]: engine's log-prob; likewise."""
+    """float32 [t]: engine's log-prob; 0 likewise."""
     advantage: Tensor
-    """float32 [t]: advantage of the response the label belongs to; 0 elsewhere."""
+    """float32 [t]: advantage of the label's response; 0 elsewhere."""
     sequence: Tensor
-    """int64 [t]: number of the trajectory within the row."""
+    """int64 [t]: index of the label's trajectory; 0 outside responses."""
     packed: PackedSequences
 
     @property
     def size(self) -> int:
-        """Places in the row, on all context ranks together."""
+        """Positions in the row, t, on all context ranks together."""
         return sum(self.packed.lengths)
 
     def used(self) -> Tensor:
-        """Places of the row that hold a trajectory's tokens and no filling: int64, ascending, on the CPU."""
+        """Positions that are not padding: int64, ascending, on the CPU."""
         starts = np.cumsum([0, *self.packed.lengths])
         parts = [s + np.arange(t.length - 1) for s, t in zip(starts, self.trajectories, strict=False)]
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
 
     def response_tokens(self) -> ResponseTokens:
-        """The loss's inputs at the places of the mask, in order, and so those of its metrics."""
+        """The loss's inputs at the positions of the mask, in order."""
         return ResponseTokens(
             old=self.old.index_select(0, self.learnt),
             anchor=self.anchor.index_select(0, self.learnt),
@@ -104,7 +105,7 @@ class MicroBatch:
         )
 
     def split(self, values: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
-        """Per trajectory, the part of ``values`` [t] that speaks of its response: [R] each."""
+        """For each trajectory, the part of ``values`` [t] at its response tokens: [R] each."""
         start = 0
         for trajectory, length in zip(self.trajectories, self.packed.lengths, strict=False):
             end = start + trajectory.length - 1
@@ -112,7 +113,7 @@ class MicroBatch:
             start += length
 
 
-def make_pack(
+def make_micro_batch(
     trajectories: Sequence[Trajectory],
     device: torch.device,
     *,
@@ -121,12 +122,12 @@ def make_pack(
     context_rank: int = 0,
     mask_truncated: bool = False,
 ) -> MicroBatch:
-    """Pack whole trajectories (none: a row without a response token, for a rank that has no work).
+    """Pack full trajectories; without any, a row without response tokens, for a rank that has no work.
 
-    ``align``: the part of the row on each context rank is filled up to a multiple of it; sequence parallelism
-    needs the tensor-parallel size. With ``context`` ranks each sequence is filled up as well, to a multiple
-    of twice their number. The filling stands after a sequence: nothing attends to it and nothing is learnt
-    from it. ``mask_truncated``: nor from responses that were cut at the limit, which are scored all the same.
+    align: the positions on each context rank are padded to a multiple of this; sequence parallelism needs the
+    tensor-parallel size. context: number of context ranks; each sequence is padded to a multiple of twice
+    this number. Padding follows a sequence: nothing attends to it and it is not in the loss. mask_truncated:
+    exclude truncated responses from the loss; they are scored all the same.
     """
     lengths = [fill_length(t.length - 1, context) for t in trajectories] or [fill_length(1, context)]
     step = sequence_multiple(context)
@@ -180,6 +181,6 @@ def make_pack(
 
 
 def _copy(values: NDArray[Any], device: torch.device) -> Tensor:
-    """On the device; from pinned memory, or the host would wait until a GPU has done all that is queued."""
+    """Copy to the device, to a GPU from pinned memory: otherwise the host would wait for all queued work."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

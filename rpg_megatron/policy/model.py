@@ -1,4 +1,4 @@
-"""Build the policy as a Megatron-Core GPTModel of the shape that a Hugging Face checkpoint describes."""
+"""Builds the policy: a Megatron-Core GPTModel with the sizes in a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from rpg_megatron.system.dtypes import torch_dtype
 CPU = torch.device("cpu")
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # What is largest. Attention keeps no matrix of scores, so there is little to gain from it; norms Megatron
-    # recomputes where there is Transformer Engine alone.
+    # The largest activations. Attention keeps no score matrix, so recomputing it saves little; Megatron
+    # recomputes norms with Transformer Engine only.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     "full": {
         "recompute_granularity": "full",
@@ -49,7 +49,7 @@ _LOCAL_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands in the parallel layout."""
+    """This rank's position in the parallel layout."""
 
     rank: int
     world: int
@@ -64,21 +64,21 @@ class Mesh:
 
     @property
     def first_stage(self) -> bool:
-        """Holds the embedding."""
+        """Whether this rank holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def last_stage(self) -> bool:
-        """Holds the output layer; log-probs and losses exist only here."""
+        """Whether this rank holds the output layer; log-probs and losses exist only on this stage."""
         return self.pipeline_rank == self.pipeline - 1
 
     @property
     def reports(self) -> bool:
-        """One rank of each data-parallel replica: of the ranks that hold its results, the first."""
+        """Whether this rank contributes the results of its data-parallel replica: one rank of each does."""
         return self.last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
-    def placement(self, vocab_multiple: int) -> RankCoordinates:
-        """What this rank's weights depend on; see ``RankCoordinates``."""
+    def coordinates(self, vocab_multiple: int) -> RankCoordinates:
+        """This rank's ``RankCoordinates``. vocab_multiple: see there."""
         return RankCoordinates(
             rank=self.rank,
             tensor=self.tensor,
@@ -90,7 +90,7 @@ class Mesh:
         )
 
     def replica(self, data: int) -> list[int]:
-        """The ranks of a data-parallel replica, in order."""
+        """The ranks of data-parallel replica ``data``, ascending."""
         # Megatron numbers ranks by tensor, context, data, pipeline rank.
         inner = self.tensor * self.context
         return [
@@ -101,14 +101,14 @@ class Mesh:
 
 
 def start_mesh(parallel: ParallelSettings) -> Mesh:
-    """Cut the process group into the layout's groups. Collective over all ranks."""
+    """Create Megatron's process groups for a parallel layout. Collective over all ranks."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=_virtual(parallel),
         context_parallel_size=parallel.context,
     )
-    # Dropout is never used, so the tracker without per-device CUDA state serves on every device.
+    # Dropout is not used, so the RNG tracker without CUDA state works on every device.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
     return Mesh(
         rank=dist.get_rank(),
@@ -125,7 +125,7 @@ def start_mesh(parallel: ParallelSettings) -> Mesh:
 
 
 def _virtual(parallel: ParallelSettings) -> int | None:
-    """As Megatron wants it: any number, 1 included, would choose the interleaved schedule."""
+    """None for 1: Megatron chooses the interleaved schedule for any number, 1 included."""
     return parallel.virtual if parallel.virtual > 1 else None
 
 
@@ -139,7 +139,7 @@ _FUSED: dict[str, Any] = {
     "apply_rope_fusion": True,
     "bias_activation_fusion": True,
 }
-"""What goes with Transformer Engine's layers."""
+"""Fields for Transformer Engine's layers."""
 
 
 def transformer_config(
@@ -151,10 +151,11 @@ def transformer_config(
     device: torch.device = CPU,
     fused: bool = False,
 ) -> TransformerConfig:
-    """Megatron's configuration for a shape, a layout, a precision and what is recomputed in backward.
+    """Megatron's TransformerConfig for a model shape, parallel layout, precision and activation recompute.
 
-    device: where the weights are made. fused: with Transformer Engine's layers, of which ``precision.fp8``
-    asks, too, that they are there; on a CPU Megatron learns nothing of it, and ``emulate_fp8`` does the rest.
+    recompute: none, selective or full. device: where weights are initialised. fused: use Transformer Engine's
+    layers, which ``precision.fp8`` requires on a GPU. On a CPU the FP8 fields are not set; ``emulate_fp8`` is
+    used instead.
     """
     dtype = torch_dtype(precision.dtype)
     implementation = _FUSED if fused else _LOCAL
@@ -184,21 +185,21 @@ def transformer_config(
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # FP8 weights can be made on a GPU alone.
+        # FP8 weights can be initialised on a GPU only.
         use_cpu_initialization=device.type == "cpu",
-        # The initialisers also mark tensor-parallel parameters. Without the marks the gradient norm counts
-        # them wrongly, and clipping is silently off.
+        # Initialisation also marks tensor-parallel parameters. Without the marks the gradient norm, and so
+        # clipping, would be silently wrong.
         perform_initialization=True,
         gradient_accumulation_fusion=fused_weight_gradients(device),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
-        # Of Transformer Engine's attentions that of cuDNN, which takes packed sequences, also cut over
-        # context ranks. For local layers it means nothing, but a process can choose once.
+        # Transformer Engine's cuDNN attention, which supports packed sequences, also with context
+        # parallelism. Local layers ignore it, but a process can set it only once.
         attention_backend=AttnBackend.fused,
-        # Interleaved, a step sends both ways along the ring. Of two stages, each is the other's neighbour on
-        # both sides, and in one batch an activation and a gradient would be taken for each other.
+        # The interleaved schedule sends in both directions of the ring. With two stages, each is the other's
+        # neighbour on both sides, and in one batched call an activation and a gradient could be mixed up.
         overlap_p2p_comm=parallel.virtual > 1,
         batch_p2p_comm=parallel.virtual == 1,
         batch_p2p_sync=False,
@@ -206,20 +207,19 @@ def transformer_config(
         **implementation,
         **fp8_fields(precision.fp8 if device.type == "cuda" else None),
         **_RECOMPUTE[recompute],
-        # Micro-batches are packed to a token budget, so their lengths differ from one to the next.
+        # Micro-batches are packed to a token budget, so their lengths differ.
         variable_seq_lengths=parallel.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths insists on it, dense models included
-        # Losses come back as sums; gradients are divided once by the token count of the whole mini-batch.
+        moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, also for dense models
+        # Losses are sums; gradients are divided once by the token count of the whole mini-batch.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
     )
 
 
 def _uneven_stages(shape: ModelShape, stages: int) -> list[list[str]] | None:
-    """Megatron's list of what each (virtual) stage holds, where it cannot divide the layers evenly by itself.
+    """Megatron's list of the layers of each (virtual) stage; None if the layers divide evenly.
 
-    Its shorter settings (layers of the first and of the last stage) leave out most splits: the stages between
-    them have to be equal.
+    Megatron's simpler settings (layers of the first and last stage) need equal stages in between.
     """
     if shape.num_layers % stages == 0:
         return None
@@ -232,8 +232,8 @@ def _uneven_stages(shape: ModelShape, stages: int) -> list[list[str]] | None:
 def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Rope) -> torch.Tensor:
     """Rotary frequencies of Llama 3.1 and later, in radians per token: [head_dim / 2], float32.
 
-    The operations and their order are those of transformers, so that the numbers are equal bit by bit: an
-    angle is a frequency times a position, and so an error in the last place would grow with the position.
+    Same operations in the same order as transformers, for bitwise equal results: an angle is frequency times
+    position, so a rounding error would grow with the position.
     """
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     cycles = scaling.original_positions / (2 * math.pi / plain)
@@ -249,7 +249,7 @@ def build_model(
 
     Chunk v of pipeline rank p is virtual stage v x pipeline + p; without virtual stages there is one chunk.
     """
-    # Megatron warns that GPTModel is deprecated in favour of a class that cannot yet take our specs.
+    # Megatron warns that GPTModel is deprecated; its successor does not support our layer specs yet.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     fused = config.transformer_impl == "transformer_engine"
     layer, norm = _fused_layer(shape) if fused else _local_layer(shape)
@@ -274,8 +274,9 @@ def build_model(
             vp_stage=stage,
         )
         if shape.rope_scaling is not None:
-            # GPTModel(rope_scaling=True) would take the factor alone: Megatron 0.19.2 fixes the other numbers
-            # to 1, 4 and 8192. A plain attribute, not a buffer; Megatron moves it to the device on first use.
+            # GPTModel(rope_scaling=True) accepts the factor only: Megatron 0.19.2 fixes the other values to
+            # 1, 4 and 8192. This is a plain attribute, not a buffer; Megatron moves it to the device on first
+            # use.
             gpt.rotary_pos_emb.inv_freq = llama3_frequencies(
                 shape.head_dim, shape.rope_theta, shape.rope_scaling
             )
@@ -284,7 +285,7 @@ def build_model(
 
 
 def _local_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
-    """Megatron's own layer with our norm and attention; and the norm."""
+    """Spec of Megatron's local layer with our norm and attention; and the norm."""
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -296,7 +297,7 @@ def _local_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
 
 
 def _fused_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
-    """Transformer Engine's layer as Megatron puts it together, packed attention included; and its norm."""
+    """Spec of Megatron's Transformer Engine layer, which supports packed sequences; and its norm."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm), TENorm
@@ -305,10 +306,12 @@ def _fused_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
 def named_parameters(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """A rank's parameters under Megatron's names, layers numbered through the whole model.
 
-    Megatron itself numbers the layers of each chunk from 0; so numbered, names are unique over all chunks.
+    Megatron numbers the layers of each chunk from 0; here names are unique over all chunks and stages.
     """
     for chunk in chunks:
         layers = chunk.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0
         for name, parameter in chunk.named_parameters():
-            yield _LOCAL_LAYER.sub(lambda m, first=first: f"{m[1]}{int(m[2]) + first}", name), parameter
+            if match := _LOCAL_LAYER.match(name):
+                name = f"{match[1]}{int(match[2]) + first}{name[match.end() :]}"
+            yield name, parameter

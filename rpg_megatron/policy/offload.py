@@ -1,4 +1,4 @@
-"""Device memory that is lent to the engines: optimizer state waits in host memory, gradients are let go."""
+"""Off-loads optimizer state to host memory and frees gradients while colocated engines use the GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rpg_megatron.policy import host_memory
 
 
 class StateOffloader:
-    """The optimizer state and the gradients of one rank, on the device or away from it.
+    """Moves the optimizer state of one rank between device and host memory, and frees its gradients.
 
-    Tensors stay the same objects and come back with the same bits; only their memory goes. Weights stay, for
-    engines read them. Nothing is communicated; ``offload`` and ``reload`` may be called in any state.
+    Tensors stay the same objects and are restored bit for bit; only their storage is freed. Weights stay on
+    the device, since engines read them. Not collective; ``offload`` and ``reload`` may be called in any
+    state.
     """
 
     def __init__(self, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -27,14 +28,14 @@ class StateOffloader:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the state is in host memory: no update can be made, nothing be saved."""
+        """Whether the state is in host memory: updates and saves are not possible then."""
         return self._offloaded is not None
 
     @torch.no_grad()
     def offload(self) -> int:
-        """Free the device's memory; returns how many bytes are in host memory now, 0 if they were before.
+        """Free the device memory; returns the bytes moved to host memory, 0 if they are there already.
 
-        Host memory, pinned where the device is a GPU, is kept for the next time.
+        Host memory, pinned if the device is a GPU, is kept for the next call.
         """
         if self._offloaded is not None:
             return 0
@@ -50,20 +51,20 @@ class StateOffloader:
                 self._buffers[size].append(host)
             host.copy_(_bytes(storage), non_blocking=True)
             self._offloaded.append((storage, host))
-        torch.cuda.synchronize()  # before the memory that is read from is given away
+        torch.cuda.synchronize()  # the copies must be done before their source is freed
         for storage, _ in self._offloaded:
             storage.resize_(0)
         for model in self._models:
             model.offload_grad_buffers(empty_cache=False)
             for module in model.modules():
-                # Weights in FP8 that Transformer Engine keeps of a batch; the next one makes them anew.
+                # FP8 weights that Transformer Engine caches during a batch; the next batch recreates them.
                 getattr(module, "_fp8_workspaces", {}).clear()
-        torch.cuda.empty_cache()  # torch would keep what was freed for itself
+        torch.cuda.empty_cache()  # returns the freed memory from torch's cache to the device
         return sum(host.nbytes for _, host in self._offloaded)
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Take the memory again: the state as it was, gradients zero."""
+        """Allocate the memory again and restore the state; gradients are zero."""
         if self._offloaded is None:
             return
         torch.cuda.empty_cache()
@@ -76,7 +77,7 @@ class StateOffloader:
         self._offloaded = None
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Each piece of memory of the optimizer's that is on the models' device and not theirs, once."""
+        """Each storage of the optimizer on the models' device that is not a weight's, once."""
         weights = [p for model in self._models for p in model.parameters()]
         device = weights[0].device
         seen = {p.untyped_storage().data_ptr() for p in weights}
@@ -95,4 +96,4 @@ class StateOffloader:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""AdamW as Megatron's (distributed) optimizer runs it, on a GPU by its fused kernels and on a CPU by ours."""
+"""Optimizers: AdamW in Megatron's (distributed) optimizer, on GPU and CPU, and Schedule-Free AdamW."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rpg_megatron.system.dtypes import torch_dtype
 
 
 class CpuAdam(torch.optim.Optimizer):
-    """AdamW with the state layout of the fused GPU optimizers: ``step`` in the group, moments a parameter.
+    """AdamW with the state format of the fused GPU optimizers: ``step`` per group, moments per parameter.
 
-    Megatron's distributed optimizer can save and reshard that layout and not torch's, which keeps ``step``
-    per parameter.
+    Megatron's distributed optimizer can save and reshard that format, but not torch's with ``step`` per
+    parameter.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class CpuAdam(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # Megatron passes no closure
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            if not group["params"]:  # as the fused optimizers: an empty group does not count steps
+            if not group["params"]:  # as in the fused optimizers, an empty group counts no steps
                 continue
             group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]
@@ -76,22 +76,22 @@ class CpuAdam(torch.optim.Optimizer):
 
 
 class ScheduleFreeAdamW(schedulefree.AdamWScheduleFree):
-    """Schedule-Free AdamW as Megatron constructs an optimizer."""
+    """Schedule-Free AdamW with the constructor that Megatron calls."""
 
     def __init__(
         self, params: Any, adam_w_mode: bool = True, capturable: bool = False, **settings: Any
     ) -> None:
         if not adam_w_mode or capturable:
-            raise ValueError("ScheduleFreeAdamW decouples weight decay and knows no CUDA graphs")
+            raise ValueError("ScheduleFreeAdamW supports neither coupled weight decay nor CUDA graphs")
         super().__init__(params, **settings)
 
 
 class OffloadingAdam(torch.optim.Adam):
-    """AdamW for what stays on the GPU when the rest of the optimizer's state is in host memory.
+    """AdamW for the GPU part of an optimizer whose other part is off-loaded to the CPU.
 
-    The fused optimizers keep ``step`` in the group, and Megatron, once it has loaded a checkpoint, would put
-    the loaded one back before every update. Torch's keeps it per parameter. Not AdamW by name, which Megatron
-    takes for the half in host memory.
+    The fused optimizers keep ``step`` per group, and after loading a checkpoint Megatron would reset it to
+    the loaded value before every update. Torch's keeps it per parameter. It is not named AdamW, since
+    Megatron takes that class for the CPU part.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
@@ -100,9 +100,9 @@ class OffloadingAdam(torch.optim.Adam):
 
 @contextmanager
 def _building_with(kind: str) -> Iterator[None]:
-    """Make Megatron build its optimizers around the right class while the block runs.
+    """Within the block, Megatron builds its optimizers with the right inner class.
 
-    For AdamW that is what Megatron found (Transformer Engine's or apex's), or CpuAdam where it found neither.
+    For AdamW that is the one Megatron found (Transformer Engine's or apex's), or CpuAdam if it found neither.
     """
     found = megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER
     if kind == "schedule_free_adamw":
@@ -111,9 +111,9 @@ def _building_with(kind: str) -> Iterator[None]:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = OffloadingAdam, True
     elif not distributed_optimizer.HAVE_APEX_OR_TE:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = CpuAdam, False
-        # These stay: they tell the distributed optimizer, for good, where CpuAdam keeps its step.
+        # These are permanent: they tell the distributed optimizer where CpuAdam keeps its step.
         distributed_optimizer.Adam, distributed_optimizer.HAVE_APEX_OR_TE = CpuAdam, True
-        # Aligns the step over ranks that own an empty group; without it a resumed run is silently wrong.
+        # Synchronises the step with ranks that own an empty group; otherwise a resumed run is silently wrong.
         distributed_optimizer.USING_APEX_OPTIMIZER = True
     elif distributed_optimizer.Adam is CpuAdam:  # set up by an earlier policy of this process
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = CpuAdam, False
@@ -129,11 +129,11 @@ def wrap_data_parallel(
     precision: PrecisionSettings,
     replicas: int,
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each chunk: gradients are accumulated and reduced in float32.
+    """Wrap each chunk in Megatron's DDP: gradients are accumulated and reduced in float32.
 
-    replicas: data x context ranks. If there are several, and unless ``settings.overlap`` says otherwise,
-    gradients are reduced while backward goes on, and the distributed optimizer's new weights are gathered
-    only by the next forward pass, layer by layer, or by ``gather_weights``.
+    replicas: data x context ranks. With several, and ``settings.overlap``, gradients are reduced during
+    backward, and the distributed optimizer's new weights are gathered by the next forward pass, layer by
+    layer, or by ``gather_weights``.
     """
     overlap = settings.overlap and replicas > 1
     config = DistributedDataParallelConfig(
@@ -144,12 +144,13 @@ def wrap_data_parallel(
         fp8_param_gather=precision.fp8 is not None and precision.fp8.parameters,
     )
     models = [
-        # Of virtual stages only the first one's reduction has nothing to hide behind, and is cut up.
+        # Of the virtual stages, only the first one's reduction cannot overlap with backward, so it is
+        # bucketed.
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
     if overlap:
-        # The schedule calls it around all micro-batches but the last, which completes the gradients.
+        # The schedule enters it for all micro-batches except the last, which completes the gradients.
         waits = [model.no_sync for model in models]
         for chunk in chunks:
             chunk.config.no_sync_func = waits if len(waits) > 1 else waits[0]
@@ -157,7 +158,7 @@ def wrap_data_parallel(
 
 
 def gather_weights(models: Sequence[DistributedDataParallel]) -> None:
-    """Bring every weight up to date on every rank, where the next forward pass was to do it. Collective."""
+    """Gather the updated weights on every rank now instead of in the next forward pass. Collective."""
     for model in models:
         if model.ddp_config.overlap_param_gather:
             model.start_param_sync(force_sync=True)
@@ -173,9 +174,9 @@ def optimizer_config(
         offload = {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": memory.offload_optimizer,
-            # One optimizer for each tensor, whose copies go on while others are computed.
+            # One optimizer for each tensor, so that copies overlap with the computation of others.
             "overlap_cpu_optimizer_d2h_h2d": True,
-            # Main weights are then the inner optimizer's; off-loading counts on it.
+            # The inner optimizer then owns the main weights, which off-loading requires.
             "use_precision_aware_optimizer": True,
         }
     return OptimizerConfig(
@@ -203,7 +204,7 @@ def build_optimizer(
     """AdamW over float32 master weights of all chunks, with gradient-norm clipping."""
     config = optimizer_config(settings, precision, memory)
     kind = "offloading" if memory.offload_optimizer else settings.type
-    # Ranks compare their groups of parameters: objects, over the default group.
+    # Ranks exchange their parameter groups as objects over the default group.
     with _building_with(kind), default_group_on_host():
         optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -212,13 +213,13 @@ def build_optimizer(
         elif memory.offload_optimizer:
             part.init_state_fn = _fill_offloaded
             _fill_offloaded(part.optimizer)
-    for group in optimizer.param_groups:  # Megatron leaves this to its scheduler, which we do not use
+    for group in optimizer.param_groups:  # Megatron sets this in its scheduler, which we do not use
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer
 
 
 def _fill_schedule_free(optimizer: torch.optim.Optimizer, config: object = None) -> None:
-    """Make the state that a checkpoint is read into; Megatron would make that of AdamW."""
+    """Create the state that a checkpoint is loaded into; Megatron would create AdamW's."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not optimizer.state[p]:
@@ -226,7 +227,7 @@ def _fill_schedule_free(optimizer: torch.optim.Optimizer, config: object = None)
 
 
 def _fill_offloaded(optimizer: HybridDeviceOptimizer, config: object = None) -> None:
-    """Likewise. Megatron, if it loads a checkpoint and finds none, makes an update with random gradients."""
+    """Likewise. Without state, Megatron would run an update with random gradients to create it."""
     for inner in optimizer.sub_optimizers:
         for group in inner.param_groups:
             for p in group["params"]:
@@ -240,9 +241,9 @@ def _fill_offloaded(optimizer: HybridDeviceOptimizer, config: object = None) -> 
 
 
 def use_training_point(optimizer: MegatronOptimizer, training: bool) -> None:
-    """Schedule-Free: put the weights at the point that gradients are taken at, or back at the average.
+    """Schedule-Free: set the weights to the point at which gradients are taken, or back to the average.
 
-    Nothing happens for other optimizers. Everything but an update wants the average.
+    No effect for other optimizers. Everything except updates uses the average.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
@@ -253,5 +254,5 @@ def use_training_point(optimizer: MegatronOptimizer, training: bool) -> None:
 
 
 def learning_rate(settings: OptimizerSettings, step: int) -> float:
-    """Rate of training step ``step`` (from 1): linear warm-up, then constant."""
+    """Learning rate of training step ``step`` (from 1): linear warm-up, then constant."""
     return settings.lr * min(1.0, step / settings.warmup_steps) if settings.warmup_steps else settings.lr

@@ -1,4 +1,7 @@
-"""The policy: packed log-probs and updates on one rank of the parallel layout. Every method is collective."""
+"""The policy on one rank: log-probs and optimizer updates of packed micro-batches, by Megatron-Core.
+
+Methods are collective unless they say otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from rpg_megatron.objectives import LossOutput, unnormalised_kl
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
 from rpg_megatron.policy.logprobs import logprob_head
-from rpg_megatron.policy.microbatch import MicroBatch, ResponseTokens, make_pack
+from rpg_megatron.policy.microbatch import MicroBatch, ResponseTokens, make_micro_batch
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.policy.optimizer import (
@@ -40,10 +43,11 @@ from rpg_megatron.policy.precision import (
 )
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
-"""(logp [n], the rest of what is known of these n response tokens) -> loss of each."""
+"""(log-probs [n], other data of these n response tokens) -> loss of each token."""
 Aggregator = Callable[[Tensor, Tensor, int | None], tuple[Tensor, Tensor]]
-"""(loss of each token [n], sequences [n], their number as in ResponseTokens) -> (sum, count) that add up over
-micro-batches and ranks."""
+"""(loss of each token [n], ``sequences`` [n] and ``sequence_count`` of ResponseTokens) -> (sum, count), which
+are added up over micro-batches and ranks.
+"""
 
 _MEANS = (
     "abs_loss",
@@ -57,33 +61,34 @@ _MEANS = (
     "correction_ratio",
     "correction_hit",
 )
-"""What is reported of each update as a mean over its response tokens."""
+"""Statistics of each update that are means over its response tokens."""
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What the log-prob head needs to know."""
+    """Parameters of the log-prob head."""
 
     temperature: float
     chunk: int
     vocab: int
     label_range: tuple[int, int] | None = None
-    """Of the pack at hand."""
+    """See ``MicroBatch.label_range``."""
 
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """One optimizer update, over all ranks: means over its response tokens, and the norm before clipping."""
+    """Statistics of one optimizer update over all ranks."""
 
     tokens: int
     loss: float
-    """As aggregated."""
+    """Mean loss as the configured aggregation counts it."""
     means: dict[str, float]
-    """See _MEANS; those of a correction are 0 if there is none."""
+    """Means over response tokens, see _MEANS; those of a correction are 0 if there is none."""
     ratio_max: float
     grad_norm: float
+    """Before clipping."""
     skipped: bool
-    """The gradient was not finite, so nothing was changed."""
+    """The gradient was not finite, so the update was skipped."""
 
 
 class Policy:
@@ -97,11 +102,11 @@ class Policy:
         device: torch.device,
         load: Callable[[Policy], None],
     ) -> None:
-        """Build the model, fill it by ``load(self)``, then set up gradients and optimizer.
+        """Build the model, load its weights by ``load(self)``, then create gradient buffers and optimizer.
 
-        The order matters: the optimizer copies the weights into its float32 master copies when it is made.
+        The order matters: the optimizer copies the weights into its float32 main weights when it is created.
         ``load`` writes into ``loadable_parameters``.
-        Raises UserError if settings ask for layers or a precision that this machine does not have.
+        Raises UserError if settings require layers or a precision that this machine does not support.
         """
         self.mesh, self.device, self.settings = mesh, device, settings
         recompute = settings.memory.recompute_for(settings.tokens_at_once)
@@ -121,7 +126,7 @@ class Policy:
         self._optimizer = build_optimizer(
             self._models, settings.optimizer, settings.precision, settings.memory
         )
-        gather_weights(self._models)  # or the first forward pass would, though it is no update's
+        gather_weights(self._models)  # otherwise the first forward pass would gather them
         self.vocab = shape.vocab_size
         self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
         use_training_point(self._optimizer, False)
@@ -134,23 +139,23 @@ class Policy:
         return named_parameters(self.chunks)
 
     def loadable_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """The same names, each with the tensor that its values are to be loaded into."""
+        """The same names, each with the tensor to load its values into."""
         return loadable(self.named_parameters())
 
     def plan_save(self, folder: Path, step: int, *, stage: bool) -> PlannedSave:
-        """Weights and optimizer state, to be written; ``folder`` exists and is empty. Not while ``updating``.
+        """Plan a save of weights and optimizer state; ``folder`` is empty. Not inside ``updating``.
 
-        stage: they may change as soon as this returns.
+        stage: weights and state may change once this returns; see ``checkpoints.megatron.plan_save``.
         """
         return plan_save(folder, self.chunks, self._optimizer, step, stage=stage)
 
     def load(self, folder: Path) -> None:
-        """Take up weights and optimizer state that were saved, in whatever layout."""
+        """Load weights and optimizer state from a checkpoint of any parallel layout."""
         load_weights(folder, self.chunks, self.vocab, self._optimizer)
 
     def pack(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
         """A micro-batch on this rank's device."""
-        return make_pack(
+        return make_micro_batch(
             trajectories,
             self.device,
             align=self._align,
@@ -159,30 +164,30 @@ class Policy:
             mask_truncated=self.settings.training.mask_truncated,
         )
 
-    def logprobs(self, packs: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs and entropies at every place of every pack: [2, t] each, float32, nats.
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs and entropies at every position of each micro-batch: [2, t] each, float32, nats.
 
         Without gradient. All ranks of a data-parallel replica get them.
         """
         for model in self._models:
             model.eval()
         with torch.no_grad():
-            outputs = self._run(self._scored, packs, forward_only=True)[: len(packs)]
-        flat = torch.empty(2, sum(p.size for p in packs), dtype=torch.float32, device=self.device)
+            outputs = self._run(self._scored, micro_batches, forward_only=True)[: len(micro_batches)]
+        flat = torch.empty(2, sum(p.size for p in micro_batches), dtype=torch.float32, device=self.device)
         if self.mesh.last_stage:
             torch.cat(outputs, dim=1, out=flat)
         if self.mesh.pipeline > 1:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast(flat, src=last, group=mpu.get_pipeline_model_parallel_group())
-        return list(flat.split([p.size for p in packs], dim=1))
+        return list(flat.split([p.size for p in micro_batches], dim=1))
 
     def update(
-        self, packs: Sequence[MicroBatch], loss: TokenLoss, aggregator: Aggregator, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: TokenLoss, aggregator: Aggregator, lr: float
     ) -> UpdateStats:
-        """One optimizer update on a mini-batch: this rank's packs, as many as every other data rank has.
+        """One optimizer update on a mini-batch: this rank's micro-batches, as many on each data rank.
 
-        The loss is the mean, as ``aggregator`` counts, over the whole mini-batch, wherever it lies.
-        If the gradient is not finite on any rank, weights and optimizer stay as they are on all of them.
+        The loss is the mean, as ``aggregator`` counts, over the mini-batches of all ranks. If the gradient is
+        not finite on any rank, the update is skipped on all ranks.
         """
         for model in self._models:
             model.train()
@@ -190,16 +195,18 @@ class Policy:
         self._optimizer.zero_grad()
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
-            pack = next(iterator)  # type: ignore[call-overload]
-            return self._forward(pack, model), lambda output: self._sum_loss(output, pack, loss, aggregator)
+            micro_batch = next(iterator)  # type: ignore[call-overload]
+            output = self._forward(micro_batch, model)
+            return output, lambda output: self._sum_loss(output, micro_batch, loss, aggregator)
 
-        reports = self._run(step, packs, forward_only=False)
+        reports = self._run(step, micro_batches, forward_only=False)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        # The norm counts only once what tensor-parallel ranks hold alike: each looks at all that it holds.
-        sums = torch.stack([p.main_grad.sum() for _, p in self.named_parameters()])
+        # The gradient norm skips duplicates on tensor-parallel ranks, so each rank checks all of its
+        # gradients.
+        sums = torch.stack([_gradient(p).sum() for _, p in self.named_parameters()])
         finite = torch.isfinite(sums).all().view(1)
         spoilt = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
         dist.all_reduce(spoilt, op=dist.ReduceOp.MAX)
@@ -210,16 +217,16 @@ class Policy:
 
     def spoilt_gradients(self) -> list[str]:
         """This rank's parameters whose gradient was not finite in the last update. Not collective."""
-        return [name for name, p in self.named_parameters() if not torch.isfinite(p.main_grad).all()]
+        return [name for name, p in self.named_parameters() if not torch.isfinite(_gradient(p)).all()]
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Put the weights where ``update`` wants them; needed around updates, and around nothing else.
+        """Context for ``update``: sets the weights to the point at which gradients are taken.
 
-        Schedule-Free optimizers take gradients at one point and evaluate at another; others have just one.
-        After an update a rank may hold old weights where other ranks own them, which the next update gathers
-        as it goes. Only when the block has ended are all up to date, to be scored with, published and saved.
-        Collective, unless the block raises.
+        Schedule-Free optimizers take gradients at one point and evaluate at another; other optimizers have a
+        single point. Inside the block a rank may hold stale weights that other ranks own and that the next
+        update gathers. After the block all weights are current: they may be used for scoring, published and
+        saved. Collective, unless the block raises.
         """
         use_training_point(self._optimizer, True)
         try:
@@ -229,20 +236,20 @@ class Policy:
             use_training_point(self._optimizer, False)
 
     def _run(
-        self, step: Callable[..., object], packs: Sequence[MicroBatch], *, forward_only: bool
+        self, step: Callable[..., object], micro_batches: Sequence[MicroBatch], *, forward_only: bool
     ) -> list[Any]:
-        """Megatron's schedule; what ``step`` leaves of each pack, in their order, on the last stage.
+        """Run Megatron's pipeline schedule; returns ``step``'s result of each micro-batch, on the last stage.
 
-        Interleaved, it wants a multiple of the pipeline size: empty packs fill up, the same number on every
-        data rank, and come last in the result.
+        The interleaved schedule needs a multiple of the pipeline size: empty micro-batches are appended, the
+        same number on every data rank; their results come last.
         """
         if len(self._models) > 1:
-            packs = [*packs, *[self.pack([])] * (-len(packs) % self.mesh.pipeline)]
+            micro_batches = [*micro_batches, *[self.pack([])] * (-len(micro_batches) % self.mesh.pipeline)]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(packs) for _ in self._models],
+            data_iterator=[iter(micro_batches) for _ in self._models],
             model=self._models,
-            num_microbatches=len(packs),
+            num_microbatches=len(micro_batches),
             seq_length=1,  # with the next, ignored: lengths vary
             micro_batch_size=1,
             forward_only=forward_only,
@@ -250,39 +257,40 @@ class Policy:
         )
         return results
 
-    def _forward(self, pack: MicroBatch, model: torch.nn.Module) -> Tensor:
-        return model(
-            pack.tokens,
-            pack.positions,
+    def _forward(self, micro_batch: MicroBatch, model: torch.nn.Module) -> Tensor:
+        output: Tensor = model(
+            micro_batch.tokens,
+            micro_batch.positions,
             None,
-            labels=pack.labels,
-            packed_seq_params=pack.packed,
+            labels=micro_batch.labels,
+            packed_seq_params=micro_batch.packed,
             output_processor=logprob_head,
-            output_processor_context=replace(self._head, label_range=pack.label_range),
+            output_processor_context=replace(self._head, label_range=micro_batch.label_range),
         )
+        return output
 
     def _scored(self, iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
-        pack = next(iterator)  # type: ignore[call-overload]
+        micro_batch = next(iterator)  # type: ignore[call-overload]
 
         def whole(output: Tensor, non_loss_data: bool) -> Tensor:
-            return gather_places(output.detach().t(), pack.packed.places, summed=False).t().clone()
+            return gather_places(output.detach().t(), micro_batch.packed.places, summed=False).t().clone()
 
-        return self._forward(pack, model), whole
+        return self._forward(micro_batch, model), whole
 
     def _sum_loss(
-        self, output: Tensor, pack: MicroBatch, loss: TokenLoss, aggregator: Aggregator
+        self, output: Tensor, micro_batch: MicroBatch, loss: TokenLoss, aggregator: Aggregator
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Megatron's contract where it divides by a global count: (sum, count, report).
+        """The loss function for Megatron, which divides by the global count: (sum, count, report).
 
-        Context ranks all compute the loss of whole sequences and each passes on the gradient of its places;
-        Megatron adds gradients and counts up over them, so only the first one counts.
+        All context ranks compute the loss of full sequences, and each propagates the gradient of its
+        positions. Megatron sums gradients and counts over them, so only the first one reports a count.
         """
-        tokens = pack.response_tokens()
-        logp = gather_places(output[0], pack.packed.places, summed=False)
-        out = loss(logp.index_select(0, pack.learnt), tokens)
+        tokens = micro_batch.response_tokens()
+        logp = gather_places(output[0], micro_batch.packed.places, summed=False)
+        out = loss(logp.index_select(0, micro_batch.learnt), tokens)
         total, count = aggregator(out.per_token, tokens.sequences, tokens.sequence_count)
         report = _report(out, total, count)
-        # int: Megatron adds the counts up in an integer tensor.
+        # int: Megatron sums the counts in an integer tensor.
         return total, count.int() * (self.mesh.context_rank == 0), report
 
     def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float, *, skipped: bool) -> UpdateStats:
@@ -300,10 +308,16 @@ class Policy:
         return UpdateStats(int(tokens), loss / max(count, 1), means, ratio_max, grad_norm, skipped)
 
 
+def _gradient(p: Any) -> Tensor:
+    """The accumulated gradient, which Megatron's DDP keeps as an attribute of the parameter."""
+    gradient: Tensor = p.main_grad
+    return gradient
+
+
 def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Tensor]:
-    """Sums over a micro-batch's response tokens, and the largest ratio."""
+    """Sums over the response tokens of a micro-batch, and the largest ratio."""
     w = out.metrics["ratio"]
-    # Whatever the anchor is, how far the update has moved from the policy that the step began with.
+    # KL to the policy at the start of the step, independent of the anchor.
     kl_old = unnormalised_kl(w, w.log(), torch.ones_like(w))
     columns = {"abs_loss": out.per_token.detach().abs(), "kl_old": kl_old, **out.metrics}
     absent = total.new_zeros((), dtype=torch.float64)

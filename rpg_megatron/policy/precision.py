@@ -1,7 +1,7 @@
-"""How the policy computes: with Megatron's own layers or Transformer Engine's, in bfloat16 or FP8.
+"""Layers and precision of the policy: Megatron's local layers or Transformer Engine, bfloat16 or FP8.
 
-Written against Megatron-Core 0.19.2 and Transformer Engine 2.20.2; docs/performance.md says what of it has
-run on a GPU.
+Written for Megatron-Core 0.19.2 and Transformer Engine 2.20.2; docs/performance.md lists what has run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.policy import FP8Settings
 
 HOPPER = (9, 0)
-"""Compute capability from which on every FP8 recipe of ours runs."""
+"""Lowest compute capability that supports all FP8 recipes."""
 
 
 def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
-    """Whether the policy is made of Transformer Engine's layers on this device; never on a CPU.
+    """Whether the policy uses Transformer Engine's layers on this device; never on a CPU.
 
-    Raises UserError if it is to be and cannot: no such package, or FP8 on a GPU that has none.
+    Raises UserError if settings require them and the package is missing or the GPU does not support FP8.
     """
     wanted, fp8 = settings.model.implementation, settings.precision.fp8
     if device.type == "cpu":
@@ -47,25 +47,25 @@ def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
 
 
 def fused_weight_gradients(device: torch.device) -> bool:
-    """Whether Megatron can add weight gradients up where they are computed, which takes a kernel of apex."""
+    """Whether Megatron can fuse the accumulation of weight gradients, which needs a kernel of apex."""
     return device.type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def token_multiple(settings: Settings) -> int:
-    """The places of a micro-batch on each context rank are filled up to a multiple of this.
+    """Multiple that the positions of a micro-batch on each context rank are padded to.
 
-    Sequence parallelism deals them out over the tensor-parallel ranks, and FP8 wants a multiple on each.
+    Sequence parallelism splits them over the tensor-parallel ranks, and FP8 needs a multiple on each.
     """
     fp8, parallel = settings.precision.fp8, settings.parallel
     return (parallel.tensor if parallel.sequence else 1) * (fp8.multiple if fp8 is not None else 1)
 
 
 def fp8_fields(fp8: FP8Settings | None) -> dict[str, Any]:
-    """The fields of Megatron's TransformerConfig for a recipe; none without one."""
+    """Fields of Megatron's TransformerConfig for an FP8 recipe; empty without one."""
     if fp8 is None:
         return {}
     fields = {
-        # Blocks have a scale each, so gradients need no wider exponent than activations.
+        # With a scale for each block, gradients need no wider exponent than activations.
         "fp8": "e4m3" if fp8.recipe == "blockwise" else "hybrid",
         "fp8_recipe": fp8.recipe,
         "fp8_param": fp8.parameters,
@@ -79,36 +79,42 @@ def fp8_fields(fp8: FP8Settings | None) -> dict[str, Any]:
 
 
 def loadable(params: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that values are to be loaded into, by name; ``quantise`` then tells the parameters.
+    """(name, tensor to load values into) for each parameter; call ``quantise`` after loading.
 
-    For a parameter in FP8 it is the bfloat16 tensor, in host memory, that Megatron's optimizer starts from.
+    For an FP8 parameter it is the bfloat16 tensor in host memory that Megatron's optimizer starts from.
     """
     for name, p in params:
-        yield name, p.get_high_precision_init_val() if is_float8tensor(p) else p
+        yield name, _initial_value(p) if is_float8tensor(p) else p
 
 
 @torch.no_grad()
 def quantise(params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """After loading: give the parameters in FP8 the values that were loaded."""
+    """After loading: set the FP8 parameters to the loaded values."""
     for _, p in params:
         if is_float8tensor(p):
-            p.copy_(p.get_high_precision_init_val())
+            p.copy_(_initial_value(p))
+
+
+def _initial_value(p: Any) -> Tensor:
+    """The bfloat16 tensor that Transformer Engine keeps with an FP8 parameter, for the optimizer."""
+    value: Tensor = p.get_high_precision_init_val()
+    return value
 
 
 class ExportedWeights:
-    """A rank's weights by name, in precision.dtype, as engines and exports get them.
+    """A rank's weights by name, in precision.dtype, for engines and exports.
 
-    They are the parameters themselves; for those in FP8, copies as good as they were at the last ``refresh``.
+    These are the parameters themselves; for FP8 parameters, dequantised copies as of the last ``refresh``.
     """
 
     def __init__(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         self.tensors: dict[str, Tensor] = dict(params)
         self._quantised = {name: p for name, p in self.tensors.items() if is_float8tensor(p)}
-        for name, p in self._quantised.items():  # whose ``dtype`` is the one that they stand for
+        for name, p in self._quantised.items():  # whose ``dtype`` is the unquantised one
             self.tensors[name] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the copies up to date."""
+        """Update the copies of FP8 parameters."""
         for name, p in self._quantised.items():
             self.tensors[name].copy_(p.dequantize())

@@ -1,4 +1,4 @@
-"""Rewards: answer extraction, graders of responses, and the worker processes that grade."""
+"""Answer extraction, graders, rewards, and their worker processes."""
 
 from rpg_megatron.rewards.grader import Grader, Verdict, grade
 

@@ -1,1 +1,1 @@
-"""Rollouts: the sampler process, generation on the engine pool, dynamic sampling, held-out evaluation."""
+"""Rollouts: sampler process, engine pool, generation, dynamic sampling."""

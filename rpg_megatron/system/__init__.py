@@ -1,1 +1,1 @@
-"""Utilities: collectives over the control group, process groups of the OS, events, dtypes, atomic files."""
+"""CPU collectives, OS process groups, progress events, atomic files."""

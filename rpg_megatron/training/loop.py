@@ -61,7 +61,7 @@ def run_steps(run: RankRun) -> None:
 
             # 4. pi_old <- pi_theta.
             with run.time("sync"):
-                run.sync_engines(version=step)
+                run.sync_engines(version=step)  # calls WeightSync.sync in weight_sync.py
 
         evaluate_and_log(run, step)
         run.save(step)  # a checkpoint, if one is due

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rpg_megatron.bridge.publisher import open_publisher
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.run_folder import read_state
 from rpg_megatron.config import Settings, UserError
@@ -35,7 +34,7 @@ from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard
 from rpg_megatron.training.preemption import StopRequest
 from rpg_megatron.training.profiling import Profiler
 from rpg_megatron.training.trainer import Batch, Trainer
-from rpg_megatron.training.weight_sync import WeightSync
+from rpg_megatron.training.weight_sync import WeightSync, open_publisher
 
 _ENGINES_END_SECONDS = 60.0
 """How long engines may take to free their GPU memory when a run is stopped."""
@@ -70,7 +69,7 @@ class RankRun:
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
-        self._placement = mesh.placement(settings.model.vocab_multiple)
+        self._placement = mesh.coordinates(settings.model.vocab_multiple)
         publisher = open_publisher(
             settings.bridge,
             bridge,

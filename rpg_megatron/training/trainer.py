@@ -17,7 +17,7 @@ from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.data.packing import Plan, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.objectives import group_advantages
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import Mesh
@@ -51,7 +51,7 @@ class Trainer:
     def __init__(self, settings: Settings, mesh: Mesh, device: torch.device):
         self.settings, self.mesh, self._device = settings, mesh, device
         self.shape = read_model_shape(settings.model.path)
-        self.layout = layout_for(self.shape)
+        self.layout = mapping_for(self.shape)
         self.policy = Policy(settings, self.shape, mesh, device, self._load_weights)
         held = settings.anchor.type != "old"
         self.anchor = (

@@ -5,14 +5,22 @@ All ranks publish weights together. Rank 0 alone is connected to the sampler, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.publisher import Publisher, published
 from rpg_megatron.config import UserError
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE
+from rpg_megatron.config.rollout import BridgeSettings
+from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.rollout.sampler_client import ResyncRequired, SamplerClient, SyncResult
 from rpg_megatron.system.collectives import broadcast_object, gather_objects
 from rpg_megatron.training.preemption import Stopped, StopRequest
@@ -132,7 +140,47 @@ class WeightSync:
             )
 
 
+def open_publisher(
+    settings: BridgeSettings,
+    folder: Path,
+    coordinates: RankCoordinates,
+    params: Mapping[str, torch.Tensor],
+    mapping: ModelMapping,
+    dtype: torch.dtype,
+    *,
+    adopt: bool,
+    colocated: bool = False,
+) -> Publisher:
+    """The publisher of the configured transport (``bridge.transport``). Collective.
+
+    folder: RPG_BRIDGE_DIR of this node's engines. params: live parameters by Megatron name. dtype: what
+    engines receive. adopt: whether parameters may be moved into shared memory for good. colocated: engines
+    share the trainers' GPUs, on every node.
+    """
+    if settings.transport == "process_group":
+        from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+
+        return GroupPublisher(
+            settings.address or os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
+            coordinates,
+            params,
+            mapping,
+            dtype,
+            timeout=settings.timeout,
+            bucket_bytes=settings.bucket_mib * 1024**2,
+            colocated_in=folder if colocated else None,
+        )
+    if settings.transport == "cuda_ipc":
+        from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
+
+        return CudaIpcPublisher(folder, coordinates, params, mapping, dtype)
+    from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+
+    return SharedMemoryPublisher(folder, coordinates, params, mapping, dtype, adopt=adopt)
+
+
 def _sync(manifest: Manifest, version: int, again: bool, sampler: SamplerClient) -> SyncResult:
+    """Over the sampler's socket, to ``EnginePool.sync`` in the sampler process."""
     return sampler.sync(manifest, version, again=again)
 
 

@@ -21,7 +21,7 @@ from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.megatron import PlannedSave
 from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, LATEST, find_problems, list_steps
 from rpg_megatron.config import Settings, read_model_shape
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
@@ -71,9 +71,9 @@ def build(settings: Settings, device: torch.device) -> tuple[Mesh, Policy, HeldA
 
 def adopt(settings: Settings, mesh: Mesh, policy: Policy, folder: Path) -> SharedMemoryPublisher:
     """Move the weights into shared memory, as the bridge does."""
-    place = mesh.placement(4)
+    place = mesh.coordinates(4)
     parameters = dict(policy.named_parameters())
-    layout = layout_for(read_model_shape(settings.model.path))
+    layout = mapping_for(read_model_shape(settings.model.path))
     publisher = SharedMemoryPublisher(folder, place, parameters, layout, torch.float32)
     assert publisher._adopted
     return publisher

@@ -26,11 +26,11 @@ import torch.distributed as dist
 import rpg_megatron.checkpoints.hf_export as hf_export
 import rpg_megatron.training.trainer as trainer_module
 from benchmarks.gpu_policies import SHAPES, batch_of
-from rpg_megatron.bridge.publish_plan import agree
+from rpg_megatron.bridge.publisher import make_publish_plan
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.models.placement import RankShards
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import start_mesh
@@ -158,11 +158,11 @@ def step(trainer: Trainer, report: Report) -> None:
 
 def publish(settings: Settings, shape: Any, policy: Policy, folder: Path, report: Report) -> None:
     """Checksums, the file that engines of the node read, and an export."""
-    layout, placement = layout_for(shape), policy.mesh.placement(settings.model.vocab_multiple)
+    layout, placement = mapping_for(shape), policy.mesh.coordinates(settings.model.vocab_multiple)
     params, dtype = policy.served.tensors, torch_dtype(settings.precision.dtype)
-    agreement = agree(placement, params, layout)
+    plan = make_publish_plan(placement, params, layout)
     with report.part("checksums"):
-        agreement.sum_boxes(params, dtype)
+        plan.sum_boxes(params, dtype)
     bridge = folder / "bridge"
     bridge.mkdir(mode=0o700)
     publisher = SharedMemoryPublisher(bridge, placement, params, layout, dtype, adopt=False)
@@ -190,9 +190,9 @@ def _peer(tensor: int, value: Any, rank: int) -> Any:
     """What another rank of the same stage would say: what this one does, with its own numbers."""
 
     def placed(holding: RankShards) -> RankShards:
-        p = holding.placement
+        p = holding.coordinates
         other = replace(p, rank=rank, tensor_rank=rank % tensor, data_rank=rank // tensor)
-        return replace(holding, placement=other)
+        return replace(holding, coordinates=other)
 
     if isinstance(value, RankShards):
         return placed(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+from itertools import batched
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
@@ -25,7 +26,7 @@ from tests.support.rank_policy import checkpoint_policy, cut_unevenly
 def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.device) -> dict:
     settings = Settings.model_validate(case["settings"])
     shape = read_model_shape(settings.model.path)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     policy = checkpoint_policy(settings, mesh, device)
     trajectories = pickle.loads((folder / case.get("batch", "batch.pkl")).read_bytes())
     if case["microbatches"]:
@@ -64,7 +65,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
 
     def logprobs() -> list[list[float]]:
         """Every trajectory is scored by every rank here, so that one rank can be read alone."""
-        packs = [policy.pack([t]) for t in trajectories]
+        packs = [policy.pack(list(some)) for some in batched(trajectories, 3)]
         scored = zip(packs, policy.logprobs(packs), strict=True)
         return [part.tolist() for pack, values in scored for _, part in pack.split(values[0])]
 
@@ -74,7 +75,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         anchored = logprobs() if case["after"] else []
     for (parameter, p), before in zip(policy.named_parameters(), weights, strict=True):
         assert torch.equal(p, before), f"{parameter} is not what it was before the anchor took its turn"
-    placement = mesh.placement(settings.model.vocab_multiple)
+    placement = mesh.coordinates(settings.model.vocab_multiple)
     for what, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):
         export_hf(folder / what / name, settings.model.path, params, layout, placement, dtype=torch.float32)
     everyone: list = [None] * mesh.world

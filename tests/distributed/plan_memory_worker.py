@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from rpg_megatron.bridge.publisher import open_publisher, published
+from rpg_megatron.bridge.publisher import published
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
+from rpg_megatron.training.weight_sync import open_publisher
 
 
 def resident(key: str) -> int:
@@ -71,7 +72,7 @@ def main() -> None:
     start_process_group(device)
     mesh = start_mesh(settings.parallel)
     shape = read_model_shape(settings.model.path)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     phase("mesh")
 
     def load(policy: Policy) -> None:
@@ -88,7 +89,7 @@ def main() -> None:
 
     policy = Policy(settings, shape, mesh, device, load)
     phase("optimizer")
-    placement = mesh.placement(settings.model.vocab_multiple)
+    placement = mesh.coordinates(settings.model.vocab_multiple)
     publisher = open_publisher(
         settings.bridge,
         Path(case["bridge"]),

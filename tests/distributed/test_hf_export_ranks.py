@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import verify_hf_checkpoint
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.ranks import fork_server
 from tests.support.tiny_models import TINY, random_state_dict, tiny_shape, write_checkpoint
@@ -32,7 +32,7 @@ EXPORTED = {
 def _export_rank(rank, world, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     for name, shape in EXPORTED.items():
-        layout = layout_for(shape)
+        layout = mapping_for(shape)
         place = grid(shape, 2, 2, vocab_multiple=16)[rank]
         params = stage_values(layout, place, 2, random_state_dict(layout))
         args = (folder / name, folder / "source", params, layout, place)
@@ -44,11 +44,11 @@ def _export_rank(rank, world, folder):
 
 
 def test_export_from_tp2_pp2_is_the_checkpoint_again(tmp_path):
-    write_checkpoint(tmp_path / "source", TINY, random_state_dict(layout_for(TINY)))
+    write_checkpoint(tmp_path / "source", TINY, random_state_dict(mapping_for(TINY)))
     fork_server()
     mp.start_processes(_export_rank, (4, tmp_path), nprocs=4, start_method="forkserver")
     for name, shape in EXPORTED.items():
-        check_export(tmp_path / name, layout_for(shape))
+        check_export(tmp_path / name, mapping_for(shape))
 
 
 def check_export(out, layout):

@@ -20,13 +20,13 @@ from rpg_megatron.bridge.transports.mapped_reader import ShardError
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.ranks import fork_server
 from tests.support.tiny_models import random_state_dict, tiny_shape
 
 SHAPE = tiny_shape(tied_embeddings=True)
-LAYOUT = layout_for(SHAPE)
+LAYOUT = mapping_for(SHAPE)
 
 
 def _rank(rank, folder, commands, answers, bucket_bytes, dtype):

@@ -13,14 +13,14 @@ import torch.multiprocessing as mp
 
 from rpg_megatron.bridge.checksum import MODULUS, checksum
 from rpg_megatron.bridge.manifest import read_manifest
-from rpg_megatron.bridge.publish_plan import node_name
+from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.ranks import fork_server
 from tests.support.tiny_models import TINY, random_state_dict, tiny_shape
@@ -28,7 +28,7 @@ from tests.support.tiny_models import TINY, random_state_dict, tiny_shape
 
 def _publish_rank(rank, folder, tied):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    layout = layout_for(tiny_shape(tied_embeddings=tied))
+    layout = mapping_for(tiny_shape(tied_embeddings=tied))
     place = grid(layout.shape, 2, 1, vocab_multiple=16)[rank]
     params = stage_values(layout, place, 1, random_state_dict(layout))
     pub = SharedMemoryPublisher(folder / "bridge", place, params, layout, torch.bfloat16)
@@ -47,7 +47,7 @@ def _publish_rank(rank, folder, tied):
 def test_two_ranks_publish_one_model(tmp_path):
     fork_server()
     mp.start_processes(_publish_rank, (tmp_path, True), nprocs=2, start_method="forkserver")
-    layout = layout_for(tiny_shape(tied_embeddings=True))
+    layout = mapping_for(tiny_shape(tied_embeddings=True))
     manifest = read_manifest(tmp_path / "bridge" / "manifest.json")
     assert [s.rank for s in manifest.shards] == [0, 1]
     sd = random_state_dict(layout)
@@ -64,7 +64,7 @@ def test_two_ranks_publish_one_model(tmp_path):
 
 def _replica(rank, folder, manifests, done):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    layout = layout_for(TINY)
+    layout = mapping_for(TINY)
     place = RankCoordinates(rank, 1, 0, 0, data_rank=rank, context_rank=0, vocab_multiple=1)
     # Replicas have the same weights, of course; here they differ, so that it shows who was asked.
     params = stage_values(layout, place, 1, random_state_dict(layout, seed=rank))
@@ -94,7 +94,7 @@ def test_colocated_engines_read_from_their_own_node(tmp_path):
     assert others == [None, None]
     try:
         for rank in (0, 1):
-            want = random_state_dict(layout_for(TINY), seed=rank)
+            want = random_state_dict(mapping_for(TINY), seed=rank)
             node = tmp_path / f"node-{rank}"
             memory = ShardReader(node)
             memory.open(shared.place, 1)

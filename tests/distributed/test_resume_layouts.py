@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -142,7 +142,7 @@ def test_on_fewer_ranks_and_back(tmp_path: Path) -> None:
             check(tmp_path, results, kind, f"back from {name}", back=True, tolerance=1e-6)
 
 
-def start_saving(folder: Path, world: int) -> list[subprocess.Popen[str]]:
+def start_saving(folder: Path, world: int) -> tuple[list[Any], TextIO]:
     """Ranks that save checkpoints of steps 1, 2, ... into ``folder``, or go on from the newest."""
     if not (folder / "model").exists():  # 50 MB a save, so that none is over in a moment
         (folder / "model").mkdir()
@@ -150,16 +150,17 @@ def start_saving(folder: Path, world: int) -> list[subprocess.Popen[str]]:
     settings = {"anchor": {"type": "every", "updates": 1}, "optimizer": {"distributed": True}}
     case = make_case(folder / "model", {"data": world}, 1, settings)
     (folder / "config.yaml").write_text(json.dumps(case["settings"]))
-    return start_ranks("tests.distributed.killed_save_worker", world, str(folder))
+    return start_ranks("tests.distributed.killed_save_worker", world, folder)
 
 
-def kill(workers: list[subprocess.Popen[str]]) -> None:
+def kill(workers: list[Any]) -> None:
     """All of them at once."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for worker in workers:
-            worker.send_signal(number)
+            if worker.is_alive():
+                os.kill(worker.pid, number)
     for worker in workers:
-        worker.wait()
+        worker.join()
 
 
 def describe(folder: Path, step: int) -> str:
@@ -182,25 +183,25 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(
     moments: list[str] = []
     late = 0
     while True:
-        workers = start_saving(tmp_path, world)
+        workers, lines = start_saving(tmp_path, world)
         step = 0
         try:
-            lines = workers[0].stdout
-            assert lines is not None
             before = list(itertools.takewhile(lambda line: not line.startswith("at "), lines))
-            assert workers[0].poll() is None, "".join(before)
+            assert workers[0].is_alive(), "".join(before)
             if len(moments) == kills:
                 break  # it has taken up what the last kill left
             # Two saves are left to end, to know how long one takes.
-            ended = (m for line in lines if (m := re.fullmatch(r"saved (\d+) in (\S+)\n", line)))
-            _, saved = next(ended), next(ended)
+            saves = (m for line in lines if (m := re.fullmatch(r"saved (\d+) in (\S+)\n", line)))
+            _, saved = next(saves), next(saves)
             step, seconds = int(saved[1]) + 1, float(saved[2])
             next(line for line in lines if line == f"saving {step}\n")
             share = random.random()
             time.sleep(share * seconds)
         finally:
             kill(workers)
-        if any(line.startswith(f"saved {step}") for line in lines):
+        with lines:
+            ended = any(line.startswith(f"saved {step}") for line in lines)
+        if ended:
             late += 1  # a kill between saves proves nothing
             assert late <= kills + 5
         else:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 
 
 def publish(folder: Path) -> None:
@@ -30,7 +30,7 @@ def publish(folder: Path) -> None:
         rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
     )
     params = policy.served.tensors
-    publisher = CudaIpcPublisher(bridge, place, params, layout_for(shape), torch.bfloat16)
+    publisher = CudaIpcPublisher(bridge, place, params, mapping_for(shape), torch.bfloat16)
     command = [sys.executable, "-m", "tests.gpu.ipc_worker", str(folder), "read"]
     for version in (1, 2):
         with torch.no_grad():

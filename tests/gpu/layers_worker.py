@@ -15,7 +15,7 @@ from benchmarks.gpu_policies import SHAPES, start
 from rpg_megatron.checkpoints.megatron import load_weights, save_weights
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.config.policy import FP8Settings, ModelSettings, ParallelSettings, PrecisionSettings
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 
 SHAPE = SHAPES["tiny"]
@@ -42,7 +42,7 @@ class Builder:
 
 def names(shape: ModelShape, model: GPTModel) -> list[str]:
     """What the layout does not know, or has in another shape, or the model lacks."""
-    layout, problems, held = layout_for(shape), [], set()
+    layout, problems, held = mapping_for(shape), [], set()
     for name, p in named_parameters([model]):
         if layout.local_shape(name, tensor=1, vocab_multiple=1) != tuple(p.shape):
             problems.append(f"{name} has shape {tuple(p.shape)}")

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.gpu_policies import SHAPES
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.ranks import run_alone
 
 
 def test_another_process_reads_what_was_published(tmp_path: Path) -> None:
     assert run_alone("tests.gpu.ipc_worker", tmp_path) is True
-    layout = layout_for(SHAPES["tiny"])
+    layout = mapping_for(SHAPES["tiny"])
     for version in (1, 2):
         params = load_file(tmp_path / f"wanted_{version}.safetensors")
         read = load_file(tmp_path / f"read_{version}.safetensors")

@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_policies import SHAPES
-from rpg_megatron.bridge.publish_plan import node_name
+from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher, gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.system.collectives import broadcast_object, gather_objects
 
 WAIT_SECONDS = 4.0
 """So long rank 0 lets the other one wait."""
 READER_SECONDS = 120.0
-LAYOUT = layout_for(SHAPES["tiny"])
+LAYOUT = mapping_for(SHAPES["tiny"])
 
 
 def wait_for_first(device: torch.device) -> dict[str, Any]:
@@ -107,9 +107,9 @@ def publish(publisher: Any, folder: Path, readers: list[tuple[str, str]]) -> lis
                 command = [sys.executable, __file__, str(folder), "read", device, told]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=READER_SECONDS)
                 assert done.returncode == 0, done.stderr[-3000:]
-                told_sums, givers = json.loads(done.stdout.splitlines()[-1])
+                told_sums, ranks_read = json.loads(done.stdout.splitlines()[-1])
                 assert told_sums == sums
-                found.append({"device": device, "givers": givers})
+                found.append({"device": device, "ranks_read": ranks_read})
         broadcast_object("read")
         publisher.retract()
     publisher.close()
@@ -132,7 +132,7 @@ def read(folder: Path, device: torch.device, told: str) -> None:
     for name, _ in wanted:
         reader.whole(name)
     found = reader.end() | summed
-    print(json.dumps([{name: found[name][0] for name, _ in wanted}, reader.givers]))
+    print(json.dumps([{name: found[name][0] for name, _ in wanted}, reader.ranks_read]))
     reader.close()
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
-from rpg_megatron.commands.audit import rank as auditing
+from rpg_megatron.commands.audit import compare_engines as auditing
 from rpg_megatron.commands.audit.module_check import StoredWeights
 from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.engine.command import TOKEN_VARIABLE

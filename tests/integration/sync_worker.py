@@ -18,15 +18,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.bridge.controller import SyncReport, sync_engine
-from rpg_megatron.bridge.publisher import open_publisher, published
+from rpg_megatron.bridge.publisher import published
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, Sample
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training.weight_sync import open_publisher
 from tests.support.rank_policy import checkpoint_policy
 
 PROMPTS = [[3 + (7 * i + k) % 90 for i in range(9 + 5 * k)] for k in range(3)]
@@ -118,9 +119,9 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
     settings = Settings.model_validate({**case["settings"], "parallel": parallel})
     mesh = start_mesh(settings.parallel)
     shape = read_model_shape(settings.model.path)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     policy = checkpoint_policy(settings, mesh, device)
-    placement = mesh.placement(settings.model.vocab_multiple)
+    placement = mesh.coordinates(settings.model.vocab_multiple)
     params = dict(policy.named_parameters())
     publishers = {
         kind: open_publisher(

@@ -319,8 +319,8 @@ def test_further_faults_have_names_too(reports: dict[str, dict]) -> None:
         "misplaced": ("layer", "engine", "layer 3 of the engine holds the weights of layer 1"),
         "rows": ("weights", "engine", "o_proj.weight of the engine is not the trainer's (rows 10-19 of 128)"),
         "head": ("weights", "engine", "lm_head.weight of the engine is not the trainer's"),
-        "vocabulary": ("vocabulary", "trainer", "counts about 16 columns behind the vocabulary of 304"),
-        "packing": ("packing", "trainer", "wrong for sequences 1-2 of 3 of a pack, and right for each alone"),
+        "vocabulary": ("vocabulary", "trainer", "counts about 16 columns beyond the vocabulary of 304"),
+        "packing": ("packing", "trainer", "wrong for sequences 1-2 of 3 of a pack, but right for each alone"),
         "positions": ("packing", "trainer", "positions are wrong in the trainer, layers 0-3"),
     }
     for case, (kind, side, text) in wanted.items():

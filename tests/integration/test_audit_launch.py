@@ -61,7 +61,7 @@ def test_agreement_is_exit_code_0(launch: Callable[..., Launch], tmp_path: Path)
     one = launch(rank_0=writes(CLEAN), rank_1="os._exit(0)")
     code, out, err = one.finish()
     assert (code, err) == (0, "")
-    assert "clean: every module of both sides follows from its input" in out
+    assert "clean: every module of both sides matches its input" in out
     assert "report: runs/tiny-audit-001/audit.json" in out
     assert_nothing_left(one)
 
@@ -93,5 +93,5 @@ def test_ctrl_c_leaves_nothing(launch: Callable[..., Launch]) -> None:
     one.process.send_signal(signal.SIGINT)
     code, _, err = one.finish()
     assert code == 130
-    assert err.startswith("stopped: Ctrl-C; the audit's folder stays: ")
+    assert err.startswith("stopped: Ctrl-C; the audit's folder is kept: ")
     assert_nothing_left(one)

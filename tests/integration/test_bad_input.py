@@ -2,9 +2,8 @@
 
 Why: this is what a user meets first, and what a cluster meets when a job is cancelled. Through the real
 command line, with the real engine where one is started. A run whose engine has two workers is killed (kill -9
-of the launcher) in the middle of training. A process is known by a variable in its environment or, because
-vLLM's workers write their titles over it, by its session. Not covered: other deaths in the middle of training
-(test_launcher, test_resume).
+of the launcher) in the middle of training; until then it trains as it should. Not covered: other deaths in
+the middle of training (test_launcher, test_resume).
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def test_an_engine_that_is_too_slow_is_ended(command, config_file: Path):
     one.assert_nothing_left()
 
 
-# 6 s: the engine imports. When it is up, the next test kills it; more moments in test_launch, with stand-ins.
+# 6 s: the engine imports. When it is up, the next test kills it; test_launcher has more, with stand-ins.
 @pytest.mark.parametrize("seconds", [0.3, 1.0, 6.0, pytest.param(20.0, marks=pytest.mark.long)])
 def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
     # So many steps that a quick machine is still at work when the signal comes.
@@ -161,13 +160,21 @@ def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [pytest.param(signal.SIGTERM, 75, marks=pytest.mark.long), (signal.SIGKILL, -signal.SIGKILL)],
+    ("number", "code", "start"),
+    [
+        pytest.param(signal.SIGTERM, 75, "spawned", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, "spawned", marks=pytest.mark.long),
+        (signal.SIGKILL, -signal.SIGKILL, "forked"),  # three imports of vLLM fewer
+    ],
 )
-def test_a_signal_when_the_engine_is_at_work(command, config_file: Path, number: signal.Signals, code: int):
+def test_a_signal_when_the_engine_is_up(
+    command, config_file: Path, request, number: signal.Signals, code: int, start: str
+):
     """With two engine workers: they outlive their server by default and leave files in shared memory."""
+    if start == "forked":
+        request.getfixturevalue("forked_engines")
     one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
-    one.wait_for_output("step 2/100000", 300)
+    one.wait_for_output("step 2/100000", 500)
     files = one.shared_memory()
     assert [f for f in files if "cpushm" in f.name]
     one.process.send_signal(number)

@@ -32,8 +32,9 @@ from rpg_megatron.checkpoints.hf_import import verify_hf_checkpoint
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
-from tests.support.bridge_rig import Rig, bridge_engines, check_matrix, make_model, running_rig, state_dict
+from rpg_megatron.models.registry import mapping_for
+from tests.support.bridge_rig import Rig, bridge_engines, check_matrix, make_model, running_rig
+from tests.support.bridge_trainers import state_dict
 from tests.support.engine import FORKED
 from tests.support.megatron_shards import grid, stage_values
 
@@ -170,10 +171,10 @@ def test_another_model_is_refused_by_the_check(rig):
     rig.trainers.publish(seed=7, version=26)
     file = rig.engine.bridge / "manifest.json"
     for change, says in (
-        (lambda t: t.pop("model.norm.weight"), r"nothing published feeds model\.norm"),
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm \(weight\): no published tensor"),
         (
             lambda t: t.update({"model.norm.weight": t["model.layers.0.self_attn.k_proj.bias"]}),
-            r"model\.norm\.weight \[64\]: the engine's model does not take it",
+            r"model\.norm\.weight \[64\]: the engine's model cannot load it",
         ),
     ):
         raw = json.loads(file.read_text())
@@ -198,7 +199,7 @@ def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovere
     for change, says in (
         ({"phase": "apply"}, "was not checked"),
         ({"phase": "check", "surplus": 1}, "surplus"),
-        ({"phase": "check", "transport": "pigeon"}, "knows no transport 'pigeon'"),
+        ({"phase": "check", "transport": "pigeon"}, "unknown transport 'pigeon'"),
     ):
         body = {"update_info": {**info, **change}}
         assert rig.engine.call("POST", "/update_weights", body)[0] == 200, "a worker must never raise"
@@ -279,7 +280,7 @@ def test_a_failing_apply_is_not_resumed(rig):
 
 def test_transformers_loads_an_export(tmp_path):
     make_model("qwen3, tied", tmp_path / "model")
-    layout = layout_for(read_model_shape(tmp_path / "model"))
+    layout = mapping_for(read_model_shape(tmp_path / "model"))
     weights = state_dict(tmp_path / "model", 1)
     (place,) = grid(layout.shape, 1, 1, vocab_multiple=8)
     export_hf(
@@ -299,8 +300,9 @@ def test_transformers_loads_an_export(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3", "qwen3, tied"])
-def test_two_engine_workers(tmp_path, name):
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_engine_workers(tmp_path, tied):
+    name = "qwen3, tied" if tied else "qwen3"
     with bridge_engines(tmp_path, name, [2]) as (engine,), running_rig(tmp_path, engine) as rig:
         check_two_syncs(rig, mode="slices")
         test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig)

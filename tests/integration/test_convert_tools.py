@@ -84,7 +84,7 @@ def fail(tool: str, *arguments: str | Path, code: int = 2) -> str:
 
 def difference(output: str) -> float:
     """What --verify printed."""
-    match = re.search(r"max \|difference\| to transformers (\S+)", output)
+    match = re.search(r"max \|difference\| from transformers (\S+)", output)
     assert match, output
     return float(match[1])
 
@@ -273,7 +273,7 @@ def test_a_wrong_hf_checkpoint_is_refused_in_one_message(pair: tuple[Path, Path]
         "missing: model.norm.weight",
         "unexpected: model.layers.7.mlp.up_proj.weight",
         "wrong shape: model.layers.0.self_attn.q_proj.bias is [47], not [48]",
-        "not F32, as 62 tensors are; save the model in one type: lm_head.weight is F16",
+        "not F32, as 62 tensors are; save it with one dtype: lm_head.weight is F16",
     ):
         assert part in error
     assert "tensor=4 does not divide the model's 6 attention heads" in fail(

@@ -57,7 +57,7 @@ def checks_of(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str
 def test_a_sound_machine_is_all_green(config_file: Path, tmp_path: Path) -> None:
     done = doctor(str(config_file), HOME=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert done.stdout.rstrip().endswith("all is well")
+    assert done.stdout.rstrip().endswith("all checks passed")
     assert "FAILED" not in done.stdout
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -171,16 +171,16 @@ def botched(workplace: Path) -> dict[str, dict[str, str]]:
         ("careless", "model", "/nowhere/model is not a directory", "give the folder of a Hugging Face"),
         ("careless", "data", "none.jsonl", "."),
         ("careless", "rendezvous port", "cannot be used", "rendezvous_port=0"),
-        ("careless", "open files", "limited to 256, 528 may be open", "ulimit -n|hard limit"),
+        ("careless", "open files", "limited to 256, up to 528 are needed", "ulimit -n|hard limit"),
         ("careless", "secrets", r"\.netrc has mode 0644", r"chmod 600 .*\.netrc"),
         ("careless", "walltime", "10 min left, a checkpoint every 20.0 min", r"checkpoint.every=[45], or"),
         ("cramped", "shared memory", "/dev/shm has 1 MiB free", "--shm-size="),
         ("cramped", "disk space", "2.0 MiB free, checkpoints and export need", "checkpoint.keep"),
         ("cramped", "clock", "3600 s off the file system's clock", "time service"),
         ("cramped", "layout", "tensor=3 does not divide", "tensor parallel sizes that fit"),
-        ("botched", "megatron-core", "0.16.1, and ==0.19.2 is wanted", "pip install .*megatron-core==0.19.2"),
+        ("botched", "megatron-core", "0.16.1; ==0.19.2 is required", "pip install .*megatron-core==0.19.2"),
         ("botched", "schedulefree", "not installed; schedulefree==1.4.1", "make .venv"),
-        ("botched", "torch import", "libcudart.so.13", "install torch anew"),
+        ("botched", "torch import", "libcudart.so.13", "reinstall the pinned version of torch"),
         ("botched", "run folder", "/proc: ", r"runs=\.\.\."),
     ],
 )
@@ -243,6 +243,6 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
     assert re.search(r"n1 \d+ \d* ?\d+ n2", words), "the first node is sound"
     assert re.search(r"n2 .*open files.*task 2", words)
     assert re.search(r"task 2 .*report", words)
-    assert "nothing heard within 10 s" in words
+    assert "no report within 10 s" in words
     assert "clock between nodes" in words
     assert list((tmp_path / "runs").glob(".doctor*")) + list(tmp_path.glob(".doctor*")) == []

@@ -277,6 +277,6 @@ def test_more_deaths_than_restarts(start: Callable[..., Run]) -> None:
     code, err = one.finish(180)
     assert code == 1
     assert err.startswith("error: engine 0 ")
-    assert "(restarted 1 of 1 times before: engine.restarts)" in err
+    assert "(already restarted 1 of 1 times: engine.restarts)" in err
     assert "the end of " in err
     one.assert_nothing_left()

@@ -164,7 +164,7 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
     code, told = one.finish(timeout=120)
     assert code == (-9 if victim == "launcher" else 1), told
     if victim != "launcher":
-        assert "the same command goes on" in told
+        assert "rerun the same command to resume" in told
         assert ("engine 0 died" if victim == "engine" else "evaluator was killed") in told
     one.assert_nothing_left(30)
     again: Command = command(*options, "--engines", "2")

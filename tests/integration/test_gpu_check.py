@@ -254,7 +254,7 @@ def test_what_fails_with_one_runner_is_tried_with_the_other_once(tmp_path: Path)
     _, out, _ = check(tmp_path, str(site), "smoke_vllm", "run_06b_2k", gpu=True)
     assert results(out)["smoke_vllm"] == results(out)["run_06b_2k"] == "passed with runner V1"
     assert reason(out, "smoke_vllm") == "with V2: FAILED: V2"
-    assert out.count("once more, with VLLM_USE_V2_MODEL_RUNNER=0") == 1  # later parts know
+    assert out.count("again, with VLLM_USE_V2_MODEL_RUNNER=0") == 1  # later parts know
     (tmp_path / "gpu_check.txt").write_text(out[out.index("part  ") :])
     # The next machine knows from the table.
     (new := tmp_path / "new").mkdir()
@@ -262,7 +262,7 @@ def test_what_fails_with_one_runner_is_tried_with_the_other_once(tmp_path: Path)
     earlier = str(tmp_path / "gpu_check.txt")
     _, out, _ = check(new, str(site_with(new, *MARKS)), "mismatch_bf16", gpu=True, RPG_GPU_EARLIER=earlier)
     assert results(out)["mismatch_bf16"] == "passed with runner V1"
-    assert "once more" not in out
+    assert "again, with" not in out
     # In the end all have passed, whatever the table says about how.
     stand_in(tmp_path, "exit 0")
     code, out, _ = check(tmp_path, str(site), gpu=True, SOUND="1")
@@ -275,7 +275,7 @@ def test_what_fails_with_both_runners_is_not_tried_again(tmp_path: Path) -> None
     _, out, _ = check(tmp_path, str(site_with(tmp_path, *MARKS)), "smoke_vllm", "run_06b_2k", gpu=True)
     assert results(out)["smoke_vllm"] == results(out)["run_06b_2k"] == "FAILED (1)"
     assert reason(out, "smoke_vllm") == "ValueError: whatever the runner (with runner V1 too)"
-    assert out.count("once more") == 1
+    assert out.count("again, with") == 1
 
 
 def test_without_cuda_ipc_runs_take_another_transport(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def test_out_is_never_the_file_that_is_read(tmp_path: Path) -> None:
     before, link = file.read_bytes(), tmp_path / "link.jsonl"
     link.symlink_to(file)
     for out, says in (
-        (file, "is the file that is read"),
-        (link, "is the file"),
+        (file, "is the input file"),
+        (link, "is the input file"),
         (tmp_path, "is a directory"),
     ):
         with pytest.raises(UserError, match=says):

@@ -84,7 +84,7 @@ def test_an_engine_that_dies_again_and_again_is_restarted_so_often_and_no_more(l
         assert re.match(rf"warning: {died}; restart {number} of 3; log: ", line)
     assert code == 1
     assert re.match(
-        rf"error: {died} \(restarted 3 of 3 times before: engine\.restarts\); the end of ", err
+        rf"error: {died} \(already restarted 3 of 3 times: engine\.restarts\); the end of ", err
     ), err
     assert "last words" in err
     assert living(one.stand_ins()) == []
@@ -133,7 +133,7 @@ def test_a_warned_run_is_saved_and_asks_to_be_queued_again(launch, number: signa
     one.process.send_signal(number)  # as srun does, which passes on what every process got already
     code, out, err = one.finish()
     assert code == 75, err
-    assert f"warning: {number.name}: saving, then leaving" in out
+    assert f"warning: {number.name}: saving, then exiting" in out
     assert err.startswith(f"stopped: {number.name}; ")
     assert_nothing_left(one)
 
@@ -147,7 +147,7 @@ def test_a_second_signal_and_a_time_limit_end_a_run_that_cannot_save(launch, tmp
     one.process.send_signal(signal.SIGUSR1)
     code, _, err = one.finish()
     assert code == 143
-    assert "the run's folder stays" in err
+    assert "the run's folder is kept" in err
     assert_nothing_left(one)
 
 

@@ -64,7 +64,7 @@ def test_an_engine_that_does_not_sleep_ends_the_run(pair, tmp_path: Path) -> Non
     (tmp_path / "refuses").touch()
     one.begin("engine.colocated=true", acts=4)
     assert one.finish() == [1, 1], one.told()
-    assert one.err(0).startswith("error: engine 0 did not go to sleep: it answered 500")
+    assert one.err(0).startswith("error: engine 0 did not go to sleep: /sleep answered 500")
     assert not any(name.startswith("rank") for name in one.acted())
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_dies_on_the_other_node_ends_both_and_is_named(pair) -> None
     assert one.err(0).startswith("error: rank_1 on node 1 (")
     assert "was killed (SIGKILL" in one.err(0)
     assert "last words" in one.err(0)
-    assert one.err(1).startswith("error: ended by node 0: rank_1 on node 1")
+    assert one.err(1).startswith("error: stopped by node 0: rank_1 on node 1")
     assert one.err(1).count("\n") == 1
 
 
@@ -99,7 +99,7 @@ def test_a_lost_node_ends_the_run(pair, how: str) -> None:
     one.begin("cluster.silence=4")
     one.launchers[1].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     assert one.launchers[0].wait(60) == 1
-    why = "its launcher is gone" if how == "killed" else "it was silent for 4 s (cluster.silence)"
+    why = "its launcher has exited" if how == "killed" else "it was silent for 4 s (cluster.silence)"
     assert one.err(0).startswith("error: node 1 (")
     assert f"is lost: {why}" in one.err(0)
     one.launchers[1].send_signal(signal.SIGCONT)
@@ -111,7 +111,7 @@ def test_the_death_of_the_first_launcher_ends_the_others(pair) -> None:
     one.begin()
     one.launchers[0].kill()
     assert one.launchers[1].wait(60) == 1
-    assert one.err(1) == "error: node 0, which leads the run, is lost: its launcher is gone\n"
+    assert one.err(1) == "error: node 0, which leads the run, is lost: its launcher has exited\n"
     one.finish()
 
 
@@ -122,7 +122,7 @@ def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
     one.launchers[rank].send_signal(signal.SIGINT)
     assert one.finish() == [130, 1], one.told()
     assert one.err(0).startswith("stopped: Ctrl-C")
-    assert one.err(1).startswith("error: ended by node 0: Ctrl-C")
+    assert one.err(1).startswith("error: stopped by node 0: Ctrl-C")
 
 
 @pytest.mark.parametrize("warned", [(0, 1), (1,)])
@@ -199,4 +199,4 @@ def test_a_node_that_does_not_come_is_named(pair) -> None:
     one = pair()
     one.start(0, "cluster.join_timeout=2")
     assert one.finish() == [2]
-    assert one.err(0).startswith("error: node 1 did not come within 2 s (cluster.join_timeout)")
+    assert one.err(0).startswith("error: node 1 did not join within 2 s (cluster.join_timeout)")

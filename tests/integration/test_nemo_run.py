@@ -122,7 +122,7 @@ def test_a_run_here_and_its_code(here: Launch) -> None:
     assert f"in {here.folder}: train {QUICKSTART} seed=3 data.template=a b {{prompt}}\n" in here.logs()
     Path(f"{here.echo}.fails").touch()
     err = here("--executor", "local", "seed=4", code=1)
-    assert re.match(r"error: the run ended badly; the end of .*combined.log:\non here, .* seed=4\n", err), err
+    assert re.match(r"error: the run failed; the end of .*combined.log:\non here, .* seed=4\n", err), err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -154,7 +154,7 @@ def test_what_cannot_be_is_one_line(here: Launch) -> None:
         (["--executor", "docker", "-o", "container_image=x"], "Docker: "),
         (
             ["-o", f"env_vars={{WANDB_API_KEY: {SECRET}}}"],
-            "WANDB_API_KEY would stand in files that others can read",
+            "WANDB_API_KEY would be written to files that others can read",
         ),
     ):
         err = here(*words, "parallel.tensor=1", code=2)

@@ -75,21 +75,19 @@ def test_a_run_that_meets_with_everything(
 ) -> None:
     run = disturbed
     lose_engine_twice_and_a_rank(run)
-    run.start().wait_for_output(f"continuing {run.folder} from step 2;", 60)
+    run.start().wait_for_output(f"resuming {run.folder} from step 2;", 60)
     run.wait_in_step(5, most=2.0)
     run.warn(signal.SIGTERM, everyone=False)
-    run.start().wait_for_output(f"continuing {run.folder} from step ", 60)
+    run.start().wait_for_output(f"resuming {run.folder} from step ", 60)
     run.wait_in_step(8)
     run.kill()
-    run.start().wait_for_output(f"continuing {run.folder} from step ", 60)
+    run.start().wait_for_output(f"resuming {run.folder} from step ", 60)
     time.sleep(random.uniform(0, 10))
     run.warn(signal.SIGUSR1, everyone=True)  # while it starts
     run.start()
     run.finish()
     # Killed in step 8, early in which the save of step 6 may still be under way, or soon after it.
-    assert any(f"continuing {run.folder} from step {step};" in run.told() for step in range(5, 10)), (
-        run.told()
-    )
+    assert any(f"resuming {run.folder} from step {step};" in run.told() for step in range(5, 10)), run.told()
     run.assert_like(request.getfixturevalue("straight"), lost_sync=1)
     rows = run.rows()
     assert [row["engine/restarts"] for row in rows[:4]] == [0, 1, 1, 0]
@@ -143,9 +141,9 @@ def test_the_run_that_was_left_alone(straight: Run) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("time", [1, 2, 3])
-def test_killed_in_step_8(disturbed: Run, straight: Run, time: int) -> None:
+def test_killed_in_step_7(disturbed: Run, straight: Run, time: int) -> None:
     disturbed.start()
-    disturbed.wait_in_step(8)
+    disturbed.wait_in_step(7)
     disturbed.kill()
     disturbed.start()
     disturbed.finish()

@@ -33,7 +33,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
 from rpg_megatron.system.process_groups import members
 from tests.support.engine import Engine, running_engines
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(folder: Path, checkpoint: Path) -> Path:
     """The checkpoint as a run exports it: it is what vLLM loads."""
-    layout = layout_for(read_model_shape(checkpoint))
+    layout = mapping_for(read_model_shape(checkpoint))
     export_hf(folder / "export", checkpoint, megatron_params(checkpoint), layout, ALONE, dtype=torch.float32)
     return folder / "export"
 
@@ -179,7 +179,7 @@ def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: Engin
 
 def megatron_params(model: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's weights as one trainer rank holds them."""
-    layout = layout_for(read_model_shape(model))
+    layout = mapping_for(read_model_shape(model))
     cut = {"tensor": 1, "vocab_multiple": 1}
     shapes = layout.stage_params(layers=range(layout.shape.num_layers), first=True, last=True, **cut)
     params = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -190,7 +190,7 @@ def megatron_params(model: Path) -> dict[str, torch.Tensor]:
 @contextmanager
 def published(bridge: Path, model: Path) -> Iterator[Manifest]:
     """A checkpoint's weights as one trainer rank would publish them."""
-    layout = layout_for(read_model_shape(model))
+    layout = mapping_for(read_model_shape(model))
     publisher = SharedMemoryPublisher(bridge, ALONE, megatron_params(model), layout, torch.float32)
     try:
         manifest = publisher.publish(7)
@@ -235,7 +235,7 @@ def test_sampler_process(
             SamplerClient(work / SOCKET, "wrong")
         second = SamplerClient(work / SOCKET, token)
         with second, pytest.raises(RuntimeError, match="unknown method 'nonsense'"):
-            second._ask("nonsense")
+            second._call("nonsense")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     finally:

@@ -95,7 +95,7 @@ def test_a_warned_run_is_requeued_and_goes_on_to_its_end(slurm: Slurm, tmp_path:
     facts = job.wait_for_end()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.told()
     assert [row["step"] for row in job.rows()] == list(range(7))  # each once: nothing lost, nothing twice
-    assert "continuing" in job.said
+    assert "resuming" in job.said
     job.assert_no_secret_shows(starts=2)
 
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -24,13 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
-from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config import Settings
-from rpg_megatron.config.model_shape import read_model_shape
-from rpg_megatron.models.registry import layout_for
+from tests.support.bridge_trainers import Trainers, state_dict
 from tests.support.engine import FORKED, Engine, running_engines
-from tests.support.megatron_shards import grid, stage_values
 from tests.support.ranks import run_ranks
 
 PROMPT = [3 + 7 * i % 90 for i in range(40)]
@@ -94,13 +87,6 @@ def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:
     }
 
 
-def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
-    """The checkpoint's weights, all changed in a way that depends on the seed."""
-    g = torch.Generator().manual_seed(seed)
-    weights = load_file(folder / "model.safetensors")
-    return {n: w + 0.05 * torch.randn(w.shape, generator=g) for n, w in weights.items()}
-
-
 def hf_logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.load_state_dict(weights, strict=False)
@@ -108,61 +94,6 @@ def hf_logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     return logits[:-1].gather(-1, torch.tensor(PROMPT)[1:, None])[:, 0]
-
-
-def _trainer_rank(rank, model, bridge, rendezvous, commands, answers):
-    """One of two Megatron-like ranks: publishes shards of the state dict it is told to."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    layout = layout_for(read_model_shape(model))
-    place = grid(layout.shape, 2, 1, vocab_multiple=8)[rank]
-    params = stage_values(layout, place, 1, state_dict(model, 0))
-    publishers = {
-        "shared_memory": SharedMemoryPublisher(bridge, place, params, layout, torch.float32),
-        "process_group": GroupPublisher(
-            "127.0.0.1", place, params, layout, torch.float32, timeout=60, bucket_bytes=1 << 16
-        ),
-    }
-    while (command := commands[rank].get()) is not None:
-        seed, version, transport = command
-        for publisher in publishers.values():
-            publisher.retract()
-        for name, value in stage_values(layout, place, 1, state_dict(model, seed)).items():
-            params[name].copy_(value)
-        answers.put((rank, publishers[transport].publish(version)))
-    for publisher in publishers.values():
-        publisher.close()
-    dist.destroy_process_group()
-
-
-class Trainers:
-    """Two processes that cut shards by other means than the layouts, and publish them when told to."""
-
-    def __init__(self, model: Path, bridge: Path, rendezvous: Path):
-        context = mp.get_context("spawn")
-        self.commands, self.answers = [context.Queue() for _ in range(2)], context.Queue()
-        self.processes = [
-            context.Process(
-                target=_trainer_rank, args=(r, model, bridge, rendezvous, self.commands, self.answers)
-            )
-            for r in range(2)
-        ]
-        for p in self.processes:
-            p.start()
-
-    def publish(self, seed, version, transport="shared_memory"):
-        for q in self.commands:
-            q.put((seed, version, transport))
-        answers = dict(self.answers.get(timeout=120) for _ in range(2))
-        return answers[0]
-
-    def stop(self):
-        for q in self.commands:
-            q.put(None)
-        for p in self.processes:
-            p.join(30)
-            if p.is_alive():
-                p.kill()
 
 
 @dataclass
@@ -245,8 +176,8 @@ def check_matrix(
             # The noise adds up, and rounding grows with the weights.
             "noise": 0.05 if perturbations == 1 else 0.02,
             "version": 100_000 * world,
-            "long_response": 500,
-            "head_start": 0.7,
+            "long_response": 400 if perturbations == 1 else 500,
+            "head_start": 0.3 if perturbations == 1 else 0.7,
         }
         (folder / "case.json").write_text(json.dumps(case))
         results = run_ranks("tests.integration.sync_worker", world, folder, timeout=500 * perturbations)

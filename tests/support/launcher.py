@@ -18,14 +18,14 @@ import json, os, pathlib, signal, subprocess, sys, time
 here = pathlib.Path(__file__).parent
 def grandchild():
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    return subprocess.Popen([sys.executable, "-c", code]).pid
+    return subprocess.Popen([sys.executable, "-I", "-S", "-c", code]).pid
 pids = [os.getpid(), grandchild()]
 with open(here / "pids", "a") as f:
     f.write(" ".join(map(str, pids)) + "\\n")
 def act(name):
     plan = json.loads((here / "plan.json").read_text()).get(name, "sleep")
     if plan != "sleep":
-        time.sleep(1.0)
+        time.sleep(0.3)
         exec(plan)
     time.sleep(600)
 """
@@ -61,7 +61,7 @@ from rpg_megatron.system import process_groups as launcher_processes
 launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
 from rpg_megatron.commands.audit import command as audit_command
 audit_command.RANK = "stand_in_rank"
-launcher.GRACE = 1.0
+launcher.GRACE = 0.3
 cli.main()
 """
 

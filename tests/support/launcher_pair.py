@@ -17,7 +17,7 @@ import json, os, pathlib, signal, subprocess, sys, time
 here = pathlib.Path(__file__).parent
 def act(name):
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    pids = [os.getpid(), subprocess.Popen([sys.executable, "-c", code]).pid]
+    pids = [os.getpid(), subprocess.Popen([sys.executable, "-I", "-S", "-c", code]).pid]
     with open(here / "pids", "a") as f:
         f.write(" ".join(map(str, pids)) + "\\n")
     with open(here / "acted", "a") as f:
@@ -69,7 +69,7 @@ def command(settings, index, socket, *, weights="dummy", listen=None):
 
 engine.engine_command = command
 launcher.SAMPLER, launcher.RANK, follower.RANK = "stand_in_sampler", "stand_in_rank", "stand_in_rank"
-launcher.GRACE = follower.GRACE = 1.0
+launcher.GRACE = follower.GRACE = 0.3
 cli.main()
 """
 

@@ -11,7 +11,7 @@ import torch
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, read_model_shape
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
 
@@ -23,7 +23,7 @@ def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> P
         load_hf_weights(
             settings.model.path,
             policy.named_parameters(),
-            layout_for(shape),
+            mapping_for(shape),
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,
             vocab_multiple=settings.model.vocab_multiple,

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.multiprocessing
@@ -95,18 +95,19 @@ def run_alone(worker: str, folder: Path, *arguments: str, timeout: float = 400) 
     return json.loads((folder / "result.json").read_text())
 
 
-def start_ranks(worker: str, world: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Start the module ``worker`` as ``world`` interpreters, whose output can be read as it comes."""
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", worker, *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for environment in _environments(world)
+def start_ranks(worker: str, world: int, folder: Path) -> tuple[list[Any], TextIO]:
+    """Start the module ``worker`` with argument FOLDER as ``world`` forked ranks, and go on.
+
+    Returns the processes and what rank 0 prints, to be read as it comes; it ends when the rank does.
+    """
+    logs = [folder / f"rank_{r}.log" for r in range(world)]
+    logs[0].unlink(missing_ok=True)
+    os.mkfifo(logs[0])
+    started = [
+        _start_forked(worker, [str(folder)], environment, log)
+        for log, environment in zip(logs, _environments(world), strict=True)
     ]
+    return started, logs[0].open()
 
 
 def _environments(world: int) -> list[dict[str, str]]:

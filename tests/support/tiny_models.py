@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and few tests need it
     import torch
@@ -179,7 +179,7 @@ def write_byte_model(folder: Path, seed: int = 0, **changes: object) -> Path:
     rng = np.random.default_rng(seed)
     weights = {
         name: np.ones(shape, np.float32) if len(shape) == 1 else rng.normal(0, 0.08, shape).astype(np.float32)
-        for name, shape in layout_for(read_model_shape(folder)).hf_tensors().items()
+        for name, shape in mapping_for(read_model_shape(folder)).hf_tensors().items()
     }
     write_checkpoint(folder, CONFIGS["qwen3"] | changes, weights)
     (folder / "merges.txt").unlink()

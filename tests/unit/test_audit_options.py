@@ -44,10 +44,12 @@ def test_what_cannot_be_audited_is_said_before_anything_starts(
         return str(result.exception)
 
     larger = make_checkpoint(tmp_path / "larger", num_hidden_layers=3)
-    assert "is another model than model.path (num_layers 3, not 2)" in refusal("--engine-model", str(larger))
+    assert "is a different model than model.path (num_layers 3, not 2)" in refusal(
+        "--engine-model", str(larger)
+    )
     nowhere = tmp_path / "nowhere"
     assert f"--engine-model: {nowhere} is not a directory" in refusal("--engine-model", str(nowhere))
-    assert "make it, or choose another" in refusal("--json", str(tmp_path / "no" / "file"))
+    assert "create it, or choose another" in refusal("--json", str(tmp_path / "no" / "file"))
     settings = yaml.safe_load(config_file.read_text()) | {
         "data": {"path": "missing.jsonl", "max_prompt_tokens": 9}
     }

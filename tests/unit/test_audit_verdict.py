@@ -23,7 +23,7 @@ from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChec
 from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import LOGITS, Trace, all_sites, split_site
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.tiny_models import FAMILIES, random_state_dict, tiny_shape, write_checkpoint
 
 Weights = dict[str, torch.Tensor]
@@ -32,7 +32,7 @@ LENGTHS = [9, 14, 5]
 
 def weights_of(shape: ModelShape, seed: int = 0) -> Weights:
     """Random weights that keep activations near 1; norms that are not all ones."""
-    found = random_state_dict(layout_for(shape), seed=seed)
+    found = random_state_dict(mapping_for(shape), seed=seed)
     return {n: 1 + 0.1 * w if w.dim() == 1 and "norm" in n else 0.25 * w for n, w in found.items()}
 
 
@@ -155,13 +155,13 @@ def test_an_order_of_four_groups_and_heads_of_one_kind_alone():
         name = f"model.layers.3.self_attn.{n}_proj.weight"
         wrong[name] = weights[name].unflatten(0, (4, -1))[order].flatten(0, 1)
     assert (
-        f"stand in the order {order} in layer 3"
+        f"are in the order {order} in layer 3"
         in only(verdict_of(shape, weights, make_side(shape, wrong))).text
     )
     name = "model.layers.3.self_attn.v_proj.weight"
     found = only(verdict_of(shape, weights, make_side(shape, weights | {name: wrong[name]})))
     assert found.parameters == [name]
-    assert "value groups stand in the order" in found.text
+    assert "value groups are in the order" in found.text
 
 
 def test_all_layers_stale_and_a_foreign_layer():
@@ -213,7 +213,7 @@ def test_weights_of_a_few_bits():
     wrong = {n: quantise(w) if w.dim() == 2 and ".layers." in n else w for n, w in weights.items()}
     found = only(verdict_of(shape, weights, make_side(shape, wrong)))
     assert (found.kind, found.layers) == ("precision", [0, 1, 2, 3])
-    assert "so are quantised weights" in found.text
+    assert "as with quantised weights" in found.text
 
 
 def test_rounding_that_adds_up_beyond_the_guard():
@@ -223,7 +223,7 @@ def test_rounding_that_adds_up_beyond_the_guard():
     engine.logp = engine.logp + 1e-3  # less than a module's rounding
     found = only(verdict_of(shape, weights, engine, dtype="bfloat16", bounds=(1e-4, 1e-5)))
     assert found.kind == "precision"
-    assert "rounding in bfloat16 adds up" in found.text
+    assert "rounding in bfloat16 accumulates" in found.text
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

@@ -19,6 +19,8 @@ import rpg_megatron
 from rpg_megatron import cli
 from rpg_megatron.commands import train
 
+ROOT = Path(__file__).parents[2]
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rpg_megatron.cli", *arguments]
@@ -51,7 +53,7 @@ def test_output_that_finds_no_room_is_one_line(config_file: Path, arguments: tup
         command = [sys.executable, "-m", "rpg_megatron.cli", *arguments, str(config_file)]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: standard output: No space left on device; make room\n"
+    assert done.stderr == "error: standard output: No space left on device; free space there\n"
 
 
 def test_ctrl_c_says_that_it_stopped(monkeypatch, capsys, config_file: Path):
@@ -120,8 +122,19 @@ def test_what_runs_on_one_node_is_done_once(
     with pytest.raises(SystemExit) as end:
         cli.main([*arguments])
     assert end.value.code == 0
-    assert capsys.readouterr().err == f"node 1 (b): {arguments[0]} runs on node 0 (a) alone\n"
+    assert capsys.readouterr().err == f"node 1 (b): {arguments[0]} runs on node 0 (a) only\n"
     monkeypatch.setenv("SLURM_NODEID", "0")
     with pytest.raises(SystemExit) as end:
         cli.main([*arguments])
     assert end.value.code == 2  # it looked for what it was given
+
+
+def test_options_have_a_short_spelling_too(capsys: pytest.CaptureFixture[str]) -> None:
+    mappings = []
+    for tensor, pipeline in (("--tensor", "--pipeline"), ("--tp", "--pp")):
+        words = ["convert", "hf-to-megatron", "--hf", str(ROOT / "examples" / "quickstart" / "model")]
+        with pytest.raises(SystemExit):
+            cli.main([*words, tensor, "2", pipeline, "2", "--dry-run"])
+        mappings.append(capsys.readouterr().out)
+    assert "tensor 1 of 2, stage 1 of 2" in mappings[0]
+    assert mappings[0] == mappings[1]

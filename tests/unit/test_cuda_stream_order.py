@@ -16,7 +16,7 @@ from rpg_megatron.bridge.transports.process_group_link import Link
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy import device
 from rpg_megatron.system.collectives import control_group
 from rpg_megatron.training.preemption import StopRequest
@@ -25,7 +25,7 @@ from tests.support.megatron_shards import grid, stage_values
 from tests.support.tiny_models import random_state_dict, tiny_shape
 
 SHAPE = tiny_shape(tied_embeddings=True)
-LAYOUT = layout_for(SHAPE)
+LAYOUT = mapping_for(SHAPE)
 
 
 def ends(queues: dict[str, list[tuple[str, str | None]]]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from rpg_megatron.bridge import publish_plan
+from rpg_megatron.bridge import publisher
 from rpg_megatron.bridge.controller import _verdict, compare_checksums
 from rpg_megatron.bridge.manifest import Copy, Manifest
 from rpg_megatron.bridge.transports import cuda_ipc, mapped_reader
@@ -29,7 +29,7 @@ from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 from rpg_megatron.bridge.transports.process_group_reader import _Receiver
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import stage_values
 from tests.support.tiny_models import TINY, random_state_dict
 
@@ -103,7 +103,7 @@ def test_a_link_has_one_receive_under_way() -> None:
     assert link.most == 1
 
 
-LAYOUT = layout_for(TINY)
+LAYOUT = mapping_for(TINY)
 WANTED = [(name, Box.whole(shape)) for name, shape in LAYOUT.hf_tensors().items()]
 
 
@@ -119,7 +119,7 @@ class Node:
         self.sent: list[int] = []
         self._rank = threading.local()
         self._memory: dict[str, torch.Tensor] = {}
-        for module in (publish_plan, cuda_ipc, sys.modules[cuda_ipc.run_together.__module__]):
+        for module in (publisher, cuda_ipc, sys.modules[cuda_ipc.run_together.__module__]):
             monkeypatch.setattr(module, "gather_objects", self._gather)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(cuda_ipc, "_export", self._export)
@@ -144,7 +144,7 @@ class Node:
         found.open(manifest.place, manifest.version)
         ack = {"rank": 0, "sums": found.check(WANTED)}
         assert found.manifest is not None
-        ack["givers"] = {str(source): rank for source, rank in found.givers.items()}
+        ack["ranks_read"] = {str(source): rank for source, rank in found.ranks_read.items()}
         return {copy.rank for copy in self.opened}, ack
 
     def _all(self, step: Callable[[int], Any]) -> list[Any]:

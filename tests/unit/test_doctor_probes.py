@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.commands.doctor.gather import Team, find_team, gather_reports, send_report
+from rpg_megatron.commands.doctor.gather import JobStep, find_job_step, gather_reports, send_report
 from rpg_megatron.commands.doctor.gpu import probe_gpus
 from rpg_megatron.commands.doctor.packages import requirements
 from rpg_megatron.commands.doctor.probe import Check, Subject, ok, run_probes
@@ -19,8 +19,10 @@ from rpg_megatron.config import load_settings
 
 
 def test_a_batch_script_is_no_task_of_a_step() -> None:
-    assert find_team({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == Team(0, 1, "")
-    found = find_team({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"})
+    assert find_job_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == JobStep(0, 1, "")
+    found = find_job_step(
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+    )
     assert (found.task, found.tasks, found.first) == (3, 4, False)
 
 
@@ -31,14 +33,14 @@ def test_clocks_that_differ_are_told(
     now = time.time()
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: now + shift)
-        assert send_report(Team(1, 2, "x"), tmp_path, [ok("a", "b")])
-    reports = gather_reports(Team(0, 2, "x"), tmp_path, [ok("a", "b")], wait=5, started=now)
+        assert send_report(JobStep(1, 2, "x"), tmp_path, [ok("a", "b")])
+    reports = gather_reports(JobStep(0, 2, "x"), tmp_path, [ok("a", "b")], wait=5, started=now)
     names = [c.name for c in reports[1].checks]
     assert ("clock between nodes" in names) == told
 
 
 def test_a_folder_that_cannot_be_shared_does_not_stop_a_task(tmp_path: Path) -> None:
-    assert not send_report(Team(1, 2, "x"), Path("/proc/nowhere"), [])
+    assert not send_report(JobStep(1, 2, "x"), Path("/proc/nowhere"), [])
 
 
 def test_a_probe_that_hangs_or_breaks_is_one_failed_line() -> None:
@@ -75,7 +77,7 @@ def test_walltime_is_asked_of_slurm_where_the_environment_does_not_say(
     subject = Subject(load_settings(config_file), None)
     (check,) = probe_walltime(subject, {"SLURM_JOB_ID": "3"})
     assert check.verdict == "failed"
-    assert "2 s a step" in check.found
+    assert "2 s per step" in check.found
 
 
 @pytest.mark.parametrize(("nodes", "verdict"), [(1, "failed"), (2, "ok")])

@@ -120,7 +120,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
     first = opened(request_, out)
     assert first.made
     assert not first.finished
-    with pytest.raises(UserError, match="another evaluation is at work there"):
+    with pytest.raises(UserError, match="another evaluation is running there"):
         opened(request_, out)
     first.close()
     opened(replace(request_, engines=2, overrides=["engine.max_sequences=7"]), out).close()
@@ -147,7 +147,7 @@ def test_other_weights_in_the_same_place_are_refused(
     mine = replace(request_, model=model)
     opened(mine, tmp_path / "out").close()
     os.utime(model / "model.safetensors", ns=(1, 1))
-    with pytest.raises(UserError, match=r"the model's files have changed since: model\.safetensors"):
+    with pytest.raises(UserError, match=r"the model's files have changed: model\.safetensors"):
         opened(mine, tmp_path / "out")
 
 
@@ -277,23 +277,23 @@ def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
     [
         (["/nowhere", "--data", "DATA"], "MODEL: /nowhere does not exist"),
         (["DATA", "--data", "DATA"], "is a file"),
-        (["EMPTY", "--data", "DATA"], "holds no config.json"),
+        (["EMPTY", "--data", "DATA"], "has no config.json"),
         (["RUN", "--data", "DATA"], "has neither a model in hf/ nor a checkpoint"),
         (["MEGATRON", "--data", "DATA"], "rpg-megatron convert megatron-to-hf --megatron"),
-        (["MODEL"], "there is nothing to evaluate on; give --suite"),
+        (["MODEL"], "no problems to evaluate; give --suite"),
         (["MODEL", "--suite", "aime26"], "--suite: 'aime26' is not known; did you mean 'aime2"),
         (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "holds no file of aime24"),
         (["MODEL", "--suite", "aime24", "--data-dir", "/nowhere"], "--data-dir: /nowhere is not a folder"),
-        (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are called aime24"),
+        (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are named aime24"),
         (["MODEL", "--data", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
-        (["MODEL", "--data", "a b.jsonl"], "'a b' is no name for a set; give NAME=a b.jsonl"),
+        (["MODEL", "--data", "a b.jsonl"], "'a b' is not a valid name of a set; give NAME=a b.jsonl"),
         (["MODEL", "--data", "DATA", "--temperature", "0", "-n", "2"], "use -n 1"),
-        (["MODEL", "--data", "DATA", "--max-response-tokens", "512"], "512 leave no room for a prompt"),
+        (["MODEL", "--data", "DATA", "--max-response-tokens", "512"], "512 leaves no room for a prompt"),
         (["MODEL", "--data", "DATA", "data.max_prompt_tokens=500"], "model's 512 positions"),
         (["MODEL", "--data", "DATA", "--tensor", "3"], "--tensor: tensor=3"),
         (["MODEL", "--data", "DATA", "--device", "tpu"], "device: "),
         (["MODEL", "--data", "DATA", "optimizer.lr=1"], "has no effect on an evaluation"),
-        (["MODEL", "--data", "DATA", "data.path=x"], "name the problems with --suite or --data"),
+        (["MODEL", "--data", "DATA", "data.path=x"], "select the problems with --suite or --data"),
         (["MODEL", "--data", "DATA", "data.tempalte=x"], "did you mean 'data.template'"),
         (["MODEL", "--data", "BAD"], "bad.jsonl:2: 'answer' is empty"),
     ],

@@ -225,6 +225,6 @@ def test_a_model_that_is_not_there_is_told_from_a_wrong_one(tmp_path: Path) -> N
     settings = load_settings(ROWS[0], ["model.path=Qwen/Qwen3-4B-Base"])
     with pytest.raises(UserError, match=r"not a directory.*downloaded.*plan reads its config.json alone"):
         make_plan(settings)
-    with pytest.raises(UserError, match=r"Qwen3-32B holds a config.json alone.*model.path="):
+    with pytest.raises(UserError, match=r"Qwen3-32B holds only a config.json.*model.path="):
         check_model(EXAMPLES / "models" / "Qwen3-32B")
     assert read_model_shape(EXAMPLES / "models" / "Qwen3-32B").num_layers == 64

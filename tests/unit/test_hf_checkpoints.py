@@ -13,8 +13,8 @@ from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights, verify_hf_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
-from rpg_megatron.models.boxes import LayoutError
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.boxes import MappingError
+from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_shapes, stage_values
 from tests.support.tiny_models import FAMILIES, TINY, random_state_dict, tiny_shape, write_checkpoint
 
@@ -40,7 +40,7 @@ def load(folder, layout, place, pipeline, dtype=torch.float32):
 @pytest.mark.parametrize("pipeline", [2, 3])
 def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied, family, pipeline):
     shape = tiny_shape(family, tied_embeddings=tied)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     sd = random_state_dict(layout)
     # Tied checkpoints in the wild often carry lm_head.weight too; it must be ignored, not refused.
     write_checkpoint(
@@ -60,7 +60,7 @@ def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied, family, p
 
 
 def test_values_are_cast_to_the_parameters_dtype(tmp_path):
-    layout = layout_for(TINY)
+    layout = mapping_for(TINY)
     sd = random_state_dict(layout, dtype=torch.bfloat16)
     write_checkpoint(tmp_path, TINY, sd)
     params, _ = load(tmp_path, layout, grid(TINY, 1, 1)[0], 1)
@@ -68,7 +68,7 @@ def test_values_are_cast_to_the_parameters_dtype(tmp_path):
 
 
 def test_wrong_tensors_are_all_listed_in_one_error(tmp_path):
-    layout = layout_for(TINY)
+    layout = mapping_for(TINY)
     sd = random_state_dict(layout)
     del sd["model.norm.weight"], sd["model.layers.2.mlp.up_proj.weight"]
     sd["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(3)
@@ -112,7 +112,7 @@ def corrupt(kind, file):
     ],
 )
 def test_a_corrupt_file_is_one_clear_error(tmp_path, kind):
-    layout = layout_for(TINY)
+    layout = mapping_for(TINY)
     write_checkpoint(tmp_path, TINY, random_state_dict(layout), files=2)
     file = tmp_path / "model-00002-of-00002.safetensors"
     corrupt(kind, file)
@@ -121,7 +121,7 @@ def test_a_corrupt_file_is_one_clear_error(tmp_path, kind):
 
 
 def test_missing_files_are_named(tmp_path):
-    layout = layout_for(TINY)
+    layout = mapping_for(TINY)
     with pytest.raises(UserError, match="holds neither"):
         verify_hf_checkpoint(tmp_path, layout)
     write_checkpoint(tmp_path, TINY, random_state_dict(layout), files=2)
@@ -131,19 +131,19 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_a_model_built_with_other_sizes_is_refused(tmp_path):
-    layout = layout_for(TINY)
+    layout = mapping_for(TINY)
     write_checkpoint(tmp_path, TINY, random_state_dict(layout))
     kw = {"tensor": 1, "tensor_rank": 0, "vocab_multiple": 1}
-    with pytest.raises(LayoutError, match=r"decoder\.final_layernorm\.weight has shape \(25,\)"):
+    with pytest.raises(MappingError, match=r"decoder\.final_layernorm\.weight has shape \(25,\)"):
         load_hf_weights(tmp_path, [("decoder.final_layernorm.weight", torch.zeros(25))], layout, **kw)
-    with pytest.raises(LayoutError, match="numbered through the whole model"):
+    with pytest.raises(MappingError, match="numbered through the whole model"):
         load_hf_weights(
             tmp_path, [("decoder.layers.9.input_layernorm.weight", torch.zeros(24))], layout, **kw
         )
 
 
 def test_export_in_one_process_and_replacing(tmp_path):
-    layout = layout_for(TINY)
+    layout = mapping_for(TINY)
     sd = random_state_dict(layout)
     write_checkpoint(tmp_path / "source", TINY, sd, files=2)
     (place,) = grid(TINY, 1, 1)

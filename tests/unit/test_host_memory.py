@@ -84,7 +84,7 @@ def test_where_cuda_refuses_memory_is_ordinary_and_one_line_says_so(
             tensor = host_tensor((size,), torch.uint8, pinned=True)
             assert int(tensor.fill_(7).sum()) == 7 * size
     assert [r.getMessage().split(":")[0] for r in caplog.records] == [
-        "CUDA does not pin host memory (cudaHostRegister"
+        "CUDA cannot pin host memory (cudaHostRegister"
     ]
 
 

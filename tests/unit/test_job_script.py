@@ -18,6 +18,7 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands.launch import job_script
 from rpg_megatron.commands.launch.job_script import (
+    REQUEUE,
     SETUP,
     check_job,
     gpus_a_node,
@@ -57,7 +58,7 @@ def test_the_script_gives_every_word_as_it_was_given(tmp_path: Path, monkeypatch
 
 
 def test_a_script_that_nemo_run_would_change_is_refused() -> None:
-    with pytest.raises(UserError, match="puts its own folder in place of /nemo_run"):
+    with pytest.raises(UserError, match="replaces /nemo_run in scripts"):
         training_script(Path("/data/nemo_run_jobs/c.yaml"))
 
 
@@ -88,13 +89,13 @@ def test_options_have_the_executors_types() -> None:
     ("option", "told"),
     [
         ("nodes", "must be KEY=VALUE"),
-        ("acount=me", "has no such setting; did you mean account"),
+        ("acount=me", "has no such argument; did you mean account"),
         ("nodes=two", "--option nodes: 'two': Input should be a valid integer"),
-        ("ntasks_per_node=8", "has no such setting"),  # one launcher a node
+        ("ntasks_per_node=8", "has no such argument"),  # one launcher a node
         ("container_mounts=[", "--option container_mounts: '\\['"),
         (
             "env_vars={WANDB_API_KEY: x}",
-            "WANDB_API_KEY would stand in files that others can read.*export it before",
+            "WANDB_API_KEY would be written to files that others can read.*export it first",
         ),
     ],
 )
@@ -131,7 +132,7 @@ def test_a_job_that_can_work(config_file: Path, command: str) -> None:
     ("words", "nodes", "told"),
     [
         (["parallel.data=3"], 2, "3 trainer ranks .* cannot be spread evenly over 2 nodes"),
-        (["bridge.transport=shared_memory", "parallel.data=2"], 2, "does not reach from node to node"),
+        (["bridge.transport=shared_memory", "parallel.data=2"], 2, "works within one node only"),
         (["parallel.tensor=3"], 1, "parallel: "),
         (["data.max_prompt_tokens=5000"], 1, "more than the model's 512 positions"),
         (["training.stepz=1"], 1, "training.steps"),
@@ -148,7 +149,7 @@ def test_a_job_that_cannot_work_is_refused(
 def test_a_command_that_is_not_there_or_has_no_torch(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match="gone/rpg-megatron is not to be found here"):
+    with pytest.raises(UserError, match="gone/rpg-megatron was not found"):
         check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=False)
     check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=True)  # it is in there
     own = tmp_path / "venv" / "rpg-megatron"
@@ -176,6 +177,11 @@ def test_without_nemo_run_one_line_says_how_to_get_it(
 
 
 # -- when the launcher ends ----------------------------------------------------------------------------------
+
+
+def test_nemo_run_requeues_as_the_scripts_do() -> None:
+    file = Path(__file__).parents[2] / "slurm" / "requeue.sh"
+    assert file.read_text().endswith(f"\n\n{REQUEUE}\n")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher import control_channel
-from rpg_megatron.launcher.control_channel import RendezvousServer, join, meeting_file
+from rpg_megatron.launcher.control_channel import RendezvousServer, join, rendezvous_file
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
@@ -90,7 +90,7 @@ def test_options_win_and_are_checked() -> None:
     assert find_nodes(0, 1, None, STEP) == Nodes()
     for rank, count, job, told in (
         (None, 2, None, "--nodes and --node-rank go together"),
-        (2, 2, None, "--node-rank 2 is none of 0 to 1"),
+        (2, 2, None, "--node-rank 2 is not in 0 to 1"),
         (0, 2, "../x", "--job"),
     ):
         with pytest.raises(UserError, match=told):
@@ -148,12 +148,12 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
         ),
         (
             ["engine={tensor: 2, replicas: 4}", "parallel.data=3"],
-            "2 engines of 2 workers a node .* share the GPUs of its 3 trainer ranks; .*engine.replicas to 2",
+            "2 engines of 2 workers per node .* share the GPUs.*3 trainer ranks; .*engine.replicas to 2",
         ),
-        (["cluster.engine_nodes=1"], r"cluster.engine_nodes \(1\) does not go with engine.colocated"),
+        (["cluster.engine_nodes=1"], r"cluster.engine_nodes \(1\) conflicts with engine.colocated"),
         (
             ["parallel={tensor: 4}"],
-            r"cuda_ipc stays within a node, and the 2 trainer ranks of node 0 hold only a part of the model",
+            r"cuda_ipc works within one node only, and the 2 trainer ranks of node 0 hold only a part",
         ),
         (["parallel={pipeline: 2, data: 2}"], r"of node 0 hold only a part .* set it to process_group"),
     ],
@@ -169,10 +169,10 @@ def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["bridge.transport=shared_memory"], "does not reach from node to node; on 2 nodes set it"),
+        (["bridge.transport=shared_memory"], "works within one node only; on 2 nodes set it"),
         (["engine.replicas=3"], r"3 engines \(engine.replicas\) cannot be spread evenly over 2 nodes"),
         (["parallel.data=1"], "1 trainer ranks .* cannot be spread evenly over 2 nodes"),
-        (["cluster.trainer_nodes=3"], r"cluster.trainer_nodes \(3\) is more than the nodes of the job"),
+        (["cluster.trainer_nodes=3"], r"cluster.trainer_nodes \(3\) is more than the job's 2 nodes"),
     ],
 )
 def test_what_cannot_be_shared_out(config_file: Path, overrides: list[str], told: str) -> None:
@@ -193,11 +193,11 @@ def test_addresses() -> None:
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
     with pytest.raises(UserError, match=r"cluster.interface: .* has no interface 'ib7'.*lo"):
         own_address("ib7")
-    with pytest.raises(UserError, match=r"192.0.2.1 is no address of"):
+    with pytest.raises(UserError, match=r"192.0.2.1 is not an address of"):
         interface_of("192.0.2.1")
 
 
-# -- the meeting ---------------------------------------------------------------------------------------------
+# -- the rendezvous ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -207,14 +207,14 @@ def settings(config_file: Path) -> Settings:
 
 def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
-    file = meeting_file(settings, Nodes(1, 2, "job-x"))
+    file = rendezvous_file(settings, Nodes(1, 2, "job-x"))
     try:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         place = control_channel._read(file)
         assert place is not None
         silent = socket.create_connection((place.address, place.port))  # says nothing, and blocks nobody
         guessing = socket.create_connection((place.address, place.port))
-        assert control_channel._shake_hands(guessing, "a guess", host=False) is None
+        assert control_channel._handshake(guessing, "a guess", host=False) is None
 
         found = []
         thread = threading.Thread(
@@ -223,33 +223,33 @@ def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pyte
         thread.start()
         thread.join(20)
         line = found[0][0]
-        line.tell("join", node=1, host="b")
+        line.send("join", node=1, host="b")
         host.wait(lambda: None, lambda _: None)
         assert host.joined[1]["host"] == "b"
         assert not file.exists()
         with pytest.raises(OSError, match=r"refused"):  # nobody else can come
             socket.create_connection((place.address, place.port))
-        host.lines[1].tell("hello", word=host.token[:0])
+        host.channels[1].send("hello", word=host.token[:0])
         wait_for_message(line)
         host.close()
         while not line.lost:
             line.take()
-        assert line.lost == "its launcher is gone"
+        assert line.lost == "its launcher has exited"
         silent.close()
     finally:
         host.close()
 
 
 def wait_for_message(line: control_channel.ControlChannel) -> None:
-    while (message := line.take_one()) is None:
+    while (message := line.receive_one()) is None:
         assert not line.lost
     assert message == {"kind": "hello", "word": ""}
 
 
-def test_a_meeting_file_that_others_can_read_is_refused(settings: Settings) -> None:
+def test_a_rendezvous_file_that_others_can_read_is_refused(settings: Settings) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     try:
-        meeting_file(settings, Nodes(1, 2, "job-x")).chmod(0o640)
+        rendezvous_file(settings, Nodes(1, 2, "job-x")).chmod(0o640)
         with pytest.raises(UserError, match=r"holds a token and is not private .*mode 0640"):
             join(settings, Nodes(1, 2, "job-x"), lambda: None)
     finally:
@@ -270,13 +270,13 @@ def test_a_loopback_address_of_another_machine_is_explained(
 
 def test_a_file_that_a_dead_start_left_is_waited_out(settings: Settings) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
-    file = meeting_file(settings, Nodes(0, 2, "job-x"))
+    file = rendezvous_file(settings, Nodes(0, 2, "job-x"))
     stale = file.read_text()
     host.close()
     file.write_text(stale)
     file.chmod(0o600)
     short = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"join_timeout": 1.0})})
-    with pytest.raises(UserError, match=r"node 0 was not found within 1 s .*nobody answers at 127.0.0.1"):
+    with pytest.raises(UserError, match=r"node 0 was not found within 1 s .*no answer at 127.0.0.1"):
         join(short, Nodes(1, 2, "job-x"), lambda: None)
 
 
@@ -284,7 +284,7 @@ def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Sett
     """Those of living ones, of machines that cannot be asked, and of somebody else stay."""
     alive = RendezvousServer(settings, Nodes(0, 2, "job-alive"))
     dead = RendezvousServer(settings, Nodes(0, 2, "job-dead"))
-    living, killed = (meeting_file(settings, Nodes(0, 2, f"job-{name}")) for name in ("alive", "dead"))
+    living, killed = (rendezvous_file(settings, Nodes(0, 2, f"job-{name}")) for name in ("alive", "dead"))
     text = json.loads(killed.read_text())
     dead.close()
     folder = killed.parent
@@ -303,7 +303,7 @@ def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Sett
         os.utime(file, (1, 1))
     try:
         host = RendezvousServer(settings, Nodes(0, 2, "job-next"))
-        mine = meeting_file(settings, Nodes(0, 2, "job-next"))
+        mine = rendezvous_file(settings, Nodes(0, 2, "job-next"))
         assert {file for file in folder.iterdir() if file.is_file()} == {living, elsewhere, open_to_all, mine}
         host.close()
         assert not mine.exists()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rpg_megatron.data.packing import Plan, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.policy.microbatch import make_pack
+from rpg_megatron.policy.microbatch import make_micro_batch
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_every_trajectory_once_and_ranks_in_step(
         for rank in plan:
             for micro in rank[m]:
                 assert micro == sorted(micro)
-                pack = make_pack([trajectory(lengths[i]) for i in micro], CPU, context=context)
+                pack = make_micro_batch([trajectory(lengths[i]) for i in micro], CPU, context=context)
                 assert len(micro) <= 1 or pack.size <= budget
 
 
@@ -126,7 +126,8 @@ def test_rows_have_filling_behind_sequences_only(align: int, context: int) -> No
     parts = [(9, 3), (2, 1), (30, 29), (5, 2)]
     trajectories = [trajectory(*sizes) for sizes in parts]
     packs = [
-        make_pack(trajectories, CPU, align=align, context=context, context_rank=r) for r in range(context)
+        make_micro_batch(trajectories, CPU, align=align, context=context, context_rank=r)
+        for r in range(context)
     ]
     places = packs[0].packed.places
     assert sorted(places.flatten().tolist()) == list(range(packs[0].size))
@@ -154,14 +155,14 @@ def test_rows_have_filling_behind_sequences_only(align: int, context: int) -> No
 def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
     trajectories = [trajectory(9, 3), trajectory(7, 4), trajectory(5, 2)]
     trajectories[1].finish = "length"
-    pack = make_pack(trajectories, CPU, mask_truncated=True)
+    pack = make_micro_batch(trajectories, CPU, mask_truncated=True)
     tokens = pack.response_tokens()
     assert pack.learnt.equal(pack.mask.nonzero()[:, 0])
     assert tokens.sequence_count == len(trajectories)
     assert pack.label_range == (int(pack.labels.min()), int(pack.labels.max()))
     assert tokens.sequences.tolist() == [0, 0, 0, 2, 2]
     assert [len(part) for _, part in pack.split(pack.labels[0])] == [3, 4, 2]  # all of them are scored
-    assert make_pack(trajectories, CPU).mask.sum() == 9
+    assert make_micro_batch(trajectories, CPU).mask.sum() == 9
 
 
 def test_uneven_minibatches_are_refused() -> None:

@@ -161,9 +161,9 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
         (
             {"engine": told | {"kv_cache_gib": 150}},
             "b200-180",
-            "while engines sample .*lower engine.kv_cache",
+            "while engines sample,.*lower engine.kv_cache",
         ),
-        ({"engine": told}, "h100-80", "during an update a card holds .*h100-80 has"),
+        ({"engine": told}, "h100-80", "during an update a GPU holds .*h100-80 has"),
     ):
         (found,) = plan_of(write(QWEN3_8B, parallel={"data": 2}, **settings, **ipc), gpu).problems
         assert re.search(problem, found)
@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], c
     fewer = best.plan.settings.parallel.world // 2
     plans = sweep(settings, best.plan.shape, best.plan.target, fewer)
     assert plans
-    assert not any(c.plan.fits for c in plans), "a smaller layout fits as well"
+    assert not any(c.plan.fits for c in plans), "a smaller layout also fits"
 
 
 def test_an_engine_that_does_not_fit_is_told(write: Callable[..., Path], capsys) -> None:
@@ -354,7 +354,7 @@ def test_the_tables_fit_80_columns_and_carry_no_colour_codes_in_a_pipe(write: Ca
     assert "\x1b" not in done.stdout
     lines = [line for line in done.stdout.splitlines() if not line.startswith("best:")]
     assert max(map(len, lines)) <= 80
-    for word in ("activations", "KV cache", "exact", "estimated", "layouts, the best first"):
+    for word in ("activations", "KV cache", "exact", "estimated", "layouts, best first"):
         assert word in done.stdout
     assert "…" not in done.stdout
 

@@ -56,7 +56,7 @@ def test_gpus_in_all_and_by_node(overrides: list[str], total: int, nodes) -> Non
 def test_gpus_that_no_nodes_can_share_are_told(capsys) -> None:
     gpus = count_gpus(load_settings(QWEN3_8B, ["bridge={transport: shared_memory}"]))
     assert (gpus.total, gpus.nodes) == (16, ())
-    assert "shared_memory does not reach from node to node" in gpus.why
+    assert "shared_memory works within one node only" in gpus.why
     out = " ".join(command(capsys, str(QWEN3_8B)).split())
     assert "GPUs 16: 8 for trainer ranks, 8 for engine workers; 2 nodes: 2 of 4 ranks + 4 workers" in out
     out = " ".join(command(capsys, str(QWEN3_8B), "engine.colocated=true").split())
@@ -75,11 +75,11 @@ def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:
     assert found[0].plan.left >= ROOM
     tight = [c.plan for c in found if c.plan.fits and c.plan.left < ROOM]
     assert first.settings.parallel in [p.settings.parallel for p in tight]
-    assert all(p.tight and any("of a card stay free" in w for w in p.warnings) for p in tight)
+    assert all(p.tight and any("of a GPU stay free" in w for w in p.warnings) for p in tight)
     order = [(c.plan.fits, c.plan.left >= ROOM) for c in found]
     assert order == sorted(order, reverse=True)
     out = command(capsys, str(QWEN3_8B), "--sweep", "--gpu", str(size))
-    assert "tight: less than 4.00 GiB of a card left" in out
+    assert "tight: less than 4.00 GiB of a GPU left" in out
     assert "best: parallel.tensor=2 parallel.pipeline=1 parallel.context=1" in out
     told = json.loads(command(capsys, str(QWEN3_8B), "--sweep", "--json", "--gpu", str(size)))
     assert [c["tight"] for c in told["sweep"] if c["fits"] and c["left_bytes"] < ROOM] == [True] * len(tight)
@@ -114,7 +114,7 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
     none = plan_of("memory.recompute=none")
     assert none.left < ROOM  # which is why it is not that
     out = " ".join(command(capsys, str(QWEN3_8B)).split())
-    assert "note memory.recompute=selective fits as well and leaves" in out
+    assert "note memory.recompute=selective also fits and leaves" in out
     assert out.endswith("fits")
     assert lighter(less.settings, plan.shape, plan.target) is None
     small = less.need + GIB  # it would fit, and leave too little

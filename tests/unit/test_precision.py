@@ -29,7 +29,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher import preflight
 from rpg_megatron.launcher.preflight import check, check_precision
 from rpg_megatron.policy import optimizer, precision
-from rpg_megatron.policy.microbatch import make_pack
+from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
 
 CUDA = torch.device("cuda")
@@ -133,7 +133,7 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
             for i, n in enumerate(lengths)
         ]
         for rank in range(context):
-            pack = make_pack(
+            pack = make_micro_batch(
                 trajectories, torch.device("cpu"), align=align, context=context, context_rank=rank
             )
             here = pack.tokens.shape[1]
@@ -149,13 +149,13 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["precision={dtype: float32, fp8: {}}"], "fp8 goes with dtype bfloat16, not float32"),
-        (["precision.fp8={recipe: delayed, first_last_bf16: 1}"], "recipe delayed does not allow for layers"),
+        (["precision={dtype: float32, fp8: {}}"], "fp8 needs dtype bfloat16, not float32"),
+        (["precision.fp8={recipe: delayed, first_last_bf16: 1}"], "recipe delayed does not support layers"),
         (["precision.fp8.recipe=mxfp8"], "'blockwise', 'tensorwise' or 'delayed' (got 'mxfp8')"),
         (["precision.fp8.parameters=true", "device=cpu"], "precision.fp8.parameters needs device cuda"),
         (["precision.fp8={}", "model.implementation=local"], "set model.implementation to auto"),
         (["precision.fp8.parameters=true", "optimizer.distributed=false"], "needs optimizer.distributed"),
-        (["precision.fp8.parameters=true", "anchor.type=fixed"], "does not go with anchor.type fixed"),
+        (["precision.fp8.parameters=true", "anchor.type=fixed"], "excludes anchor.type fixed"),
         (["model.implementation=transformer_engine", "device=cpu"], "transformer_engine needs device cuda"),
         (
             ["model.implementation=transformer_engine", "precision.dtype=float32"],
@@ -199,7 +199,7 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = load_settings(config_file, ["device=cuda"])
-    wanted = r"^device is cuda, but this environment holds .* and not vllm; install requirements/gpu\.txt"
+    wanted = r"^device is cuda, but this environment has .* instead of vllm; install requirements/gpu\.txt"
     with pytest.raises(UserError, match=wanted):
         check(settings)
     monkeypatch.setattr(preflight, "check_packages", lambda device: None)

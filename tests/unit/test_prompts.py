@@ -138,7 +138,7 @@ def test_a_missing_chat_template_is_found_before_anything_starts(
         (model / name).unlink(missing_ok=True)
     chat = [f"model.path={model}", "data.chat=true"]
     check_data(load_settings(config_file, chat[:1]))
-    with pytest.raises(UserError, match=r"data\.chat: .*plain holds no chat template"):
+    with pytest.raises(UserError, match=r"data\.chat: .*plain has no chat template"):
         check_data(load_settings(config_file, chat))
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     check_data(load_settings(config_file, chat))

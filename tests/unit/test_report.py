@@ -126,7 +126,7 @@ def test_broken_lines_nan_and_repeated_steps(tmp_path: Path) -> None:
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
     assert run.rows[2]["reward/mean"] == 0.9
     assert math.isnan(run.rows[2]["policy/loss"])
-    assert run.notes == ["metrics.jsonl: 4 of 9 lines could not be read and are left out"]
+    assert run.notes == ["metrics.jsonl: 4 of 9 lines could not be read and are skipped"]
     assert verdicts(folder)["numbers"] == "bad"
     assert "from step 2 on: policy/loss" in str(check_health(run))
     (one,) = page_data(write_report([folder]))["runs"]

@@ -60,7 +60,7 @@ def killed(tmp_path: Path) -> Path:
 def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) -> None:
     run = open_run(make_settings(tmp_path))
     assert (run.folder, run.checkpoint, run.made) == (killed, step_folder(killed, 4), False)
-    assert "continuing" in run.notes[0]
+    assert "resuming" in run.notes[0]
     assert "from step 4" in run.notes[0]
     # What the redone steps will write again is gone, and nothing else.
     assert (killed / "metrics.jsonl").read_text() == '{"step":1}' * 2
@@ -96,7 +96,7 @@ def test_from_a_checkpoint_of_another_run(tmp_path: Path, killed: Path) -> None:
     assert (run.folder / "metrics.jsonl").read_text() == '{"step":1}'
     assert step_folder(killed, 4).exists()
     assert open_run(make_settings(tmp_path, name="fork"), source=killed).checkpoint == step_folder(killed, 4)
-    with pytest.raises(UserError, match="not a whole checkpoint"):
+    with pytest.raises(UserError, match="not a complete checkpoint"):
         open_run(make_settings(tmp_path), source=tmp_path)
     with pytest.raises(UserError, match=r"nowhere: no such folder; give a run's"):
         open_run(make_settings(tmp_path), source=tmp_path / "nowhere")
@@ -111,7 +111,7 @@ def test_changes_of_the_maths_are_refused_and_listed(tmp_path: Path, killed: Pat
     assert "parallel" not in str(e.value)
     assert "--fresh" in str(e.value)
     assert (killed / "metrics.jsonl").read_text() == before
-    with pytest.raises(UserError, match=r"4 steps behind it, more than training\.steps \(3\)"):
+    with pytest.raises(UserError, match=r"is at step 4, beyond training\.steps \(3\)"):
         open_run(make_settings(tmp_path, training={"steps": 3}))
 
 

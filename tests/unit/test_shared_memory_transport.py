@@ -16,7 +16,7 @@ from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.tiny_models import TINY, random_state_dict
 
@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 
 def publisher(folder, layout=None, sd=None, dtype=torch.float32):
-    layout = layout or layout_for(TINY)
+    layout = layout or mapping_for(TINY)
     sd = sd or random_state_dict(layout)
     (place,) = grid(layout.shape, 1, 1)
     params = stage_values(layout, place, 1, sd)
@@ -70,7 +70,7 @@ def test_publishing_again_reuses_the_file_and_the_readers_map(folder):
     assert reader._files[0] is before
     assert torch.equal(reader.whole("model.norm.weight"), (sd["model.norm.weight"] + 1).bfloat16())
     # A new trainer replaces the file; the old map must not be taken for it.
-    pub2, _, sd2 = publisher(folder, sd=random_state_dict(layout_for(TINY), seed=9))
+    pub2, _, sd2 = publisher(folder, sd=random_state_dict(mapping_for(TINY), seed=9))
     reader.open(pub2.publish(5).place, 5)
     assert reader._files[0] is not before
     assert torch.equal(reader.whole("lm_head.weight"), sd2["lm_head.weight"])

@@ -22,7 +22,7 @@ from rpg_megatron.bridge.controller import (
 from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.tiny_models import TINY, random_state_dict
 
@@ -82,7 +82,7 @@ class StandInEngine:
 def published(tmp_path):
     folder = tmp_path / "bridge"
     folder.mkdir(mode=0o700)
-    layout = layout_for(TINY)
+    layout = mapping_for(TINY)
     (place,) = grid(TINY, 1, 1)
     params = stage_values(layout, place, 1, random_state_dict(layout))
     pub = SharedMemoryPublisher(folder, place, params, layout, torch.bfloat16)

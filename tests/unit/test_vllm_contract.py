@@ -122,7 +122,7 @@ RELIED_ON = [
         "model_executor/model_loader/reload/meta.py::capture_layer_to_meta",
         "layer",
         "36a9b431516b",
-        "_load_layout reads what it captured",
+        "_unprocessed_parameters reads what it captured",
     ),
     (
         "model_executor/layers/linear.py::UnquantizedLinearMethod.process_weights_after_loading",

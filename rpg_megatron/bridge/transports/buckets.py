@@ -1,6 +1,6 @@
-"""What travels from a trainer rank to an engine worker where they share no memory, and in which order.
+"""Transport ``process_group``: how slices are packed into messages (buckets), and in which order.
 
-Pure arithmetic that both ends do alike: nothing but weights goes over the link. No torch here.
+Trainer rank and engine worker compute the same plan, so only weights go over the link. No torch here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 ALIGNMENT = 64
-"""Parts begin at multiples of so many bytes within a bucket, so that any element type can be viewed in place.
-"""
+"""Byte alignment of parts in a bucket, so that any element type can be viewed in place."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +27,18 @@ class BucketPart:
 
     @property
     def room(self) -> int:
-        """Bytes that it takes in a bucket."""
+        """Bytes in a bucket, padding included."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 Bucket = tuple[BucketPart, ...]
-"""Parts that are sent as one message, one after another."""
+"""Consecutive parts that are sent as one message."""
 
 
 def split_box(manifest: Manifest, hf_name: str, wanted: Box, most: int) -> Iterator[tuple[int, BucketPart]]:
     """Cut a box into (index of the shard that holds it, part) of at most ``most`` bytes, by rows.
 
-    A row is never cut: one that is larger is a part of its own.
+    Rows are not split: a row larger than ``most`` is a part of its own.
     """
     tensor = manifest.tensors[hf_name]
     item = ITEM_BYTES[tensor.dtype]
@@ -57,9 +56,9 @@ def split_box(manifest: Manifest, hf_name: str, wanted: Box, most: int) -> Itera
 
 
 def plan_streams(manifest: Manifest, wanted: Iterable[tuple[str, Box]], most: int) -> dict[int, list[Bucket]]:
-    """What each shard's rank has to send for a worker's reads, in the order of the reads.
+    """Index of a shard -> the buckets that its rank sends for a worker's reads, in the order of the reads.
 
-    most: bytes of a bucket; a single larger part has one of its own.
+    most: bytes of a bucket; a larger part has a bucket of its own.
     """
     streams: dict[int, list[list[BucketPart]]] = {}
     used: dict[int, int] = {}

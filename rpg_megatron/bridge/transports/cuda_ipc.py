@@ -1,11 +1,10 @@
-"""Memory of one GPU in two processes: CUDA IPC handles of the trainer's parameters.
+"""Transport ``cuda_ipc``: engines on the node read the trainers' GPU memory by CUDA IPC handles.
 
-Nothing is copied to publish: engines on the same node read the live parameters, on the GPU where they lie or,
-between GPUs that reach each other, over their link. Each worker reads the replica on its own GPU where there
-is one: a process that opens memory of another card takes room on that card. A handle is JSON, so that reading
-one runs no code.
+Publishing copies nothing. A worker reads the live parameters on its own GPU if a replica is there, since a
+process that opens memory of another GPU needs memory on that GPU; else from another GPU by peer access.
+Handles are JSON, not pickle, so reading one runs no code.
 
-Not for memory from torch's expandable segments (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``).
+Does not support torch's expandable segments (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
-from rpg_megatron.bridge.publish_plan import Sums, agree, describe, node_name
+from rpg_megatron.bridge.publisher import Sums, build_manifest, make_publish_plan, node_name
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
@@ -29,87 +28,89 @@ from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.files import atomic_write_text
 
 _BYTES = (1, 4, 6)
-"""Which parts of ``UntypedStorage._share_cuda_()`` are bytes; the others are numbers and a truth value."""
+"""Indices of the bytes in the result of ``UntypedStorage._share_cuda_()``; the rest are numbers and a bool.
+"""
 
 
 class HandleError(Exception):
-    """Memory cannot be opened by its handle."""
+    """GPU memory cannot be opened by its handle."""
 
 
 class CudaIpcPublisher:
-    """Lets engines on this node read this rank's parameters on their GPU; see ``Publisher``."""
+    """``Publisher`` whose engines read this rank's parameters in GPU memory."""
 
     def __init__(
         self,
         folder: Path,
-        placement: RankCoordinates,
+        coordinates: RankCoordinates,
         params: Mapping[str, torch.Tensor],
-        layout: ModelMapping,
+        mapping: ModelMapping,
         dtype: torch.dtype,
     ) -> None:
         """folder: private folder for the manifest, the engines' RPG_BRIDGE_DIR.
 
-        params: live parameters of element type ``dtype`` by Megatron name, on a GPU.
-        On several nodes each has all of the weights, and a folder of its own.
-        Raises UserError if parameters are of another type, LayoutError if the ranks of a node together do not
-        hold the model.
+        params: live parameters of element type ``dtype`` by Megatron name, on a GPU. With several nodes, each
+        node publishes all weights, in a folder of its own.
+        Raises UserError if parameters have another dtype, MappingError if the ranks of a node do not hold the
+        whole model.
         """
         self.folder = run_together(lambda: require_private_folder(folder))
-        self.placement, self.layout, self.dtype = placement, layout, dtype
+        self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
         self._params = params
-        self._agreement = agree(placement, params, layout, node_name(self.folder))
-        replicas = self._agreement.replicas
-        self._source = next(source for source, ranks in replicas.items() if placement.rank in ranks)
-        """The rank whose part this one's memory holds: itself, or one of the node's first replica."""
+        self._plan = make_publish_plan(coordinates, params, mapping, node_name(self.folder))
+        replicas = self._plan.replicas
+        self._owner = next(owner for owner, ranks in replicas.items() if coordinates.rank in ranks)
+        """The sending rank whose parameters this rank holds: itself, or a rank of the node's first replica.
+        """
         self._handles: dict[int, tuple[str, str]] = {}
-        self._told: _Memory | None = None
+        self._sent: _Memory | None = None
         self._known: dict[int, _Memory] = {}
         run_together(self._check_types)
 
     @torch.no_grad()
     def publish(self, version: int) -> Manifest | None:
-        """Let engines read the present weights; returns the manifest on rank 0, else None.
+        """Let engines read the current weights; returns the manifest (of the first node) on rank 0.
 
-        Every replica can be read; checksums are those of the node's first one, so what an engine reads of
-        another proves that the two are alike. On several nodes the manifest is that of the first one.
+        Engines may read any replica. Checksums are those of the node's first replica, so reading another one
+        also verifies that both are equal.
         """
 
         def own() -> tuple[Sums, _Memory]:
             torch.cuda.synchronize()
-            return self._agreement.sum_boxes(self._params, self.dtype), self._memory()
+            return self._plan.sum_boxes(self._params, self.dtype), self._memory()
 
         sums, memory = run_together(own)
-        # Where things lie is as good as always what all know since the first time.
-        gathered = gather_objects((self.placement.rank, sums, None if memory == self._told else memory))
-        self._told = memory
-        if self.placement.rank != self._agreement.lead:
+        # Addresses rarely change, so they are sent only when they did.
+        gathered = gather_objects((self.coordinates.rank, sums, None if memory == self._sent else memory))
+        self._sent = memory
+        if self.coordinates.rank != self._plan.lead:
             return None
         self._known |= {rank: memory for rank, _, memory in gathered if memory is not None}
         shards: list[Shard] = []
         where: dict[tuple[int, str], tuple[int, int]] = {}
-        for rank in self._agreement.ranks:
+        for rank in self._plan.ranks:
             for param, (index, offset) in self._known[rank].places.items():
                 where[rank, param] = len(shards) + index, offset
             shards += self._shards(rank)
         path = self.folder / MANIFEST
-        manifest = describe(
-            self._agreement,
-            self.layout,
+        manifest = build_manifest(
+            self._plan,
+            self.mapping,
             self.dtype,
             tuple(shards),
             where,
             {rank: found for rank, found, _ in gathered},
             transport="cuda_ipc",
-            # On several nodes each engine looks into its own folder.
-            place={"manifest": str(path) if self._agreement.alone else MANIFEST},
+            # With several nodes, each engine reads the manifest in its own node's folder.
+            place={"manifest": str(path) if self._plan.alone else MANIFEST},
             version=version,
         )
         atomic_write_text(path, manifest.to_json(), private=True)
-        return manifest if self.placement.rank == 0 else None
+        return manifest if self.coordinates.rank == 0 else None
 
     def retract(self) -> None:
-        """From here on the weights may change: engines that still read notice it."""
-        if self.placement.rank == self._agreement.lead:
+        """From here on the weights may change; engines that are still reading detect it."""
+        if self.coordinates.rank == self._plan.lead:
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -117,51 +118,54 @@ class CudaIpcPublisher:
         self.retract()
 
     def _check_types(self) -> None:
-        found = {str(self._params[p].dtype) for _, _, p, _ in self._agreement.of(self._source)}
+        found = {str(self._params[p].dtype) for _, _, p, _ in self._plan.slices_of(self._owner)}
         if wrong := sorted(found - {str(self.dtype)}):
-            raise UserError(f"parameters are {', '.join(wrong)}, engines are to receive {self.dtype}")
+            raise UserError(
+                f"bridge.transport: cuda_ipc needs parameters of {self.dtype}, they are {', '.join(wrong)}; "
+                "use another transport"
+            )
 
     def _memory(self) -> _Memory:
-        """Where this rank holds what its source gives."""
+        """Where this rank holds the published parameters."""
         found = _Memory([], [], {})
         index: dict[int, int] = {}
-        for _, _, name, _ in self._agreement.of(self._source):
+        for _, _, name, _ in self._plan.slices_of(self._owner):
             param = self._params[name]
             storage = param.untyped_storage()
             address = storage.data_ptr()
             if address not in index:
                 index[address] = len(found.sizes)
-                # Once for each piece of memory: every export would add to a chain that torch keeps.
+                # Export each storage once: torch keeps a record of every export.
                 if address not in self._handles:
                     self._handles[address] = _export(storage)
                 found.handles.append(self._handles[address])
                 found.sizes.append(storage.nbytes())
-            found.places[name] = index[address], param.storage_offset() * param.element_size()
+            found.places[name] = index[address], int(param.storage_offset()) * param.element_size()
         return found
 
-    def _shards(self, source: int) -> Iterator[Shard]:
-        """A source's pieces of memory, each with its copies."""
-        own = self._known[source]
-        alike = [
+    def _shards(self, owner: int) -> Iterator[Shard]:
+        """The storages of a sending rank, each with its copies."""
+        own = self._known[owner]
+        equal = [
             (rank, self._known[rank])
-            for rank in self._agreement.replicas[source]
-            # Replicas lay their memory out alike; one that did not could not be read by the source's offsets.
+            for rank in self._plan.replicas[owner]
+            # Skip replicas with another memory layout: the sender's offsets would be wrong for them.
             if (self._known[rank].sizes, self._known[rank].places) == (own.sizes, own.places)
         ]
         for i, size in enumerate(own.sizes):
-            yield Shard(source, size, copies=tuple(Copy(rank, *m.handles[i]) for rank, m in alike))
+            yield Shard(owner, size, copies=tuple(Copy(rank, *m.handles[i]) for rank, m in equal))
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """Where a rank's parameters lie."""
+    """Where a rank's parameters are in GPU memory."""
 
     sizes: list[int]
-    """Bytes of each piece of memory."""
+    """Bytes of each storage."""
     handles: list[tuple[str, str]]
-    """UUID of its GPU, and its handle."""
+    """(UUID of the GPU, CUDA IPC handle) of each storage."""
     places: dict[str, tuple[int, int]]
-    """Of each parameter, by name: in which piece it lies, and at which byte it begins."""
+    """Megatron name -> (index of the storage, byte offset in it)."""
 
 
 def _export(storage: torch.UntypedStorage) -> tuple[str, str]:
@@ -174,10 +178,10 @@ def _export(storage: torch.UntypedStorage) -> tuple[str, str]:
 
 
 def choose_copies(shards: Sequence[Shard], gpu: str) -> list[Copy]:
-    """Of each shard the copy that a worker on a GPU (its UUID) reads: that on its own GPU, if there is one.
+    """The copy of each shard that a worker reads: the one on its own GPU (a UUID), if there is one.
 
-    What its GPU does not hold it reads from the same replica, so that each card is read by the workers of one
-    replica; and a worker on none of these GPUs from one replica throughout, which workers share out.
+    Other shards are read from the same replica, so that a GPU is read by the workers of one replica only. A
+    worker on none of these GPUs reads a single replica; such workers are spread over the replicas.
     """
     near = [i for shard in shards for i, copy in enumerate(shard.copies) if copy.gpu == gpu]
     replica = near[0] if near else zlib.crc32(gpu.encode())
@@ -193,7 +197,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def open_memory(copy: Copy) -> torch.Tensor:
-    """The memory of a copy, as bytes on its GPU. Raises HandleError if this process cannot reach it."""
+    """The memory of a copy as uint8 on its GPU. Raises HandleError if this process cannot open it."""
     arguments = [_find_gpu(copy.gpu), *json.loads(copy.handle)]
     for i in _BYTES:
         arguments[i] = base64.b64decode(arguments[i])
@@ -207,10 +211,10 @@ def open_memory(copy: Copy) -> torch.Tensor:
 
 
 def _find_gpu(uuid: str) -> int:
-    """Number of a GPU in this process: processes may see different GPUs, in different order."""
+    """Device index of a GPU in this process; other processes may number GPUs differently."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return index
     raise HandleError(
-        f"GPU {uuid} of the trainer is hidden from this engine; let engines see all GPUs of the node"
+        f"the trainer's GPU {uuid} is not visible to this engine; let engines see all GPUs of the node"
     )

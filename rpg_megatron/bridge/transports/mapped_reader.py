@@ -1,8 +1,8 @@
-"""Engine side of the live bridge where memory is shared: views of published shards, to be read only.
+"""Transports ``shared_memory`` and ``cuda_ipc``, engine side: read-only views of published shards.
 
-Files are mapped, not read: a slice costs what its bytes cost. A map is kept between syncs as long as the
-file is the same inode, because mapping anew pays the page faults of the whole model again. Memory of a GPU is
-opened by its handle.
+Files are memory-mapped: reading a slice touches only its bytes. A mapping is kept between syncs while the
+file's inode stays the same, since a new one would cost the page faults of the whole model again. GPU memory
+is opened by its CUDA IPC handle.
 """
 
 from __future__ import annotations
@@ -27,45 +27,44 @@ from rpg_megatron.models.boxes import Box, check_cover
 from rpg_megatron.system.dtypes import torch_dtype
 
 Sums = dict[str, tuple[int, int]]
-"""What a worker read of each HF tensor: checksum and bytes."""
+"""HF tensor name -> checksum and number of bytes that a worker read of it."""
 
 
 class ShardError(Exception):
-    """A publication cannot be read: wrong version, owner or place, or files that do not fit it."""
+    """Published weights cannot be read: wrong version, owner or location, or damaged files."""
 
 
 class Reader(Protocol):
-    """How an engine worker gets at published weights; one implementation for each transport."""
+    """How an engine worker reads weights: ``open``, ``check``, ``begin``, ``cut`` ..., ``end``."""
 
     manifest: Manifest | None
-    """Of the open publication."""
+    """Manifest of the open version; None if none is open."""
 
     @property
-    def givers(self) -> dict[int, int]:
-        """Of each rank that the open publication names, the one that is read: itself, or one that holds the
-        same.
-        """
+    def ranks_read(self) -> dict[int, int]:
+        """Rank named by the open manifest -> rank that is read: the same rank or a replica of it."""
         ...
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
-        """Find a publication. Raises ShardError if it is not there or holds another version."""
+        """Open a published version. Raises ShardError if it is missing or another version is published."""
         ...
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
-        """Make sure that all of ``wanted`` can be read; returns what was summed, if it was read already.
+        """Verify that all of ``wanted`` can be read; returns checksums of what was read for that.
 
-        Raises ShardError. Nothing of the model is touched.
+        Does not touch the model.
+        Raises ShardError.
         """
         ...
 
     def begin(self) -> None:
-        """Start to read what was checked, once, in the same order. Raises ShardError."""
+        """Start reading what was checked, once and in the same order. Raises ShardError."""
         ...
 
     def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
         """The parts of a box of an HF tensor, as (values, their box in the HF tensor).
 
-        They cover it exactly. Values may be gone when the next part is asked for; do not write to them.
+        They cover it exactly. Values are valid until the next part is requested, and read-only.
         """
         ...
 
@@ -74,26 +73,27 @@ class Reader(Protocol):
         ...
 
     def end(self) -> Sums:
-        """Confirm that what was read since ``begin`` is the version; returns what was summed only now.
+        """Verify that everything read since ``begin`` is of the open version; returns checksums computed
+        since then.
 
         Raises ShardError.
         """
         ...
 
     def release(self) -> None:
-        """An update stopped half way: forget it."""
+        """Abandon an interrupted update."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all memory and connections."""
         ...
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A block's work on a GPU goes to a stream of its own, after what is under way, and ends with the block.
+    """Run a block's GPU work on a separate stream, after all work queued before; waits for it at the end.
 
-    Copies do not hold up the engine's default stream then, and a failure in them is raised here.
+    Copies then do not block the engine's default stream, and their errors are raised here.
     """
     if device.type != "cuda":
         yield
@@ -107,7 +107,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the life of the process: torch keeps freed memory apart for each stream, and has 32 of them."""
+    """One per process: torch caches freed memory by stream and has only 32 streams."""
     return torch.cuda.Stream(device)
 
 
@@ -119,11 +119,11 @@ class _Mapped:
 
 
 class ShardReader:
-    """Opens publications below one folder and cuts boxes out of them."""
+    """``Reader`` of manifests in one folder, with shards in mapped files or in GPU memory."""
 
     def __init__(self, root: Path, gpu: str = "") -> None:
-        """root: the only folder that manifests may come from (the engine's RPG_BRIDGE_DIR). gpu: UUID of the
-        worker's, to find trainer ranks on it.
+        """root: the only folder that manifests are read from (the engine's RPG_BRIDGE_DIR). gpu: UUID of the
+        worker's GPU, to find trainer ranks on it.
         """
         self.root, self._gpu = root.resolve(), gpu
         self.manifest: Manifest | None = None
@@ -131,15 +131,15 @@ class ShardReader:
         self._files: list[torch.Tensor] = []
         self._path, self._written = self.root, 0
         self._opened_gpu: dict[Copy, torch.Tensor] = {}
-        self.givers: dict[int, int] = {}
+        self.ranks_read: dict[int, int] = {}
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
-        """Map the files of a manifest, after checking place, owner and version.
+        """Map the files of a manifest after checking location, owner and version.
 
-        Raises ShardError with the reason; views of an earlier publication stay valid.
+        Raises ShardError with the reason. Views of an earlier version stay valid.
         """
-        self.manifest, self._files, self.givers = None, [], {}
-        path = self.root / str(place.get("manifest", ""))  # of an absolute path, that one
+        self.manifest, self._files, self.ranks_read = None, [], {}
+        path = self.root / str(place.get("manifest", ""))  # an absolute path replaces the root
         real = path.resolve()
         if not real.is_relative_to(self.root):
             raise ShardError(f"{path}: lies outside {self.root}, the engine's RPG_BRIDGE_DIR")
@@ -155,7 +155,7 @@ class ShardReader:
                 kept = self._opened_gpu
                 self._opened_gpu = {c: kept[c] if c in kept else open_memory(c) for c in copies}
                 self._files = [self._opened_gpu[c] for c in copies]
-                self.givers = {s.rank: c.rank for s, c in zip(manifest.shards, copies, strict=True)}
+                self.ranks_read = {s.rank: c.rank for s, c in zip(manifest.shards, copies, strict=True)}
             except HandleError as e:
                 raise ShardError(str(e)) from None
         else:
@@ -168,10 +168,10 @@ class ShardReader:
         return manifest
 
     def check_version(self) -> None:
-        """Raise ShardError unless all still is the manifest's version: before and after reading."""
+        """Raise ShardError unless all shards hold the manifest's version; call before and after reading."""
         manifest = self._opened()
         if manifest.transport == "cuda_ipc":
-            # On a GPU there is no word that the trainer's CPU could set: it removes the manifest.
+            # GPU memory has no version word that the trainer's CPU could set; it removes the manifest.
             try:
                 unchanged = self._path.stat().st_mtime_ns == self._written
             except OSError:
@@ -188,7 +188,7 @@ class ShardReader:
                 )
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
-        """Sum exactly what will be read."""
+        """Compute the checksums of exactly what will be read."""
         sums: Sums = {name: (0, 0) for name, _ in wanted}
         parts = [(name, *cut) for name, box in wanted for cut in self.cut(name, box)]
         found = checksums((part, where.start) for _, part, where in parts)
@@ -199,21 +199,21 @@ class ShardReader:
         return sums
 
     def begin(self) -> None:
-        """Make sure that it still is what was checked."""
+        """Verify that the version is still the one that was checked."""
         self.check_version()
 
     def end(self) -> Sums:
-        """Make sure that it was so to the end; all was summed before."""
+        """Verify that the version did not change while reading; checksums were computed in ``check``."""
         self.check_version()
         return {}
 
     def release(self) -> None:
-        """Nothing is under way."""
+        """Nothing to abandon."""
 
     def cut(self, name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
         """The parts of a box of an HF tensor: (read-only view into a shard, its box in the HF tensor).
 
-        Together they cover ``wanted`` exactly. Do not write to the views: their memory is not writable.
+        Together they cover ``wanted`` exactly. The memory of the views is not writable.
         """
         for box in self._opened().tensors[name].boxes:
             common = box.hf.intersect(wanted)
@@ -230,7 +230,7 @@ class ShardReader:
         return out
 
     def damaged(self, name: str) -> list[Shard]:
-        """Shards whose present bytes of a tensor do not have the published checksum."""
+        """Shards whose current bytes of a tensor do not match the published checksum."""
         manifest = self._opened()
         return [
             manifest.shards[box.shard]
@@ -239,7 +239,7 @@ class ShardReader:
         ]
 
     def close(self) -> None:
-        """Forget the publication and unmap its files."""
+        """Close the open version and unmap its files."""
         self.manifest, self._files = None, []
         self._opened_gpu.clear()
         for path in list(self._maps):
@@ -247,7 +247,7 @@ class ShardReader:
 
     def _opened(self) -> Manifest:
         if self.manifest is None:
-            raise ShardError("no publication is open")
+            raise ShardError("no publication is open; call open first")
         return self.manifest
 
     def _view(self, name: str, box: PublishedBox, part: Box) -> torch.Tensor:
@@ -255,24 +255,24 @@ class ShardReader:
         nbytes = dtype.itemsize * Box.whole(box.param_shape).numel
         memory = self._files[box.shard][box.offset : box.offset + nbytes]
         if memory.numel() != nbytes:
-            raise ShardError(f"{name}: its box reaches past the end of {self._opened().shards[box.shard]}")
+            raise ShardError(f"{name}: a box reaches past the end of {self._opened().shards[box.shard]}")
         shard = memory.view(dtype).view(box.param_shape)
         start = tuple(a + b for a, b in zip(box.local.start, part.offset_in(box.hf), strict=True))
         return shard[Box(start, part.extent).slices()]
 
     def _map(self, folder: Path, info: Shard) -> torch.Tensor:
         if info.file != os.path.basename(info.file) or info.size < HEADER_BYTES:
-            raise ShardError(f"manifest names an impossible file {info.file!r} of {info.size} bytes")
+            raise ShardError(f"the manifest names an impossible file {info.file!r} of {info.size} bytes")
         path = folder / info.file
         try:
-            # Not a link, so that the folder's privacy is the file's; not blocking, should it be a pipe.
+            # Refuses links, so that the file is as private as the folder; does not block on a pipe.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as e:
             raise ShardError(f"{path} (trainer rank {info.rank}): cannot be opened ({e.strerror})") from None
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise ShardError(f"{path}: not a private file of this user, so not the trainer's")
+                raise ShardError(f"{path}: not a private file of this user, so not a trainer's")
             if found.st_size != info.size:
                 raise ShardError(f"{path}: has {found.st_size} bytes, its manifest says {info.size}")
             inode = (found.st_dev, found.st_ino, found.st_size)
@@ -281,7 +281,7 @@ class ShardReader:
                 self._forget(path)
                 memory = mmap.mmap(fd, info.size, access=mmap.ACCESS_READ)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch warns of read-only memory, which is what we want
+                    warnings.simplefilter("ignore")  # torch warns about read-only memory, which is intended
                     kept = _Mapped(inode, memory, torch.frombuffer(memory, dtype=torch.uint8))
                 self._maps[path] = kept
             return kept.bytes
@@ -293,5 +293,5 @@ class ShardReader:
         if kept is not None:
             memory = kept.memory
             del kept
-            with suppress(BufferError):  # a view is still alive; the memory goes with it
+            with suppress(BufferError):  # a view is still alive; the memory is freed with it
                 memory.close()

@@ -1,8 +1,7 @@
-"""Connections between one trainer rank and one engine worker: a process group of two, and how they find it.
+"""Transport ``process_group``: links of one trainer rank and one engine worker, and their rendezvous.
 
-Groups of two, because an engine that dies, or comes back as another process, then breaks its own links and no
-others; and because only those pairs are connected that have something to say to each other. Torch's default
-group plays no part: engines have one of their own.
+With groups of two, an engine that dies or restarts breaks only its own links, and only pairs that exchange
+data are connected. Torch's default group is not used: engines have their own.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _ENVIRONMENT = threading.Lock()
 
 
 class Rendezvous:
-    """A key-value store on trainer rank 0, by which ranks and workers find each other.
+    """A key-value store on trainer rank 0, through which trainer ranks and engine workers connect.
 
-    Torch's store knows no passwords. So requests for weights are signed with a secret that only those learn
-    who are told the ``place``: engines, by authenticated requests. Links themselves are as open as all of
-    torch.distributed is.
+    Torch's store has no authentication. So requests for weights are signed with a secret that is part of
+    ``place``, which engines receive by authenticated HTTP. The links themselves are not authenticated, as
+    always with torch.distributed.
     """
 
     def __init__(self, place: dict[str, Any], store: dist.Store) -> None:
@@ -45,14 +44,15 @@ class Rendezvous:
 
     @classmethod
     def host(cls, address: str, *, timeout: float, backend: str) -> Rendezvous:
-        """Start a store that listens at ``address`` (a host name or IP of this machine) and nowhere else.
+        """Start a store that listens only at ``address``, a host name or IP of this machine.
 
-        timeout: seconds that a single message between a rank and a worker may take. backend: gloo or nccl.
+        timeout: seconds for a single message between a rank and a worker. backend: gloo or nccl.
+        Raises UserError if the address is not one of this machine.
         """
         try:
             listener = socket.create_server((address, 0), backlog=256)
         except OSError as e:
-            raise UserError(f"bridge.address: {address!r} is no address of this machine ({e})") from None
+            raise UserError(f"bridge.address: {address!r} is not an address of this machine ({e})") from None
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -68,10 +68,10 @@ class Rendezvous:
 
     @classmethod
     def join(cls, place: dict[str, Any]) -> Rendezvous:
-        """Connect to the store of a place. Raises OSError if nobody listens there."""
+        """Connect to the store at ``place``. Raises OSError if nothing listens there."""
         address = str(place["address"]), int(place["port"])
         try:
-            # Torch's store would try again and again where nobody listens.
+            # Torch's store would retry until its timeout if nothing listens.
             socket.create_connection(address, timeout=10).close()
             store = dist.TCPStore(*address, None, False, timeout=timedelta(seconds=20))
         except (OSError, RuntimeError) as e:
@@ -80,12 +80,12 @@ class Rendezvous:
         return cls(place, store)
 
     def ask(self, inbox: str, request: dict[str, Any]) -> None:
-        """Leave a request. Raises RuntimeError if the store is gone."""
+        """Queue a signed request. Raises RuntimeError if the store is gone."""
         body = json.dumps(request)
         self.store.queue_push(inbox, json.dumps([body, self._sign(inbox, body)]))
 
     def take(self, inbox: str) -> dict[str, Any] | None:
-        """The next request, if there is one; those that are not signed are dropped."""
+        """The next request, or None; requests without a valid signature are dropped."""
         while self.store.queue_len(inbox):
             try:
                 body, signature = json.loads(self.store.queue_pop(inbox))
@@ -98,32 +98,32 @@ class Rendezvous:
     def _sign(self, inbox: str, body: str) -> str:
         return hmac.new(self._secret, f"{inbox}|{body}".encode(), hashlib.sha256).hexdigest()
 
-    def again(self) -> Rendezvous:
-        """Another connection to the same store: one serves one thread at a time."""
+    def reconnect(self) -> Rendezvous:
+        """A new connection to the same store: a connection serves one thread at a time."""
         return Rendezvous.join(self.place)
 
     def connect(self, name: str, side: int, device: torch.device) -> Link:
-        """One end of the link of this name; waits for the other end. Raises LinkError."""
+        """One end (SENDER or RECEIVER) of the named link; waits for the other end. Raises LinkError."""
         return Link(self, name, side, device)
 
 
 class LinkError(Exception):
-    """The other end of a link is gone, or does not answer in time."""
+    """The other end of a link is gone or timed out."""
 
 
 class Link:
-    """One direction of weights: the sender is a trainer rank, the receiver an engine worker."""
+    """A one-way connection: a trainer rank sends, an engine worker receives."""
 
-    def __init__(self, meeting: Rendezvous, name: str, side: int, device: torch.device) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, side: int, device: torch.device) -> None:
         self._peer = 1 - side
         self._device, self._pinned = device, False
-        timeout = timedelta(seconds=float(meeting.place["timeout"]))
-        store = dist.PrefixStore(f"link/{name}", meeting.store)
+        timeout = timedelta(seconds=float(rendezvous.place["timeout"]))
+        store = dist.PrefixStore(f"link/{name}", rendezvous.store)
         try:
-            if meeting.place["backend"] == "gloo":
+            if rendezvous.place["backend"] == "gloo":
                 self._device, self._pinned = torch.device("cpu"), device.type == "cuda"
-                options = dist.ProcessGroupGloo._Options()
-                options._devices = [_gloo_device(str(meeting.place["address"]))]
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
+                options._devices = [_gloo_device(str(rendezvous.place["address"]))]
                 options._timeout = timeout
                 self._group: Any = dist.ProcessGroupGloo(store, side, 2, options)
             else:
@@ -135,29 +135,27 @@ class Link:
             raise LinkError(f"no connection: {_first_line(e)}") from None
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory that messages can be sent from and received into: uint8, on the device or, over gloo, host
-        memory.
-        """
+        """Memory for messages: uint8 on the device, with gloo in (pinned) host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
 
     def send(self, message: torch.Tensor) -> Any:
-        """Begin to send a contiguous tensor; ``finish`` the result before it is changed."""
+        """Start sending a contiguous tensor; ``finish`` the returned work before changing it."""
         return self._begin(lambda: self._group.send([message], self._peer, 0))
 
     def receive(self, into: torch.Tensor) -> Any:
-        """Begin to receive as many bytes as ``into`` has; ``finish`` the result before it is read."""
+        """Start receiving ``into.nbytes`` bytes; ``finish`` the returned work before reading them."""
         return self._begin(lambda: self._group.recv([into], self._peer, 0))
 
     @staticmethod
     def finish(work: Any) -> None:
-        """Wait until a message has come through. Raises LinkError."""
+        """Wait until a message is transferred. Raises LinkError."""
         try:
             work.wait()
         except RuntimeError as e:
             raise LinkError(_first_line(e)) from None
 
     def close(self) -> None:
-        """Hang up; what is under way on the other end fails."""
+        """Close the link; pending transfers fail on the other end."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -173,9 +171,9 @@ class Link:
 
 @contextmanager
 def _blocking_waits() -> Iterator[None]:
-    """Build NCCL groups whose ``wait`` waits and raises at the timeout.
+    """Within the block, NCCL groups are created with a blocking ``wait`` that raises at the timeout.
 
-    Else NCCL's watchdog would end this process when the other end dies. Not yet run on a GPU.
+    Otherwise NCCL's watchdog would end this process when the other end dies. Not yet run on a GPU.
     """
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING)
@@ -190,10 +188,9 @@ def _blocking_waits() -> Iterator[None]:
 
 
 def _gloo_device(address: str) -> Any:
-    """Where gloo listens: at this node's address in the cluster, or at the store's if this machine has it,
-    else as its host name says.
+    """The network device for gloo: this node's cluster address, else the store's if local, else by host name.
 
-    Trainer and engine may sit on different machines, so the store's address is only one end's.
+    Trainer and engine may be on different machines, so the store's address may belong to the other one.
     """
     address = os.environ.get(ADDRESS_VARIABLE, address)
     try:

@@ -1,10 +1,10 @@
-"""Engine side of the live bridge where it shares no memory with the trainers: slices arrive as messages.
+"""Transport ``process_group``, engine side: receives slices as messages from trainer ranks, by gloo or NCCL.
 
-*Check* connects to every trainer rank that holds something for this worker, tells it what, and hears which
-version it serves; nothing is moved. *Apply* streams: a message is unpacked into the model while the next
-is on its way, each slice is summed as it passes, and no byte comes twice. So weights that were damaged on the
-way are known only when they are in the model: the controller compares the sums before it lets the engine
-serve again.
+*Check* connects to every trainer rank that holds slices for this worker, requests them, and receives the
+version that the rank serves; no weights are moved. *Apply* streams: one message is unpacked into the model
+while the next one arrives. Every byte is sent once, and checksums are computed on the way into the model. So
+damage in transit is detected after the weights are loaded: the controller compares the checksums before the
+engine serves again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from rpg_megatron.system.dtypes import torch_dtype
 
 
 class GroupReader:
-    """Reads publications of a ``GroupPublisher``; see ``Reader`` for the contract."""
+    """``Reader`` of weights that a ``GroupPublisher`` serves."""
 
     def __init__(self, device: torch.device, node: str = "") -> None:
-        """device: where slices go, the engine's. node: its ``node_name``, to find trainer ranks nearby."""
+        """device: the engine's, where slices go. node: its ``node_name``, to find trainer ranks on the same
+        node.
+        """
         self.manifest: Manifest | None = None
         self._device, self._node = device, node
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._links: dict[int, _Receiver] = {}
         self._made = 0
@@ -50,18 +52,18 @@ class GroupReader:
         self._most = 0
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
-        """Fetch the manifest from the trainers' store. Raises ShardError with the reason."""
+        """Fetch the manifest from the trainers' key-value store. Raises ShardError with the reason."""
         self.manifest = None
-        if self._meeting is None or self._meeting.place != place:
+        if self._rendezvous is None or self._rendezvous.place != place:
             self.close()
             try:
-                self._meeting = Rendezvous.join(place)
+                self._rendezvous = Rendezvous.join(place)
             except OSError as e:
                 raise ShardError(str(e)) from None
         try:
-            if not self._meeting.store.check(["manifest"]):
+            if not self._rendezvous.store.check(["manifest"]):
                 raise ShardError("the trainers have published nothing yet")
-            manifest = parse_manifest(self._meeting.store.get("manifest").decode(), place)
+            manifest = parse_manifest(self._rendezvous.store.get("manifest").decode(), place)
         except RuntimeError as e:
             self.close()
             raise ShardError(f"the trainers' store does not answer ({e})") from None
@@ -75,14 +77,16 @@ class GroupReader:
         return manifest
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
-        """Make sure that every rank concerned is there and will send what these reads need; moves nothing.
+        """Connect to every rank that holds some of ``wanted`` and request it; no weights are moved yet.
 
-        Raises ShardError that names the rank. Returns no sums: nothing was read yet.
+        Returns no checksums, since nothing is read.
+        Raises ShardError that names the rank.
         """
         manifest = self._opened()
         self._sums = {}
         budget = int(manifest.place["bucket_bytes"])
-        # Two buckets for each rank that sends share the memory; which ranks those are does not hang on sizes.
+        # The memory is divided into two buckets for each sending rank; which ranks send does not depend on
+        # sizes.
         ranks = plan_streams(manifest, wanted, 1 << 62)
         self._most = max(1, budget // (2 * max(len(ranks), 1)))
         streams = plan_streams(manifest, wanted, self._most)
@@ -90,19 +94,19 @@ class GroupReader:
             self._links.pop(shard).close()
         try:
             for shard, buckets in streams.items():
-                self._hail(shard, buckets)
+                self._connect(shard, buckets)
             for shard in streams:
-                self._links[shard].expect_greeting(manifest.version)
+                self._links[shard].finish_handshake(manifest.version)
         except BaseException as e:
-            # Links that answered may be in the middle of something; the next check makes new ones.
-            self._hang_up()
+            # Links may be in the middle of a transfer; the next check opens new ones.
+            self._close_links()
             if isinstance(e, LinkError | RuntimeError):
                 raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
             raise
         return {}
 
     def begin(self) -> None:
-        """Ask all ranks to send. Raises ShardError."""
+        """Request the transfer from all ranks. Raises ShardError."""
         manifest = self._opened()
         for shard, receiver in self._links.items():
             self._ask(shard, {"kind": "stream", "link": receiver.name})
@@ -115,13 +119,14 @@ class GroupReader:
     def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
         """The parts of a box of an HF tensor: (view into a message, its box in the HF tensor).
 
-        Boxes must be asked for in the order that ``check`` was told, and a view is gone when the next part is
-        asked for. Raises ShardError.
+        Boxes must be requested in the order given to ``check``, and a view is valid until the next part is
+        requested.
+        Raises ShardError.
         """
         manifest = self._opened()
         for shard, part in split_box(manifest, hf_name, wanted, self._most):
             try:
-                raw = self._links[shard].take(part).to(self._device)  # over gloo it is in host memory
+                raw = self._links[shard].take(part).to(self._device)  # with gloo it is in host memory
             except LinkError as e:
                 raise ShardError(f"{manifest.shards[shard]} broke off at {hf_name}: {e}") from None
             values = raw.view(torch_dtype(manifest.tensors[hf_name].dtype)).view(part.box.extent)
@@ -141,33 +146,35 @@ class GroupReader:
         return out
 
     def end(self) -> Sums:
-        """Checksum and bytes of each tensor as it came through since ``begin``."""
+        """Checksum and bytes of each tensor received since ``begin``."""
         return {name: found for name, found in self._sums.items() if found[1]}
 
     @property
-    def givers(self) -> dict[int, int]:
-        """Of each source rank, the one that is asked."""
+    def ranks_read(self) -> dict[int, int]:
+        """Rank named by the manifest -> rank that the slices are requested from."""
         manifest = self._opened()
         return {s.rank: self._nearest(s.rank, manifest.place) for s in manifest.shards}
 
     def release(self) -> None:
-        """An update stopped half way: what is still under way must not be taken for the next one's."""
+        """Abandon an interrupted update: closes the links, so that the next update gets no old messages."""
         if any(receiver.busy for receiver in self._links.values()):
-            self._hang_up()
+            self._close_links()
 
     def close(self) -> None:
-        """Hang up and forget the publication."""
-        self._hang_up()
-        self.manifest, self._meeting = None, None
+        """Close all links and the open version."""
+        self._close_links()
+        self.manifest, self._rendezvous = None, None
 
     def _opened(self) -> Manifest:
         if self.manifest is None:
             raise ShardError("no publication is open")
         return self.manifest
 
-    def _hail(self, shard: int, buckets: list[Bucket]) -> None:
-        """Greet a rank, over a new link if there is none, and tell it what to send if that is new."""
-        assert self._meeting is not None
+    def _connect(self, shard: int, buckets: list[Bucket]) -> None:
+        """Start the handshake with a rank, on a new link if there is none; sends the list of slices if it
+        changed.
+        """
+        assert self._rendezvous is not None
         receiver = self._links.get(shard)
         new = receiver is None
         name = f"{self._name}-{self._made}" if receiver is None else receiver.name
@@ -176,36 +183,36 @@ class GroupReader:
         self._ask(shard, {"kind": "hello", "link": name, "buckets": lists})
         if new:
             self._made += 1
-            self._links[shard] = _Receiver(self._meeting.connect(name, RECEIVER, self._device), name)
+            self._links[shard] = _Receiver(self._rendezvous.connect(name, RECEIVER, self._device), name)
         if changed:
             self._links[shard].plan(buckets)
 
     def _ask(self, shard: int, request: dict[str, Any]) -> None:
-        assert self._meeting is not None
+        assert self._rendezvous is not None
         manifest = self._opened()
         key = inbox(manifest.version, self._nearest(manifest.shards[shard].rank, manifest.place))
         try:
-            self._meeting.ask(key, request)
+            self._rendezvous.ask(key, request)
         except RuntimeError as e:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
 
-    def _nearest(self, source: int, place: dict[str, Any]) -> int:
-        """The rank to ask for what a source rank gives: of those that hold the same, one of this node; else
-        another one for each worker, so that not all ask the first.
+    def _nearest(self, owner: int, place: dict[str, Any]) -> int:
+        """The rank to request a sending rank's slices from: a replica on this node, else one chosen by this
+        worker's name, so that workers are spread over the replicas.
         """
-        replicas = place.get("replicas", {}).get(str(source), [(source, "")])
+        replicas = place.get("replicas", {}).get(str(owner), [(owner, "")])
         near = [rank for rank, node in replicas if node == self._node]
         ranks = near or [rank for rank, _ in replicas]
         return int(ranks[zlib.crc32(self._name.encode()) % len(ranks)])
 
-    def _hang_up(self) -> None:
+    def _close_links(self) -> None:
         for receiver in self._links.values():
             receiver.close()
         self._links.clear()
 
 
 class _Receiver:
-    """This worker's end of one link."""
+    """The engine worker's end of one link."""
 
     def __init__(self, link: Link, name: str) -> None:
         self.name = name
@@ -222,13 +229,13 @@ class _Receiver:
         return self._coming is not None
 
     def plan(self, buckets: list[Bucket]) -> None:
-        """What will come from now on; memory for two messages."""
+        """Set what will be received from now on; allocates two messages."""
         self.buckets = buckets
         size = largest(buckets)
         self._buffers = [self._link.buffer(size) for _ in range(min(2, len(buckets)))]
 
-    def expect_greeting(self, version: int) -> None:
-        """Hear what the rank serves. Raises LinkError if that is not what the manifest says."""
+    def finish_handshake(self, version: int) -> None:
+        """Receive what the rank serves. Raises LinkError if it differs from the manifest."""
         message = self._link.buffer(16)
         self._link.finish(self._link.receive(message))
         served, total = message.view(torch.int64).tolist()
@@ -237,20 +244,20 @@ class _Receiver:
             raise LinkError(f"it serves {total} bytes of version {served}, expected {expected} of {version}")
 
     def begin(self) -> None:
-        """Be ready for the first message."""
+        """Start receiving the first message."""
         self._next = 0
         self._parts.clear()
         self._post()
 
     def take(self, part: BucketPart) -> torch.Tensor:
-        """The bytes of the next part, which must be this one. Raises LinkError."""
+        """The bytes of ``part``, which must be the next one. Raises LinkError."""
         if not self._parts:
             if self._coming is None:
-                raise LinkError(f"nothing more is to come, asked for {part.hf_name} {part.box}")
+                raise LinkError(f"all messages were received, but {part.hf_name} {part.box} is requested")
             bucket, message, work = self._coming
             self._link.finish(work)
-            # All of the message before is used, so its memory takes the next one. Not earlier: on a GPU a
-            # receive that waits for the one before it may hold up other links in the same hardware queue, and
+            # The previous message is used up, so its memory can receive the next one. Not earlier: on a GPU,
+            # a receive that waits for the one before it may block other links in the same hardware queue, and
             # with them the rank that this one waits for.
             self._post()
             at = 0
@@ -263,11 +270,11 @@ class _Receiver:
         return values
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the link."""
         self._link.close()
 
     def _post(self) -> None:
-        """Begin to receive the next message, if there is one."""
+        """Start receiving the next message, if there is one."""
         self._coming = None
         if self._next < len(self.buckets):
             bucket = self.buckets[self._next]

@@ -1,8 +1,8 @@
-"""Find out which slice of which tensor a weight loader puts where, by a run on tensors without memory.
+"""Records which slices of HF tensors vLLM's weight loaders copy where, by a run on meta tensors.
 
-A view of a meta tensor shares its storage object with the tensor it was cut from. So at the moment a loader
-calls ``copy_``, the storages say which parameter receives which tensor, and (shape, stride, offset) say which
-part. The ways a loader may slice (narrow, chunk, unbind, ``.data``) need no treatment one by one.
+A view of a meta tensor shares the storage object of its base. So when a loader calls ``copy_``, the storages
+identify source tensor and parameter, and (shape, stride, offset) identify the slice, however the loader made
+it (narrow, chunk, unbind, ``.data``).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rpg_megatron.models.boxes import Box
 
 
 class NotRecordable(Exception):
-    """A loader does more than copying boxes and filling with constants."""
+    """A loader does more than copy boxes and fill with constants."""
 
 
 @dataclass(frozen=True)
 class Strided:
-    """A view, apart from its memory: shape, strides and offset in elements."""
+    """Shape, strides and offset of a view, in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,7 +31,7 @@ class Strided:
 
     @classmethod
     def of(cls, view: torch.Tensor) -> Strided:
-        """How ``view`` lies in its storage."""
+        """Shape, strides and offset of ``view`` in its storage."""
         return cls(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     @property
@@ -40,13 +40,13 @@ class Strided:
         return torch.Size(self.shape).numel()
 
     def on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same view of another tensor that begins at its storage's start."""
+        """The same view of another tensor of the recorded base's shape."""
         return tensor.as_strided(self.shape, self.stride, self.offset + int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
 class SliceCopy:
-    """``target`` (in a parameter) receives the box of a published tensor, element by element."""
+    """``target`` (a view of a parameter) receives a box of an HF tensor, element by element."""
 
     target: Strided
     hf_name: str
@@ -55,21 +55,21 @@ class SliceCopy:
 
 @dataclass(frozen=True)
 class Fill:
-    """``target`` (in a parameter) receives a constant: padding."""
+    """``target`` (a view of a parameter) is filled with a constant: padding."""
 
     target: Strided
     value: float
 
 
 class LoadRecorder[Key: Hashable](TorchDispatchMode):
-    """Dispatch mode under which loaders run; afterwards ``copies`` and ``fills`` hold what they did.
+    """Dispatch mode for running loaders; afterwards ``copies`` and ``fills`` hold what they did.
 
-    sources: full tensors by name, targets: parameters by any key; all on the meta device, each with a storage
-    of its own. What cannot be expressed ends up in ``refused``, as text.
+    sources: full tensors by name. targets: parameters by any key. All are on the meta device, each with a
+    storage of its own. Operations that are neither are described in ``refused``.
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], targets: Mapping[Key, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._sources = {_storage(t): (name, t) for name, t in sources.items()}
         self._targets = {_storage(t): key for key, t in targets.items()}
         self.copies: list[tuple[Key, SliceCopy]] = []
@@ -79,7 +79,7 @@ class LoadRecorder[Key: Hashable](TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let the operation run (on meta tensors it costs nothing), and note writes to parameters."""
+        """Run the operation (free on meta tensors) and record writes to parameters."""
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         if name.endswith("_") and args and isinstance(args[0], torch.Tensor):
@@ -104,15 +104,15 @@ class LoadRecorder[Key: Hashable](TorchDispatchMode):
         name, full = origin
         box = strided_box(Strided.of(source), full.shape)
         if box is None or target.shape != source.shape:
-            self.refused.append(f"copy of {name} into {key} is no box")
+            self.refused.append(f"copy of {name} into {key} is not a box")
             return
         self.copies.append((key, SliceCopy(Strided.of(target), name, box)))
 
 
 def strided_box(view: Strided, shape: Sequence[int]) -> Box | None:
-    """The box that a view of a contiguous tensor of this shape covers, in the same order; None if it is none.
+    """The box that a view of a contiguous tensor of this shape covers, in the same order; else None.
 
-    Dimensions of size 1 may be dropped or added; transposed, flattened and skipping views are no boxes.
+    Dimensions of size 1 may be dropped or added. Transposed, flattened and strided views are not boxes.
     """
     strides = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):

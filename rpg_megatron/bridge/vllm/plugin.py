@@ -1,4 +1,4 @@
-"""vLLM side of the live bridge: workers pull their slices of published weights.
+"""vLLM plug-in: a weight-transfer backend by which workers pull their slices of published weights.
 
 Start the engine with
 
@@ -6,13 +6,15 @@ Start the engine with
     --worker-extension-cls rpg_megatron.bridge.vllm.plugin.WorkerExtension
     --middleware rpg_megatron.bridge.vllm.plugin.BearerAuth
 
-and, in its environment, RPG_BRIDGE_DIR (the only folder that manifests are taken from), RPG_ENGINE_TOKEN
-(every route asks for it) and VLLM_SERVER_DEV_MODE=1 (the routes for weight updates exist only then).
+and, in its environment, RPG_BRIDGE_DIR (the only folder that manifests are read from), RPG_ENGINE_TOKEN
+(required by every route) and VLLM_SERVER_DEV_MODE=1 (enables the routes for weight updates).
 
-Two rules shape this file. A worker must never raise: at tensor parallel size two and more, vLLM leaves the
-other workers' replies queued when one raises, and every later answer is one call late for good. So each
-worker keeps its answer until it is asked for it. And between *start* and *apply* nothing of the model is
-touched, so a failed check needs no repair.
+Two rules:
+
+- A worker must never raise. At tensor parallel size 2 and more, vLLM leaves the other workers' replies queued
+  when one raises, and every later reply is one call late. So each worker stores its result (``ack``) until
+  the controller asks for it.
+- Between *start* and *apply* the model is not touched, so a failed check needs no repair.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.bridge.publish_plan import node_name
+from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
@@ -51,7 +53,7 @@ logger = init_logger("vllm." + __name__)
 
 @dataclass
 class PullInit(WeightTransferInitInfo):
-    """Nothing to set up: manifests carry all that a worker needs."""
+    """Empty: manifests hold everything that a worker needs."""
 
 
 @dataclass
@@ -60,12 +62,12 @@ class PullUpdate(WeightTransferUpdateInfo):
 
     transport: str
     place: dict[str, Any]
-    """Where the publication is found; see ``Manifest``."""
+    """Where the published weights are found; see ``Manifest``."""
     version: int
     phase: str
     """``check`` or ``apply``."""
     session: str
-    """Name that the controller gave this sync; acknowledgements and the two phases are matched by it."""
+    """The controller's name for this sync, by which phases and acknowledgements are matched."""
 
 
 class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
@@ -78,25 +80,27 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         super().__init__(*args, **kwargs)
         folder = os.environ.get(DIR_VARIABLE)
         if not folder:
-            raise RuntimeError(f"{DIR_VARIABLE} is not set: it names the folder that weights are pulled from")
+            raise RuntimeError(
+                f"{DIR_VARIABLE} is not set: set it to the folder that weights are published in"
+            )
         self.folder = Path(folder).resolve()
         self._readers: dict[str, Reader] = {}
         self.version: int | None = None
         self.unsettled = False
-        """Whether an *apply* began whose update was never finished: the weights may be a mixture."""
+        """Whether an *apply* began and its update was not finished: the weights may be a mixture."""
         self.ack: dict[str, Any] = {}
         self._plan: ModelPlan | None = None
         self._checked: tuple[str, int] | None = None
 
     def init_transfer_engine(self, init_info: PullInit) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def start_weight_update(self) -> None:
-        """Forget an earlier check; the model stays as it is until *apply*."""
+        """Discard an earlier check; the model is not changed until *apply*."""
         self._checked = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Run one phase and note the outcome in ``ack``. Never raises (see the module's docstring)."""
+        """Run one phase and store its result in ``ack``. Never raises (see the module's docstring)."""
         began = time.perf_counter()
         self.ack = ack = {"rank": self.parallel_config.rank, "pid": os.getpid(), "ok": False, "sums": {}}
         try:
@@ -106,14 +110,15 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             ack["ok"] = True
         except BaseException as e:
             ack["error"] = f"{type(e).__name__}: {e}"
-            known = {k: v for k, v in update_info.items() if k != "place"}  # which holds a secret
+            known = {k: v for k, v in update_info.items() if k != "place"}  # ``place`` holds a secret
             logger.exception("Weight update failed: %s", known)
             self.abort()
         ack["seconds"] = time.perf_counter() - began
 
     def receive_weights(self, update_info: PullUpdate, ack: dict[str, Any] | None = None) -> None:
-        """One phase; may raise, unlike ``update_weights``. ``ack`` is filled with what was done."""
+        """Run one phase; may raise, unlike ``update_weights``. Fills in ``ack``."""
         ack = {} if ack is None else ack
+        plan: ModelPlan | None
         session = (update_info.session, update_info.version)
         if update_info.phase == "check":
             self._checked = None
@@ -121,21 +126,23 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             plan = self._current_plan(reader.open(update_info.place, update_info.version))
             ack["sums"] = reader.check(plan.boxes())
             ack["bytes"] = sum(n for _, n in ack["sums"].values())
-            ack["givers"] = {str(source): rank for source, rank in reader.givers.items()}
+            ack["ranks_read"] = {str(owner): rank for owner, rank in reader.ranks_read.items()}
             self._checked = session
         elif update_info.phase == "apply":
             if self._checked != session:
-                raise RuntimeError(f"session {session} was not checked (last check: {self._checked})")
+                raise RuntimeError(
+                    f"session {session} was not checked (last check: {self._checked}); run phase check first"
+                )
             self._checked = None
             reader, plan = self._reader(update_info.transport), self._plan
             assert plan is not None
             reader.begin()
-            # From here on a failure leaves a mixture, whose version is nobody's.
+            # From here on a failure leaves a mixture of versions.
             self.version, self.unsettled = None, True
             load_published(self.model, self.model_config, self.device, plan, reader)
             ack["sums"] = reader.end()
             ack["bytes"] = plan.nbytes
-            ack["givers"] = {str(source): rank for source, rank in reader.givers.items()}
+            ack["ranks_read"] = {str(owner): rank for owner, rank in reader.ranks_read.items()}
             self.version = update_info.version
         else:
             raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")
@@ -146,18 +153,18 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             ack["layers_processed"] = sum(not p.in_place for p in plan.layers)
 
     def finish_weight_update(self) -> None:
-        """What *apply* brought is to be served."""
+        """The new weights may be served."""
         self._checked = None
         self.unsettled = False
 
     def abort(self) -> None:
-        """Give every module its own tensors back, whatever state an update stopped in. Never raises."""
+        """Restore every module's own tensors, in whatever state an update was interrupted. Never raises."""
         self._checked = None
         for reader in self._readers.values():
             try:
                 reader.release()
             except BaseException:
-                logger.exception("Could not let go of an update")
+                logger.exception("Could not abandon an update")
         try:
             restore_layers(self.model)
         except BaseException:
@@ -165,27 +172,29 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             self.version = None
 
     def shutdown(self) -> None:
-        """Let go of the trainers' weights."""
+        """Release the trainers' weights."""
         for reader in self._readers.values():
             try:
                 reader.close()
             except BaseException:
-                logger.exception("Could not let go of the trainers' weights")
+                logger.exception("Could not release the trainers' weights")
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """Not used: trainers publish, they do not send."""
+        """Not supported: trainers publish weights, vLLM does not send them."""
         raise NotImplementedError("rpg_pull: trainers publish with rpg_megatron.bridge.publisher")
 
     def _reader(self, transport: str) -> Reader:
-        """The transport's reader, made at its first use. Raises ShardError if the name is unknown."""
+        """The transport's reader, created on first use. Raises ShardError if the transport is unknown."""
         if transport not in self._readers:
             if transport in ("shared_memory", "cuda_ipc"):
                 self._readers[transport] = ShardReader(self.folder, gpu_of(self.device))
             elif transport == "process_group":
                 self._readers[transport] = GroupReader(self.device, node_name(self.folder))
             else:
-                raise ShardError(f"this engine knows no transport {transport!r}")
+                raise ShardError(
+                    f"unknown transport {transport!r}; engine and trainer run different versions"
+                )
         return self._readers[transport]
 
     def _current_plan(self, manifest: Manifest) -> ModelPlan:
@@ -198,13 +207,13 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
 
 
 class WorkerExtension:
-    """Calls that the controller makes through vLLM's ``/collective_rpc``. None of them raises."""
+    """Methods that the controller calls through vLLM's ``/collective_rpc``. None of them raises."""
 
     weight_transfer_engine: PullEngine
     _rpg_trace: WorkerTrace | None = None
 
     def rpg_abort(self) -> dict[str, Any]:
-        """End an open update, if there is one, with the weights as they were before *apply*."""
+        """End an open update, if there is one; before *apply* the old weights are intact."""
         engine = self.weight_transfer_engine
         engine.abort()
         engine.reset_weight_update_target()
@@ -216,11 +225,11 @@ class WorkerExtension:
         }
 
     def rpg_ack(self) -> dict[str, Any]:
-        """What the last phase did, and whether it went well."""
+        """Result of the last phase."""
         return self.weight_transfer_engine.ack
 
     def rpg_version(self) -> dict[str, Any]:
-        """Version of the weights being served; None before the first sync and after a failed *apply*."""
+        """Version of the served weights; None before the first sync and after a failed *apply*."""
         engine = self.weight_transfer_engine
         return {
             "rank": engine.parallel_config.rank,
@@ -229,9 +238,10 @@ class WorkerExtension:
         }
 
     def rpg_trace(self, action: str) -> dict[str, Any]:
-        """Watch the model's modules (``start``), write down what they gave (``take``), stop (``stop``).
+        """Record the outputs of the model's modules (``start``), write them to a file (``take``), stop
+        (``stop``).
 
-        See ``vllm_plugin_trace``. The answer holds ``error``, empty if there was none.
+        See ``trace.WorkerTrace``. The result holds ``error``, empty if there was none.
         """
         rank = self.weight_transfer_engine.parallel_config.rank
         error = ""
@@ -239,7 +249,7 @@ class WorkerExtension:
             trace = self._rpg_trace
             if action == "take":
                 if trace is None:
-                    raise RuntimeError("nothing is traced")
+                    raise RuntimeError("no trace is active; call start first")
                 trace.take(trace_file(self.weight_transfer_engine.folder, rank))
                 error = trace.error
             else:
@@ -255,23 +265,23 @@ class WorkerExtension:
 
 
 class BearerAuth:
-    """ASGI middleware: every route asks for the token in RPG_ENGINE_TOKEN, health and 404s included.
+    """ASGI middleware: every route, also health and unknown ones, requires the token in RPG_ENGINE_TOKEN.
 
-    vLLM's own ``--api-key`` leaves the routes open that change weights or generate by another path.
+    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
-            raise RuntimeError(f"{TOKEN_VARIABLE} is not set: an engine does not start without a token")
+            raise RuntimeError(f"{TOKEN_VARIABLE} is not set: set it to the token that clients send")
         self.app = app
         self._digest = hashlib.sha256(b"Bearer " + token.encode()).digest()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Pass the request on, or answer 401."""
+        """Forward the request, or answer 401."""
         if scope["type"] in ("http", "websocket"):
             given = dict(scope["headers"]).get(b"authorization", b"")
-            # Digests have one length, so the comparison's time tells nothing about the token.
+            # Digests have equal length, so the comparison's time reveals nothing about the token.
             if not hmac.compare_digest(hashlib.sha256(given).digest(), self._digest):
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 4401})
@@ -284,6 +294,6 @@ class BearerAuth:
 
 
 def register() -> None:
-    """Entry point of the group ``vllm.general_plugins``: makes the backend known in every vLLM process."""
+    """Entry point of the group ``vllm.general_plugins``: registers the backend in every vLLM process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)

@@ -1,10 +1,10 @@
-"""vLLM side of an audit: forward hooks in a worker that keep what each module gave, until they are asked for.
+"""Records the activations of vLLM's modules for an audit, by forward hooks in each worker.
 
-``vllm_plugin.WorkerExtension`` calls this; nothing here raises into a worker (see there why). It knows vLLM's
-dense decoders by their modules' names alone and imports nothing of vLLM, so that ``join_workers``, which
-puts the workers' shares together, can be used by whoever compares.
+``plugin.WorkerExtension`` calls this; hooks never raise into a worker (the plug-in says why). Modules of
+vLLM's dense decoders are found by name, and nothing of vLLM is imported, so that other processes can use
+``join_workers``.
 
-An engine must run eagerly: a compiled or captured model does not call its modules.
+The engine must run eagerly: a compiled or captured model does not call its modules' hooks.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rpg_megatron.models.activation_sites import FINAL_INPUT, FINAL_NORM, LOGITS
 
 _QKV, _GATE_UP = "qkv", "gate_up"
 _CUT = ("query_norm", "key_norm", "query_rope", "key_rope", "attention", "activation")
-"""Parts that hold just this worker's heads or columns."""
+"""Parts of which a worker holds only its own heads or columns."""
 
 
 class WorkerTrace:
-    """Keeps what the modules of one worker's model compute. Every value is copied at once: vLLM computes
-    norms and rotations in place.
+    """Keeps the activations of one worker's model. Values are copied at once: vLLM computes norms and rotary
+    embeddings in place.
     """
 
     def __init__(self, model: nn.Module):
-        """Hook the modules of a dense decoder. Raises AttributeError if it is built in another way."""
+        """Hook the modules of a dense decoder. Raises AttributeError for any other structure."""
         self._kept: dict[str, list[Tensor]] = defaultdict(list)
         self._handles: list[Any] = []
         self.error = ""
-        """What went wrong in a hook; the trace is not whole then."""
+        """First error in a hook; the trace is then incomplete."""
         inner: Any = model.model
         for i, layer in enumerate(inner.layers):
             self._hook_layer(i, layer)
@@ -51,7 +51,7 @@ class WorkerTrace:
             names = [layer_site(i, p) for p in parts]
             self._hook(module, lambda a, out: dict(zip(names, take(a, out), strict=True)))
 
-        # With a residual the norm adds it first, and hands both on.
+        # If it gets a residual, the norm adds it first and returns both.
         keep(
             layer.input_layernorm,
             "input",
@@ -62,7 +62,7 @@ class WorkerTrace:
         if getattr(attention, "q_norm", None) is not None:
             keep(attention.q_norm, "query_norm", take=lambda a, out: (out,))
             keep(attention.k_norm, "key_norm", take=lambda a, out: (out,))
-        # One rotary module serves all layers, so its results are taken from where they go in.
+        # All layers share one rotary module, so its results are taken from the attention's inputs.
         keep(
             attention.attn,
             "query_rope",
@@ -77,7 +77,7 @@ class WorkerTrace:
         keep(mlp.down_proj, "mlp_output", take=lambda a, out: (out[0],))
 
     def _hook(self, module: nn.Module, take: Callable[[Any, Any], dict[str, Any]]) -> None:
-        # What goes in may be overwritten by the module, so it is copied before the module runs.
+        # The module may overwrite its inputs, so they are copied before it runs.
         entered: list[Any] = []
 
         def before(_: nn.Module, args: Any) -> None:
@@ -86,7 +86,7 @@ class WorkerTrace:
         def after(_: nn.Module, args: Any, out: Any) -> None:
             try:
                 for name, value in take(entered, out).items():
-                    if value is not None:  # logits come together on one worker
+                    if value is not None:  # only one worker gathers the logits
                         self._kept[name].append(_copy(value).flatten(1).cpu())
             except Exception as e:
                 self.error = self.error or f"{type(module).__name__}: {type(e).__name__}: {e}"
@@ -94,7 +94,7 @@ class WorkerTrace:
         self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def take(self, file: Path) -> None:
-        """Write what was kept since the last time, call after call end to end, and forget it."""
+        """Write the values since the last ``take``, concatenated over calls, and discard them."""
         kept = {name: torch.cat(values) for name, values in self._kept.items()}
         self._kept.clear()
         save_file(kept, file)
@@ -112,12 +112,12 @@ def _copy(value: Any) -> Any:
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """Where a worker leaves its trace."""
+    """File that a worker writes its trace to."""
     return folder / f"trace-{rank}.safetensors"
 
 
 def read_workers(folder: Path, workers: int) -> list[Trace]:
-    """Every worker's trace, in rank order; the files are removed."""
+    """Every worker's trace, in rank order; removes the files."""
     files = [trace_file(folder, rank) for rank in range(workers)]
     shards = [load_file(file) for file in files]
     for file in files:
@@ -126,10 +126,11 @@ def read_workers(folder: Path, workers: int) -> list[Trace]:
 
 
 def join_workers(shards: Sequence[Trace], shape: ModelShape) -> Trace:
-    """The whole model's trace from all workers' shares, in rank order.
+    """The trace of the full model from those of all workers, in rank order.
 
-    A worker's projections are its query heads, then its key heads, then its value heads; its gate columns,
-    then its up columns. With fewer key/value heads than workers, neighbours hold the same ones.
+    A worker's QKV projection is its query heads, then its key heads, then its value heads; its MLP projection
+    is its gate columns, then its up columns. With fewer key/value heads than workers, neighbouring workers
+    hold the same ones.
     """
     workers, d = len(shards), shape.head_dim
     heads, groups = shape.num_heads // workers, max(1, shape.num_kv_heads // workers)

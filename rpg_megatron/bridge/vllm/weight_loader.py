@@ -1,12 +1,13 @@
-"""How published slices get into vLLM's modules: the plan of one worker, recorded once, and its replay.
+"""Loads published slices into vLLM's modules by a plan that is recorded once for each worker.
 
-Three ways in, the first two chosen module by module:
+There are three ways; the first two are chosen module by module:
 
-- *in place*: parameters still have the layout that loaders write (unquantised on a GPU; norms everywhere), so
-  slices are copied into the live tensors. Addresses stay, so captured CUDA graphs stay valid.
-- *processed*: vLLM re-packs the module after loading (CPU kernels, quantised layers), so slices go into fresh
-  tensors, through the module's own processing, and the result into the old tensors.
-- *whole*: some loader does more than copy slices; then full tensors are assembled and handed to the model.
+- *in place*: parameters keep the shape and strides that loaders write (unquantised on a GPU; norms
+  everywhere), so slices are copied into the live tensors. Addresses stay, so captured CUDA graphs stay valid.
+- *processed*: vLLM re-packs the module after loading (CPU kernels, quantised layers), so slices go into new
+  tensors, the module's own processing runs, and its result is copied into the old tensors.
+- *whole*: a loader of the model does more than copy slices, so full tensors are assembled and passed to
+  ``load_weights``.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import ITEM_BYTES, torch_dtype
 
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Names, element types and shapes of the published tensors, in order."""
+"""(HF tensor name, dtype, shape) of each published tensor, in order."""
 
 UNPROCESSED_ON_CUDA = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-"""Methods whose work after loading is a CPU matter. Exact types: subclasses may shuffle weights."""
+"""Methods that process weights after loading on a CPU only. Exact types: subclasses may reorder weights."""
 
 
 @dataclass
 class LayerPlan:
-    """What one module receives, by parameter name."""
+    """What one module receives: (parameter name, copy or fill)."""
 
     layer: torch.nn.Module
     copies: list[tuple[str, SliceCopy]] = field(default_factory=list)
@@ -61,31 +62,34 @@ class LayerPlan:
 
 @dataclass
 class ModelPlan:
-    """What this worker reads at every sync. ``layers`` is None if it loads whole tensors, for ``reason``."""
+    """What this worker reads in every sync. ``layers`` is None if it loads whole tensors, because of
+    ``reason``.
+    """
 
     signature: Signature
     layers: list[LayerPlan] | None
     shared: list[torch.nn.Module] = field(default_factory=list)
-    """Modules without a loader of their own that share a parameter with a planned one (tied embeddings)."""
+    """Modules without a loader that share a parameter with a module in ``layers`` (tied embeddings)."""
     reason: str = ""
 
     def boxes(self) -> list[tuple[str, Box]]:
-        """Every read of a sync: HF tensor name and box."""
+        """Every read of a sync: (HF tensor name, box)."""
         if self.layers is None:
             return [(name, Box.whole(shape)) for name, _, shape in self.signature]
         return [(copy.hf_name, copy.box) for plan in self.layers for _, copy in plan.copies]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a sync brings into the model."""
+        """Bytes that a sync loads into the model."""
         item = {name: ITEM_BYTES[dtype] for name, dtype, _ in self.signature}
         return sum(item[name] * box.numel for name, box in self.boxes())
 
 
-def record_plan(model: torch.nn.Module, device: torch.device, signature: Signature) -> ModelPlan:
-    """Run the model's own ``load_weights`` on tensors without memory; the model is as before on return.
+def record_plan(model: Any, device: torch.device, signature: Signature) -> ModelPlan:
+    """Record the model's own ``load_weights`` on meta tensors; the model is unchanged on return.
 
-    Raises ShardError if a published tensor does not fit the model, or a module is left without weights.
+    model: a vLLM model (an nn.Module with ``load_weights``).
+    Raises ShardError if a published tensor does not fit the model, or a module would get no weights.
     """
     sources = {
         name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, dtype, shape in signature
@@ -93,7 +97,7 @@ def record_plan(model: torch.nn.Module, device: torch.device, signature: Signatu
     live = {module: get_layer_params_buffers(module)[0] for module in model.modules()}
     try:
         with torch.device(device):
-            initialize_layerwise_reload(model)  # puts every parameter on the meta device
+            initialize_layerwise_reload(model)  # moves every parameter to the meta device
         targets = {
             (module, name): tensor
             for module in model.modules()
@@ -101,7 +105,7 @@ def record_plan(model: torch.nn.Module, device: torch.device, signature: Signatu
             if tensor.is_meta
         }
         for tensor in targets.values():
-            _unwrap_loader(tensor)  # the session's wrappers would only buffer
+            _unwrap_loader(tensor)  # vLLM's wrappers would only buffer tensors
         recorder = LoadRecorder(sources, targets)
         current = ["(none)"]
         try:
@@ -110,13 +114,13 @@ def record_plan(model: torch.nn.Module, device: torch.device, signature: Signatu
         except Exception as e:
             shape = list(sources[current[0]].shape) if current[0] in sources else []
             raise ShardError(
-                f"{current[0]} {shape}: the engine's model does not take it ({type(e).__name__}: {e}); "
+                f"{current[0]} {shape}: the engine's model cannot load it ({type(e).__name__}: {e}); "
                 "engine and trainer run different models"
             ) from e
         plans = _plans_by_layer(recorder)
         shared = _check_complete(model, plans, live)
         for plan in plans.values():
-            plan.in_place = _keeps_layout(plan, live[plan.layer], device)
+            plan.in_place = _loads_in_place(plan, live[plan.layer], device)
         return ModelPlan(signature, list(plans.values()), shared)
     except NotRecordable as e:
         return ModelPlan(signature, None, reason=str(e))
@@ -126,9 +130,9 @@ def record_plan(model: torch.nn.Module, device: torch.device, signature: Signatu
 
 @torch.no_grad()
 def load_published(
-    model: torch.nn.Module, model_config: Any, device: torch.device, plan: ModelPlan, reader: Reader
+    model: Any, model_config: Any, device: torch.device, plan: ModelPlan, reader: Reader
 ) -> None:
-    """Put the open publication's weights into the model. A failure leaves it half loaded."""
+    """Load the reader's open version into the model. A failure leaves the model with mixed weights."""
     with torch.device(device):
         if plan.layers is None:
             _load_whole(model, model_config, reader)
@@ -137,7 +141,7 @@ def load_published(
         _load_slices(plan.layers, reader, overlap=device.type == "cpu")
         _refresh(plan.shared)
         for module in model.modules():
-            # Modules that prepare something from others' weights; vLLM calls them last, too.
+            # These modules derive tensors from other modules' weights; vLLM processes them last as well.
             if isinstance(module, Attention | MLAAttention):
                 module.process_weights_after_loading(model_config.dtype)
             elif isinstance(module, HpcModule):
@@ -147,7 +151,7 @@ def load_published(
 
 
 def restore_layers(model: torch.nn.Module) -> None:
-    """Give every module its own tensors back, whatever state a recording or an update stopped in."""
+    """Restore every module's own tensors, in whatever state a recording or an update was interrupted."""
     for module in model.modules():
         info = get_layerwise_info(module)
         if info.kernel_tensors is not None:
@@ -157,7 +161,7 @@ def restore_layers(model: torch.nn.Module) -> None:
 
 
 def _noting(sources: dict[str, torch.Tensor], current: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors for a loader; ``current`` holds the name that it is busy with."""
+    """Names and tensors for a loader; ``current[0]`` is the name being loaded."""
     for name, tensor in sources.items():
         current[0] = name
         yield name, tensor
@@ -177,21 +181,24 @@ def _plans_by_layer(recorder: LoadRecorder[tuple[torch.nn.Module, str]]) -> dict
 def _check_complete(
     model: torch.nn.Module,
     plans: dict[torch.nn.Module, LayerPlan],
-    live: dict[torch.nn.Module, dict[str, torch.nn.Parameter]],
+    live: dict[torch.nn.Module, dict[str, torch.Tensor]],
 ) -> list[torch.nn.Module]:
-    """Refuse plans that leave part of a parameter unwritten; returns the modules that share a planned one.
+    """Refuse plans that leave part of a parameter unwritten; returns the modules for ``ModelPlan.shared``.
 
-    live: parameters as they are outside of recording, when tied ones are one object.
+    live: parameters outside of the recording, where tied ones are the same object.
     """
     names = {module: name for name, module in model.named_modules()}
     fed = {id(p) for module in plans for p in live[module].values()}
     shared = []
     for module, params in live.items():
-        expected = _load_layout(module)
+        expected = _unprocessed_parameters(module)
         if module not in plans:
             if expected and not isinstance(module, Attention | MLAAttention):
                 if not all(id(p) in fed for p in params.values()):
-                    raise ShardError(f"nothing published feeds {names[module]} ({', '.join(expected)})")
+                    raise ShardError(
+                        f"{names[module]} ({', '.join(expected)}): no published tensor provides its weights; "
+                        "engine and trainer run different models"
+                    )
                 shared.append(module)
             continue
         written = dict.fromkeys(expected, 0)
@@ -207,11 +214,11 @@ def _check_complete(
     return shared
 
 
-def _keeps_layout(plan: LayerPlan, live: dict[str, torch.nn.Parameter], device: torch.device) -> bool:
-    """Whether copying into the live parameters is all that loading this module amounts to."""
+def _loads_in_place(plan: LayerPlan, live: dict[str, torch.Tensor], device: torch.device) -> bool:
+    """Whether this module can be loaded by copying into its live parameters."""
     if _is_processed(plan.layer, device):
         return False
-    expected = _load_layout(plan.layer)
+    expected = _unprocessed_parameters(plan.layer)
     return all(
         name in live
         and name in expected
@@ -231,16 +238,16 @@ def _is_processed(layer: torch.nn.Module, device: torch.device) -> bool:
     return type(method) not in UNPROCESSED_ON_CUDA or device.type != "cuda"
 
 
-def _load_layout(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters as loaders expect them (meta tensors that vLLM took before any processing)."""
+def _unprocessed_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters as loaders expect them: meta tensors that vLLM kept from before processing."""
     params, _ = get_layerwise_info(module).restore_metadata
     return {name: tensor for name, tensor in params.items() if name not in SKIP_TENSORS}
 
 
 def _load_slices(plans: list[LayerPlan], reader: Reader, overlap: bool) -> None:
-    """Fill all modules; with ``overlap`` the slices of the next are copied while one is re-packed.
+    """Fill all modules; with ``overlap`` the next module's slices are copied while one is re-packed.
 
-    Not on a GPU, whose streams belong to threads: another thread's copies would race with the packing.
+    Not on a GPU, where streams are per thread: copies of another thread would race with the re-packing.
     """
     packing: torch.nn.Module | None = None
     with ThreadPoolExecutor(1) as copier:
@@ -265,7 +272,7 @@ def _load_slices(plans: list[LayerPlan], reader: Reader, overlap: bool) -> None:
 
 
 def _begin_reload(layer: torch.nn.Module) -> None:
-    """VLLM's layerwise reload for one module: from here on its parameters are fresh ones in load layout."""
+    """Start vLLM's layerwise reload of one module: gives it new parameters as loaders expect them."""
     info = get_layerwise_info(layer)
     info.kernel_tensors = get_layer_params_buffers(layer)
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
@@ -276,7 +283,7 @@ def _begin_reload(layer: torch.nn.Module) -> None:
 
 
 def _finish_reload(layer: torch.nn.Module) -> None:
-    """The module's own processing; its results go into the old tensors, whose addresses stay."""
+    """Run the module's own processing; the results are copied into the old tensors, whose addresses stay."""
     info = get_layerwise_info(layer)
     _process(layer)
     _copy_and_restore_kernel_tensors(layer, info)
@@ -285,7 +292,7 @@ def _finish_reload(layer: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _copy_slices(plan: LayerPlan, reader: Reader) -> None:
-    """May run in a thread of its own, which has neither the device nor the modes of the main one."""
+    """May run in another thread, which has neither the default device nor the torch modes of the main one."""
     for name, fill in plan.fills:
         fill.target.on(getattr(plan.layer, name).data).fill_(fill.value)
     for name, copy in plan.copies:
@@ -295,8 +302,8 @@ def _copy_slices(plan: LayerPlan, reader: Reader) -> None:
             target[position.slices()].copy_(part, non_blocking=True)
 
 
-def _load_whole(model: torch.nn.Module, model_config: Any, reader: Reader) -> None:
-    """Let the model's loaders cut full tensors: copies, since padded layers read theirs only in finalize."""
+def _load_whole(model: Any, model_config: Any, reader: Reader) -> None:
+    """Pass full tensors to the model's loaders: copies, since padded layers read theirs only in finalize."""
     assert reader.manifest is not None
     initialize_layerwise_reload(model)
     model.load_weights((name, reader.whole(name)) for name in reader.manifest.tensors)
@@ -304,14 +311,14 @@ def _load_whole(model: torch.nn.Module, model_config: Any, reader: Reader) -> No
 
 
 def _refresh(shared: list[torch.nn.Module]) -> None:
-    """Re-pack tied modules: on CPU they keep a packed copy of the parameter, which would stay old."""
+    """Re-pack tied modules: on a CPU they keep a packed copy of the parameter, which would be stale."""
     for module in shared:
         if hasattr(module, "cpu_linear"):
             _process(module)
 
 
 def _sharing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules with a parameter that an earlier module has as well."""
+    """Modules that share a parameter with an earlier module."""
     seen: set[int] = set()
     out = []
     for module in model.modules():
@@ -322,8 +329,8 @@ def _sharing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return out
 
 
-def _process(layer: torch.nn.Module) -> None:
-    """A module's own work after loading: re-packing, quantising."""
+def _process(layer: Any) -> None:
+    """Run a module's own processing after loading: re-packing, quantisation."""
     method = getattr(layer, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):
         if hasattr(layer, "_already_called_process_weights_after_loading"):

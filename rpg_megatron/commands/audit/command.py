@@ -1,4 +1,4 @@
-"""``rpg-megatron audit``: start what a run starts, let it compare engine and trainer, show what it found."""
+"""``rpg-megatron audit``: starts the processes of a run, compares engine and trainer, prints the findings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
-"""A compiled model does not call its modules, and a cached prefix passes none of them."""
-_SHOWN = 6  # findings of an engine
+"""Hooks see neither the modules of a compiled model nor tokens of a cached prefix."""
+_SHOWN = 6  # findings per engine
 _MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps", "dtype", "max_positions")
 _COLUMNS = {
     "input": ("input",),
@@ -35,7 +35,7 @@ _COLUMNS = {
     "act": ("activation",),
     "down": ("mlp_output",),
 }
-"""Columns of the table, and the sites of a layer that each stands for."""
+"""Columns of the table, and the sites of a layer that each covers."""
 
 
 def audit(
@@ -47,14 +47,13 @@ def audit(
 ) -> bool:
     """Audit a config file or a run's folder; prints the report and returns whether it is clean.
 
-    engine_model: a checkpoint that the engines load instead of being synced. copy: a file that gets the
-    report as well.
-    Raises UserError, RunFailed or Interrupted as ``training.train`` does; nothing is left but the audit's
-    folder.
+    engine_model: a checkpoint that the engines load instead of being synced. copy: a second file for the
+    report. Raises UserError, RunFailed or Interrupted as ``commands.train`` does; only the audit's folder
+    is left.
     """
     settings, request = plan_audit(target, overrides)
     if copy is not None and not copy.absolute().parent.is_dir():
-        raise UserError(f"--json: {copy.absolute().parent} is not a folder; make it, or choose another")
+        raise UserError(f"--out: {copy.absolute().parent} is not a folder; create it, or choose another")
     engine = settings.engine.model_copy(update={"arguments": (*settings.engine.arguments, *_EAGER)})
     engine_settings = settings.model_copy(update={"engine": engine})
     check(settings)
@@ -64,7 +63,7 @@ def audit(
         loads = engine.model_copy(update={"arguments": (*engine.arguments, "--load-format", "auto")})
         model = settings.model.model_copy(update={"path": engine_model.absolute()})
         engine_settings = settings.model_copy(update={"engine": loads, "model": model})
-    signals.raising = False  # from here on there is something to clean up
+    signals.raising = False  # from here on, resources must be cleaned up
     synced = engine_model is None
     with RunLauncher(
         settings, signals, rank_module=RANK, engine_settings=engine_settings, synced=synced, fresh=True
@@ -74,7 +73,7 @@ def audit(
             run.start()
             run.watch()
         except Interrupted as e:
-            e.note = f"the audit's folder stays: {shown(run.folder)}"
+            e.note = f"the audit's folder is kept: {shown(run.folder)}"
             raise
         finally:
             shutil.rmtree(run.folder / "weights", ignore_errors=True)
@@ -87,7 +86,7 @@ def audit(
 
 
 def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dict[str, Any]]:
-    """Settings and request for a config file, or for a run's folder: its newest weights and rollouts.
+    """Settings and request for a config file, or for a run's folder with its newest weights and rollouts.
 
     Raises UserError if the settings cannot be read.
     """
@@ -112,7 +111,7 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
 
 
 def _check_engine_model(settings: Settings, path: Path) -> None:
-    """The engine's checkpoint has the sizes of the trainer's; what else differs is for the audit to find."""
+    """Check that the engine's checkpoint has the trainer's sizes; the audit finds other differences."""
     ours = read_model_shape(settings.model.path)
     try:
         theirs = read_model_shape(path)
@@ -124,11 +123,11 @@ def _check_engine_model(settings: Settings, path: Path) -> None:
         listed = ", ".join(
             f"{f.name} {b[f.name]}, not {a[f.name]}" for f in fields(ours) if a[f.name] != b[f.name]
         )
-        raise UserError(f"--engine-model: {path} is another model than model.path ({listed})")
+        raise UserError(f"--engine-model: {path} is a different model than model.path ({listed})")
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the layers of the first engine that is wrong, or of the first one, and the verdicts."""
+    """Print the layers of the first engine with findings, or of the first one, and the verdicts."""
     engines = report["engines"]
     worst = next((e for e in engines if not e["clean"]), engines[0])
     source = "weights synced through the bridge" if report["synced"] else "weights as the engine loaded them"
@@ -136,7 +135,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         console,
         f"\nengine {worst['engine']} against the trainer: {worst['sequences']} sequences, {worst['tokens']} "
         f"tokens, {report['dtype']}, {source}\n"
-        "relative difference of engine and trainer; * a module whose output does not follow from its input\n",
+        "relative difference of engine and trainer; * marks a module whose output does not match its input\n",
     )
     _say(console, _table(worst))
     logprobs = worst["logprobs"]
@@ -156,7 +155,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for engine in engines:
         name = f"engine {engine['engine']}: " if len(engines) > 1 else ""
         if engine["clean"]:
-            _say(console, f"{name}clean: every module of both sides follows from its input; they agree")
+            _say(console, f"{name}clean: every module of both sides matches its input; they agree")
         for finding in engine["findings"][:_SHOWN]:
             _say(console, f"{name}{finding['kind']}: {finding['text']}.\n  What to do: {finding['advice']}.")
         if (more := len(engine["findings"]) - _SHOWN) > 0:
@@ -164,7 +163,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _table(engine: dict[str, Any]) -> str:
-    """One line a layer; made by hand, since a table that does not fit must not lose digits."""
+    """One line per layer; not a rich table, which would cut digits if it does not fit."""
     inside = [site.split(".")[1:] for site in engine["drift"] if site.startswith("layers.")]
     present = {part for _, part in inside}
     columns = {title: parts for title, parts in _COLUMNS.items() if present & set(parts)}
@@ -183,7 +182,7 @@ def _cell(engine: dict[str, Any], *sites: str) -> str:
 
 
 def _number(value: float | None, digits: int = 1) -> str:
-    """None stands for what is not finite."""
+    """None means not finite."""
     return "nan" if value is None else f"{value:.{digits}e}"
 
 

@@ -1,8 +1,8 @@
-"""The rank's side of ``rpg-megatron audit``: the same tokens through engine and trainer, module by module.
+"""The ranks' part of ``rpg-megatron audit``: the same tokens through engine and trainer, module by module.
 
-An engine samples a few responses, one request at a time, so that what its hooks see is one sequence in order,
-by the very path that rollouts take (prefill, then token by token). The trainer computes the log-probs of the
-same tokens twice: packed as in training, and each sequence alone. Rank 0 compares (``verdict.py``).
+An engine samples a few responses, one request at a time, so that its hooks see one sequence in order, on the
+code path of rollouts (prefill, then token by token). The trainer computes the log-probs of the same tokens
+twice: packed as in training, and each sequence alone. Rank 0 compares (``verdict.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rpg_megatron.engine.command import context_length
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.models.activation_sites import FINAL_INPUT, LOGITS, Trace
 from rpg_megatron.policy.microbatch import MicroBatch
-from rpg_megatron.rollout.sampler import seed_of
+from rpg_megatron.rollout.generation import seed_of
 from rpg_megatron.system.collectives import broadcast_object
 from rpg_megatron.system.dtypes import dtype_name
 from rpg_megatron.system.files import atomic_write_text
@@ -39,26 +39,26 @@ from rpg_megatron.training.run import RankRun
 
 _SEQUENCES = 6
 _SAMPLED = 32
-"""Tokens sampled for each sequence, at most."""
+"""Maximum tokens sampled per sequence."""
 _LONG = 512
-"""Given tokens of a sequence beyond which shorter ones are taken, if there are any."""
+"""Sequences with more given tokens are skipped if there are shorter ones."""
 
 
 @dataclass(frozen=True)
 class AuditRequest:
-    """What to audit, besides the settings."""
+    """Options of an audit, besides the settings."""
 
     sync: bool = True
-    """Bring the trainer's weights into the engines first; else they keep what they loaded."""
+    """Sync the trainer's weights to the engines first; else the engines keep those they loaded."""
     rollouts: str | None = None
-    """Journal of a step: its responses with the largest mismatch are looked at."""
+    """Rollouts file of a step: audit its responses with the largest mismatch."""
     others: dict[str, str] = field(default_factory=dict)
-    """Checkpoints that may explain a stale weight: name in messages -> folder."""
+    """Checkpoints to compare a wrong weight with: name in messages -> folder."""
 
 
 @dataclass
 class Traced:
-    """One sequence that an engine continued, and what its modules gave: rank 0 only."""
+    """One sequence that an engine continued, and the outputs of its modules. Rank 0 only."""
 
     trajectory: Trajectory
     trace: Trace
@@ -101,10 +101,9 @@ def audit_engine(
     weights: Path,
     others: Mapping[str, Weights],
 ) -> tuple[AuditVerdict | None, int]:
-    """Compare one engine with the trainer, as they are. Collective; the verdict, and how many tokens it saw,
-    on rank 0.
+    """Compare one engine with the trainer. Collective; rank 0 returns the verdict and the number of tokens.
 
-    given: rank 0: tokens that the engine continues, a sequence each. weights: folder of the trainer's
+    given: on rank 0, the tokens of each sequence that the engine continues. weights: folder of the trainer's
     weights as a Hugging Face checkpoint.
     """
     settings = run.settings
@@ -140,7 +139,7 @@ def audit_engine(
 
 
 def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
-    """What the engine is to continue: prompts of the data, or half-way through journalled responses."""
+    """Tokens for the engine to continue: prompts of the data, or saved responses cut in half."""
     if request.rollouts is not None:
         worst = sorted(read_rollouts(Path(request.rollouts)), key=_mismatch, reverse=True)
         starts = [np.concatenate([t.prompt, t.response[: len(t.response) // 2]]) for t in worst]
@@ -161,7 +160,7 @@ def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
 async def trace_engine(
     client: EngineClient, settings: Settings, shape: ModelShape, bridge: Path, given: Sequence[Tokens]
 ) -> list[Traced]:
-    """Let the engine continue each of the given sequences, one after another, and keep what its modules gave.
+    """Have the engine continue each given sequence, one at a time, and record the outputs of its modules.
 
     Raises UserError if the engine cannot be traced.
     """
@@ -169,17 +168,17 @@ async def trace_engine(
     try:
         await client.wait_ready(settings.engine.start_timeout)
         await _call(client, "start")
-        for place, tokens in enumerate(given):
+        for number, tokens in enumerate(given):
             room = context_length(settings) - len(tokens)
             (sample,) = await client.generate(
                 tokens,
                 max_tokens=min(_SAMPLED, settings.rollout.max_response_tokens, room),
                 temperature=settings.rollout.temperature,
-                seed=seed_of(settings.seed, "audit", 0, place, 0),
+                seed=seed_of(settings.seed, "audit", 0, number, 0),
             )
             await _call(client, "take")
             shards = await asyncio.to_thread(read_workers, bridge, settings.engine.tensor)
-            trajectory = _trajectory(place, tokens, sample)
+            trajectory = _trajectory(number, tokens, sample)
             found.append(Traced(trajectory, _cut(join_workers(shards, shape), trajectory)))
         await _call(client, "stop")
     finally:
@@ -195,9 +194,9 @@ async def _call(client: EngineClient, action: str) -> None:
         raise UserError(f"engine {client.index} cannot be traced ({action}): {listed}; see its log")
 
 
-def _trajectory(place: int, tokens: Tokens, sample: Sample) -> Trajectory:
+def _trajectory(number: int, tokens: Tokens, sample: Sample) -> Trajectory:
     return Trajectory(
-        prompt_id=place,
+        prompt_id=number,
         sample=0,
         prompt=np.asarray(tokens, np.int32),
         response=sample.tokens,
@@ -209,11 +208,11 @@ def _trajectory(place: int, tokens: Tokens, sample: Sample) -> Trajectory:
 
 
 def _cut(trace: Trace, trajectory: Trajectory) -> Trace:
-    """The rows of the sequence's places; an engine that schedules ahead may have computed one more."""
-    places, sampled = trajectory.length - 1, len(trajectory.response)
+    """The rows of the sequence; an engine that schedules ahead may have computed one more."""
+    positions, sampled = trajectory.length - 1, len(trajectory.response)
     out = {}
     for site, values in trace.items():
-        wanted = sampled if site == LOGITS else places
+        wanted = sampled if site == LOGITS else positions
         if values.size(0) < wanted:
             raise UserError(
                 f"the engine's trace has {values.size(0)} of {wanted} rows of {site}: it does not run all "
@@ -236,8 +235,9 @@ def trainer_side(
     packs: Sequence[MicroBatch],
     found: Sequence[tuple[Trace, torch.Tensor]],
 ) -> ActivationTrace:
-    """What the trainer made of one or several packs, which together hold the trajectories in order, by the
-    result of ``trace_policy``. What fills a pack up is cut off.
+    """The trainer's trace of packs that together hold the trajectories in order; padding is removed.
+
+    found: the result of ``trace_policy``.
     """
     used = [p.used() for p in packs]
     sites = found[0][0]
@@ -264,6 +264,6 @@ def _side(name: str, trajectories: Sequence[Trajectory], trace: Trace, logp: tor
 
 
 def _mismatch(t: Trajectory) -> float:
-    """Largest |engine - trainer| of a journalled response; one with no number is the worst."""
+    """Largest |engine - trainer| of a saved response; inf if it is NaN."""
     gap = np.abs(t.old - t.behaviour) if len(t.old) else np.zeros(1)
     return float(np.nan_to_num(gap, nan=np.inf).max())

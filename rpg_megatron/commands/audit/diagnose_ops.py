@@ -1,4 +1,4 @@
-"""Steps of one side that no parameter decides and that are wrong: positions, attention, the last softmax."""
+"""Explains wrong operations of one side that have no parameters: positions, attention, the softmax."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rpg_megatron.commands.audit.module_check import ModuleChecker, distance, mi
 from rpg_megatron.models.activation_sites import LOGITS, split_site
 
 LOGPROBS = "logprobs"
-"""The last step's name: from logits to log-probs."""
-_FIT_POSITIONS = 64  # the rotation's base is fitted to places before this one: later ones wind too often
-_BASES = (10.0, 1e9, 320)  # lowest, highest, how many to try first
+"""Name of the last step, from logits to log-probs."""
+_FIT_POSITIONS = 64  # fit the RoPE base to earlier positions: angles of later ones wrap too often
+_BASES = (10.0, 1e9, 320)  # lowest, highest, points of the first grid
 
 
 def explain_steps(chain: ModuleChecker, broken: Sequence[str], apart: ModuleChecker | None) -> list[Finding]:
-    """Explain broken sites that no parameter makes, given in the order of computation.
+    """Explain broken sites without parameters, given in the order of computation.
 
-    apart: the trainer's chain with each sequence in a row of its own; what is right there is wrong only in a
-    pack.
+    apart: the trainer's checker with one sequence per row; a site that is right there is wrong only when
+    packed.
     """
     return _StepDiagnosis(chain, apart).findings(broken)
 
 
 class _StepDiagnosis:
-    """Tries what other positions, bases, temperatures would make one side's broken sites right."""
+    """Tests which other positions, RoPE bases or temperatures explain one side's broken sites."""
 
     def __init__(self, chain: ModuleChecker, apart: ModuleChecker | None):
         self._chain, self._apart = chain, apart
         self._name, self._shape = chain.side.name, chain.shape
 
     def findings(self, broken: Sequence[str]) -> list[Finding]:
-        """All of them; one for the rotations of all layers, one for their attention."""
+        """All findings; one for RoPE of all layers, one for their attention."""
         found = []
         rope = [s for s in broken if s.endswith("_rope")]
         attention = [s for s in broken if s.endswith(".attention")]
@@ -59,14 +59,13 @@ class _StepDiagnosis:
         return Finding(
             "other",
             self._name,
-            f"{part}{where} of the {self._name} does not follow from the values before it, it is off by "
-            f"{error:.1%}",
-            "a custom kernel or a quantised engine computes another function here",
+            f"{part}{where} of the {self._name} does not match its inputs, it is off by {error:.1%}",
+            "a custom kernel or a quantised engine computes a different function here",
             layers=layers,
         )
 
     def _fits_alone(self, sites: Sequence[str]) -> bool:
-        """Whether the same sites are right when each sequence has a row of its own."""
+        """Whether the same sites are right with one sequence per row."""
         return self._apart is not None and all(
             self._apart.error(s) <= self._apart.tolerance(s) for s in sites
         )
@@ -83,10 +82,10 @@ class _StepDiagnosis:
                 "packing" if packed else "rope",
                 self._name,
                 f"positions are wrong in the {self._name}, {where}: its sequences start at {listed} "
-                "instead of 0" + (" when they are packed; alone each is right" if packed else ""),
-                "positions must start anew with each sequence of a pack: look at cu_seqlens and position ids"
+                "instead of 0" + (" when packed; each is right alone" if packed else ""),
+                "positions must restart with each sequence of a pack: check cu_seqlens and position ids"
                 if packed
-                else "look at how position ids are made",
+                else "check how position ids are computed",
                 layers=layers,
             )
         near = chain.side.positions < _FIT_POSITIONS
@@ -102,26 +101,26 @@ class _StepDiagnosis:
                 self._name,
                 f"the {self._name} rotates positions with base {base:,.6g} instead of the configured "
                 f"{theta:,.6g}, {where}",
-                f"rope_theta is {theta:,.6g} in config.json of model.path; see what the {self._name} reads",
+                f"rope_theta is {theta:,.6g} in config.json of model.path; check what the {self._name} reads",
                 layers=layers,
                 values={"base": base},
             )
         return Finding(
             "packing" if self._fits_alone(sites) else "rope",
             self._name,
-            f"the {self._name} rotates positions in another way than config.json says, {where}; "
+            f"the {self._name} rotates positions differently than config.json says, {where}; "
             "no base and no shift explains it",
             "compare rope_theta, rope scaling and head_dim of both sides",
             layers=layers,
         )
 
     def _shifts(self, site: str) -> list[int] | None:
-        """Where each sequence would have to start for its rotation to be right, if anywhere but at 0."""
+        """The start positions that explain each sequence's rotation; None if there are none, or all are 0."""
         chain, lengths = self._chain, self._chain.side.lengths
         found = chain.found(site).split(lengths)
         total = sum(lengths)
         starts: list[int] = [0] * len(lengths)
-        # Likely starts first: where the sequence lies in the pack, and one too far or too early.
+        # Likely starts first: the offset of the sequence in the pack, then off by one.
         bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
         for i, begin in enumerate(bounds[:-1]):
             for start in (0, begin, 1, -1, *range(2, min(total, 64))):
@@ -152,16 +151,16 @@ class _StepDiagnosis:
                 "packing",
                 self._name,
                 f"packing: attention {where} of the {self._name} is wrong for sequences {ranges(wrong)} of "
-                f"{len(chain.side.lengths)} of a pack, and right for each alone",
-                "sequences of a pack must not see each other: look at cu_seqlens and the attention's mask",
+                f"{len(chain.side.lengths)} of a pack, but right for each alone",
+                "sequences of a pack must not attend to each other: check cu_seqlens and the attention mask",
                 layers=layers_of(sites),
             )
         return Finding(
             "attention",
             self._name,
-            f"attention {where} of the {self._name} does not follow from its queries, keys and values "
+            f"attention {where} of the {self._name} does not match its queries, keys and values "
             f"(off by {self._chain.error(sites[0]):.1%})",
-            "look at mask, softmax scale and, in the engine, the attention backend and the KV cache's format",
+            "check mask, softmax scale and, in the engine, the attention backend and the KV cache's dtype",
             layers=layers_of(sites),
         )
 
@@ -177,7 +176,7 @@ class _StepDiagnosis:
                 f"the {side.name}'s log-probs are those of temperature {temperature:.4g}, configured is "
                 f"{configured:.4g}; hidden states and logits are right",
                 "trainer and engine must use rollout.temperature, and the engine --logprobs-mode "
-                "processed_logprobs (look at engine.arguments)",
+                "processed_logprobs (check engine.arguments)",
                 values={"temperature": temperature},
             )
         # A column whose logit is 0 adds 1 to the sum of the softmax.
@@ -189,7 +188,7 @@ class _StepDiagnosis:
             return Finding(
                 "vocabulary",
                 side.name,
-                f"vocabulary padding: the {side.name}'s softmax counts about {columns:.0f} columns behind "
+                f"vocabulary padding: the {side.name}'s softmax counts about {columns:.0f} columns beyond "
                 f"the vocabulary of {self._shape.vocab_size}",
                 "columns that pad the vocabulary must be -inf before the softmax",
                 values={"columns": columns},
@@ -198,7 +197,7 @@ class _StepDiagnosis:
         return Finding(
             "other",
             side.name,
-            f"the {side.name}'s log-probs do not follow from its logits (off by up to {off:.2g} nats); no "
+            f"the {side.name}'s log-probs do not match its logits (off by up to {off:.2g} nats); no "
             "temperature and no padding explains it",
-            "look at what is done to logits before sampling: top-k, top-p, penalties, logits processors",
+            "check what changes logits before sampling: top-k, top-p, penalties, logits processors",
         )

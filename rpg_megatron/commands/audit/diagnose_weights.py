@@ -1,7 +1,7 @@
-"""Parameters of one side that are not the trainer's: which, and what they are instead.
+"""Explains parameters of one side that differ from the trainer's.
 
-A change is tried on the reference: a factor on a norm, another checkpoint's weights, query groups in another
-order. What makes a module right again is what is wrong with it.
+Tests hypotheses on the reference: a scaled norm, another checkpoint's weights, permuted query groups. The one
+that reproduces a module's output is its explanation.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _MATRICES = ("query", "key", "value", "attention_output", "gate", "up", "mlp_out
 def explain_weights(
     chain: ModuleChecker, broken: Sequence[str], others: Mapping[str, Weights]
 ) -> list[Finding]:
-    """Explain sites that a parameter makes and that are broken, given in the order of computation.
+    """Explain broken sites that have a parameter, given in the order of computation.
 
-    others: weights that may turn out to be the side's, by what to call them.
+    others: further weights that the side may hold, by their name in messages.
     """
     return _WeightDiagnosis(chain, others).findings(broken) if broken else []
 
 
 class _WeightDiagnosis:
-    """Tries what other parameters would make one side's broken sites right."""
+    """Tests which other parameters explain one side's broken sites."""
 
     def __init__(self, chain: ModuleChecker, others: Mapping[str, Weights]):
         self._chain, self._others = chain, others
         self._name, self._shape = chain.side.name, chain.shape
         self._advice = (
-            "the engine does not serve the trainer's weights here: sync it again; if it stays, look at "
-            "bridge/layouts, or at what loads this engine"
+            "the engine does not serve the trainer's weights: sync it again; if that does not help, check "
+            "the mapping in models/, or what loads this engine"
             if self._name == "engine"
-            else "the trainer's own weights, as exported, do not give this: look at the model's "
-            "configuration (policy/model.py) and at bridge/layouts"
+            else "the trainer's exported weights do not give this output: check the model's "
+            "configuration (policy/model.py) and the mapping in models/"
         )
 
     def findings(self, broken: Sequence[str]) -> list[Finding]:
-        """All of them, in the order of the layers; whole layers first."""
+        """All findings, in the order of layers; complete layers first."""
         rounded = self._explains(broken, lambda name: self._chain.weights(name).bfloat16())
         if rounded and self._chain.side.dtype != "bfloat16":
             return [
@@ -69,7 +69,7 @@ class _WeightDiagnosis:
         return found
 
     def _quantised(self, broken: Sequence[str]) -> Finding | None:
-        """Every matrix of every layer is off a little and no norm is: what few bits do to weights."""
+        """Quantised weights: every matrix of every layer is slightly off, and no norm is."""
         matrices = {s for s in self._chain.sites() if split_site(s)[1] in _MATRICES}
         errors = [self._chain.error(s) for s in broken]
         if not matrices <= set(broken) or any(split_site(s)[1] in NORMS for s in broken) or max(errors) > 0.3:
@@ -77,8 +77,8 @@ class _WeightDiagnosis:
         return Finding(
             "precision",
             self._name,
-            f"all matrices of the {self._name} are off by {min(errors):.1%} to {max(errors):.1%}, and no "
-            "norm is: so are quantised weights",
+            f"all matrices of the {self._name} are off by {min(errors):.1%} to {max(errors):.1%}, but no "
+            "norm is, as with quantised weights",
             "look for --quantization in engine.arguments; a quantised engine needs correction and wider "
             "guards",
             layers=layers_of(broken),
@@ -86,7 +86,7 @@ class _WeightDiagnosis:
         )
 
     def _whole_layers(self, layers: list[int], sites: list[str]) -> list[Finding]:
-        """Layers most of whose parameters are wrong at once."""
+        """Layers with most of their parameters wrong."""
         what = f"layer {layers[0]}" if len(layers) == 1 else f"layers {ranges(layers)}"
         label = self._source(sites)
         if label is not None:
@@ -108,7 +108,7 @@ class _WeightDiagnosis:
         ]
 
     def _single(self, sites: list[str]) -> list[Finding]:
-        """Parameters that are wrong while others of their layer are right."""
+        """Single wrong parameters of otherwise right layers."""
         if swap := self._swapped_groups(sites):
             found, sites = [swap[0]], [s for s in sites if s not in swap[1]]
         else:
@@ -153,7 +153,7 @@ class _WeightDiagnosis:
         return f"{mine} is not the trainer's{where}: its output is off by {error:.1%}", {"error": error}
 
     def _norm_factor(self, site: str, mine: str) -> tuple[str, dict[str, float]] | None:
-        """A norm whose channels are each off by a factor of their own, whatever the token."""
+        """A norm with each channel off by a constant factor, for all tokens."""
         expected = self._chain.expected(site)
         ratios = self._chain.channel_ratios(site, expected)
         scaled = (expected.unflatten(1, (-1, ratios.numel())) * ratios).flatten(1)
@@ -174,7 +174,7 @@ class _WeightDiagnosis:
         return f"{mine} is {much} in channels {ranges(wrong.nonzero()[:, 0].tolist())} of {width}", values
 
     def _swapped_groups(self, sites: list[str]) -> tuple[Finding, list[str]] | None:
-        """Query, key and value heads that are all there, but in another order of the groups."""
+        """Query, key and value heads that are complete, but with permuted groups."""
         mixed = [s for s in sites if split_site(s)[1] in ("query", "key", "value")]
         orders = {s: self._order(s) for s in mixed}
         if not mixed or None in orders.values() or len({tuple(o or ()) for o in orders.values()}) != 1:
@@ -188,7 +188,7 @@ class _WeightDiagnosis:
         text = (
             f"{what} {moved[0]} and {moved[1]} are swapped in layer {layer} of the {self._name}"
             if pair
-            else f"{what} stand in the order {order} in layer {layer} of the {self._name}"
+            else f"{what} are in the order {order} in layer {layer} of the {self._name}"
         )
         finding = Finding(
             "weights",
@@ -202,9 +202,7 @@ class _WeightDiagnosis:
         return finding, mixed
 
     def _order(self, site: str) -> list[int] | None:
-        """For each query group the one whose rows it holds; None if there is no such order, or if it is
-        right.
-        """
+        """For each query group, the group whose rows it holds; None unless that is another permutation."""
         groups = self._shape.num_kv_heads
         found, expected = (
             x.unflatten(1, (groups, -1)) for x in (self._chain.found(site), self._chain.expected(site))
@@ -218,7 +216,7 @@ class _WeightDiagnosis:
         return order if sorted(order) == list(range(groups)) and order != list(range(groups)) else None
 
     def _source(self, sites: Sequence[str]) -> str | None:
-        """Which of the other weights make all of these sites right."""
+        """Name of the other weights that explain all of these sites."""
         return next((label for label, w in self._others.items() if self._explains(sites, w)), None)
 
     def _explains(self, sites: Sequence[str], weights: Weights) -> bool:
@@ -226,7 +224,7 @@ class _WeightDiagnosis:
         return all(chain.error(s, chain.expected(s, weights=weights)) <= chain.tolerance(s) for s in sites)
 
     def _other_layer(self, sites: Sequence[str]) -> int | None:
-        """Which other layer's weights make all of these sites right."""
+        """The other layer whose weights explain all of these sites."""
         chain = self._chain
         for layer in range(self._shape.num_layers):
             pairs = [(s, layer_site(layer, split_site(s)[1])) for s in sites if split_site(s)[1] != "input"]

@@ -1,4 +1,4 @@
-"""One thing that an audit found, and how it is put into words."""
+"""A finding of an audit."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from rpg_megatron.models.activation_sites import split_site
 
 @dataclass
 class Finding:
-    """One thing that is wrong."""
+    """One problem."""
 
     kind: str
     """weights, layer, rope, packing, attention, temperature, vocabulary, precision, other."""
     side: str
-    """engine or trainer: whose value does not follow from its own earlier values."""
+    """engine or trainer: the side whose value does not match its own earlier values."""
     text: str
-    """What is wrong and where, in a sentence."""
+    """What is wrong and where."""
     advice: str
     layers: list[int] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
     """Hugging Face names."""
     values: dict[str, float] = field(default_factory=dict)
-    """What was measured: a factor, a base, a temperature."""
+    """Measured values: a factor, a base, a temperature."""
 
 
 def layers_of(sites: Sequence[str]) -> list[int]:
-    """Layers that the sites lie in, ascending."""
+    """Layers of the sites, ascending."""
     return sorted({layer for layer, _ in map(split_site, sites) if layer is not None})
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: 0-3, 7."""
+    """Ascending numbers as ranges: 0-3, 7."""
     parts: list[list[int]] = [[numbers[0]]] if numbers else []
     for a, b in pairwise(numbers):
         if b == a + 1:

@@ -1,9 +1,9 @@
-"""What each module should have given, from the values that went into it and the trainer's weights.
+"""The expected output of each module, computed from its actual input and the trainer's weights.
 
-Trainer and engine drift apart from the first wrong value on, so comparing the two says little about what
-lies behind it. Here every value of one side is recomputed from *that side's own* earlier values: an error
-that was inherited does not show, and each module is judged by itself. Every step from the embedding to
-the log-probs is covered: where no link is broken, two sides can differ by rounding only.
+Trainer and engine diverge after the first wrong value, so comparing the two says little about later modules.
+Here every value of one side is recomputed from *that side's own* earlier values, so that each module is
+checked by itself, without inherited errors. Every step from the embedding to the log-probs is covered: if all
+modules pass, the two sides differ only by rounding.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from rpg_megatron.models.activation_sites import (
 from rpg_megatron.policy.model import llama3_frequencies
 
 TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2, "float16": 2.5e-3}
-"""Largest relative error of a module that rounding explains. Measured on clean pairs, see docs/audit.md: the
-largest of any module is 2e-6 in float32 and 6e-3 in bfloat16; larger models round more. float16 was not
-measured: its roundings are an eighth of bfloat16's.
+"""Largest relative error of a module due to rounding. Measured on correct pairs, see docs/audit.md: at most
+2e-6 in float32 and 6e-3 in bfloat16; larger models round more. float16 was not measured; its rounding errors
+are an eighth of bfloat16's.
 """
 CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3, "float16": 7.5e-4}
-"""Largest relative error of a norm's channel on average over the tokens, where roundings cancel unless all
-tokens are the same. Without that, two roundings to bfloat16, as in Hugging Face's norm, are 3.9e-3 at most.
+"""Largest relative error of a norm's channel, averaged over tokens: rounding errors cancel unless all tokens
+are equal. Without averaging, two roundings to bfloat16, as in Hugging Face's norm, are 3.9e-3 at most.
 """
 
-_TEMPERATURES = (0.02, 50.0, 80)  # lowest, highest, how many to try first
+_TEMPERATURES = (0.02, 50.0, 80)  # lowest, highest, points of the first grid
 _TEMPERATURE_TOLERANCE = 0.05
-"""Relative error of a temperature, fitted to rounded log-probs, that may be chance."""
+"""Relative error of a temperature fitted to rounded log-probs that may be due to chance."""
 _CPU = torch.device("cpu")
 Weights = Callable[[str], Tensor]
-"""HF name -> the whole tensor, in the checkpoint's dtype."""
+"""HF name -> the full tensor, in the checkpoint's dtype."""
 
 
 class StoredWeights:
-    """The tensors of a Hugging Face checkpoint, read when they are asked for."""
+    """The tensors of a Hugging Face checkpoint, read on demand."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -65,14 +65,15 @@ class StoredWeights:
         self.read = lru_cache(maxsize=32)(self._read)
 
     def __call__(self, name: str) -> Tensor:
-        """One tensor; KeyError if there is none of that name."""
+        """One tensor. Raises KeyError if there is no such name."""
         return self.read(name)
 
     def _read(self, name: str) -> Tensor:
         file = self._stored[name].file
         if file not in self._files:
             self._files[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        return self._files[file].get_tensor(name)
+        tensor: Tensor = self._files[file].get_tensor(name)
+        return tensor
 
     def close(self) -> None:
         """Close the files."""
@@ -81,31 +82,31 @@ class StoredWeights:
 
 @dataclass
 class ActivationTrace:
-    """What engine or trainer made of the same tokens. Sequences lie end to end: t places in all."""
+    """The values of engine or trainer for the same tokens. Sequences are concatenated: t positions in all."""
 
     name: str
     trace: Trace
     tokens: Tensor
-    """int64 [t]: the token read at each place."""
+    """int64 [t]: the input token at each position."""
     lengths: list[int]
-    """Places of each sequence."""
+    """Positions of each sequence."""
     predicts: Tensor
-    """bool [t]: the next token was sampled."""
+    """bool [t]: whether the next token was sampled."""
     sampled: Tensor
-    """int64 [n]: those tokens, n the number of such places."""
+    """int64 [n]: the n sampled tokens."""
     logp: Tensor
-    """float32 [n]: their log-probs, nats, as this side reports them."""
+    """float32 [n]: their log-probs as this side reports them, nats."""
     dtype: str
-    """What its activations are: float32 or bfloat16."""
+    """Dtype of its activations: float32 or bfloat16."""
 
     @property
     def positions(self) -> Tensor:
-        """int64 [t]: place within the sequence."""
+        """int64 [t]: position within the sequence."""
         return torch.cat([torch.arange(n) for n in self.lengths])
 
 
 class ModuleChecker:
-    """One side's values, each to be compared with what its own earlier values make it."""
+    """Compares each value of one side with the value expected from the side's own earlier values."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class ModuleChecker:
         temperature: float,
         device: torch.device = _CPU,
     ):
-        """device: where to compute; values and weights are brought there when they are needed."""
+        """device: where to compute; values and weights are moved there on demand."""
         self.side, self.shape, self.weights, self.temperature = side, shape, weights, temperature
         self._device = device
         # Exact enough that only the side's own rounding remains.
@@ -126,7 +127,7 @@ class ModuleChecker:
         return [s for s in all_sites(self.shape.num_layers, self.shape.qk_norm) if s in self.side.trace]
 
     def found(self, site: str) -> Tensor:
-        """The side's values, wide; recomputed where it has none."""
+        """The side's values in the wide dtype; recomputed if the trace has none."""
         if site in self.side.trace:
             return self.side.trace[site].to(self._device, self._wide)
         return self.expected(site)
@@ -140,10 +141,10 @@ class ModuleChecker:
         theta: float | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """What the earlier values make of a site: [t, width]; of the logits, only places that sampled.
+        """The values of a site expected from earlier ones: [t, width]; logits at sampled positions.
 
-        Another truth can be tried by other ``weights``, the parameter of another site (``like``), another
-        base of the rotation or other positions.
+        Optional hypotheses: other ``weights``, the parameter of another site (``like``), another RoPE base
+        or other positions.
         """
         layer, part = split_site(site)
 
@@ -202,7 +203,7 @@ class ModuleChecker:
         return before(from_part[part]) @ weight.t()
 
     def rotate(self, x: Tensor, theta: float | None = None, positions: Tensor | None = None) -> Tensor:
-        """Rotary embedding of heads [t, heads * d], in the halves convention of Hugging Face."""
+        """Rotary embedding of heads [t, heads * d], in Hugging Face's half-rotation convention."""
         shape = self.shape
         base = theta or shape.rope_theta
         d = shape.head_dim
@@ -210,8 +211,8 @@ class ModuleChecker:
             frequencies = llama3_frequencies(d, base, shape.rope_scaling)
         else:
             frequencies = base ** (-torch.arange(0, d, 2, dtype=self._wide) / d)
-        places = self.side.positions if positions is None else positions
-        angles = self._on_device(places)[:, None, None] * self._on_device(frequencies).to(self._wide)
+        positions = self.side.positions if positions is None else positions
+        angles = self._on_device(positions)[:, None, None] * self._on_device(frequencies).to(self._wide)
         a, b = x.unflatten(1, (-1, d)).chunk(2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).flatten(1)
@@ -219,7 +220,7 @@ class ModuleChecker:
     def logprobs(self, temperature: float | None = None, padding: float = 0.0) -> Tensor:
         """Log-probs of the sampled tokens [n] from the side's own logits, or from its last norm.
 
-        padding: so many further columns, whose logit is 0, take part in the softmax.
+        padding: number of additional columns with logit 0 in the softmax.
         """
         logits = self.logits / (temperature or self.temperature)
         picked = logits.gather(1, self._on_device(self.side.sampled)[:, None])[:, 0]
@@ -230,8 +231,8 @@ class ModuleChecker:
 
     @cached_property
     def fitted_temperature(self) -> tuple[float, float]:
-        """The temperature whose log-probs are nearest to those reported, and how much of the differences at
-        the configured one it leaves, as a fraction of the root of their mean square.
+        """The temperature that best fits the reported log-probs, and the remaining RMS difference relative
+        to that at the configured temperature.
         """
 
         def error(temperature: float) -> float:
@@ -242,9 +243,7 @@ class ModuleChecker:
 
     @cached_property
     def logits(self) -> Tensor:
-        """The side's logits, or what its last norm makes them: float64 [n, vocabulary]. Kept: they are large
-        and looked at many times.
-        """
+        """The side's logits, or those computed from its last norm: float64 [n, vocabulary]. Cached."""
         return self.found(LOGITS).double()
 
     def logp(self) -> Tensor:
@@ -252,24 +251,23 @@ class ModuleChecker:
         return self._on_device(self.side.logp).double()
 
     def error(self, site: str, expected: Tensor | None = None) -> float:
-        """How far a site is from what it follows from; see ``distance``. NaN counts as infinite."""
+        """Distance of a site's values from the expected ones, see ``distance``. NaN counts as infinite."""
         found = self.found(site)
         if expected is None:
             expected = self.expected(site)
         worst = distance(found, expected)
         if split_site(site)[1] in NORMS:
             off = (self.channel_ratios(site, expected) - 1).abs().max().item()
-            # On one scale with the rest: 1 tolerance of the channels is 1 tolerance.
+            # Scaled so that the channel tolerance equals the tolerance.
             worst = max(worst, off * TOLERANCE[self.side.dtype] / CHANNEL_TOLERANCE[self.side.dtype])
         return worst if math.isfinite(worst) else math.inf
 
     def logprob_error(self, expected: Tensor | None = None) -> float:
-        """Largest |log-prob - what the logits make it|, in units of the largest logit over the temperature:
-        that is what the logits' rounding is relative to.
+        """Largest |reported - expected log-prob|, relative to the largest logit over the temperature, as the
+        rounding of the logits is.
 
-        A confident policy's log-probs hardly depend on the temperature, and the largest rounding would hide a
-        wrong one. So if another temperature explains most of what differs from the configured one's
-        log-probs, its distance counts as well.
+        A confident policy's log-probs hardly depend on the temperature, and rounding could hide a wrong one.
+        So if another temperature explains most of the difference, its distance counts as well.
         """
         if expected is None:
             temperature, left = self.fitted_temperature
@@ -282,16 +280,16 @@ class ModuleChecker:
         return worst if math.isfinite(worst) else math.inf
 
     def tolerance(self, site: str) -> float:
-        """What rounding explains at a site."""
+        """Largest error of a site due to rounding."""
         tolerance = TOLERANCE[self.side.dtype]
-        if site.endswith("_rope"):  # an angle is a frequency, rounded, times a position
+        if site.endswith("_rope"):  # the rounding error of a frequency grows with the position
             tolerance += 2.4e-7 * max(self.side.lengths)
         return tolerance
 
     def channel_ratios(self, site: str, expected: Tensor) -> Tensor:
-        """[width] least-squares factor from what was expected to what was found, of each channel of a norm.
+        """[width] least-squares factor from expected to found values of each channel of a norm.
 
-        Heads share a norm's weight and are taken together.
+        Heads share a norm's weight and are fitted together.
         """
         per_head = site.endswith(("query_norm", "key_norm"))
         width = self.shape.head_dim if per_head else expected.size(-1)
@@ -308,16 +306,19 @@ class ModuleChecker:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = [x.unflatten(1, (-1, self.shape.head_dim)).transpose(0, 1) for x in (q, k, v)]
-        parts = zip(*(x.split(self.side.lengths, dim=1) for x in heads), strict=True)
-        out = [F.scaled_dot_product_attention(*p, is_causal=True, enable_gqa=True) for p in parts]
+        queries, keys, values = (x.split(self.side.lengths, dim=1) for x in heads)
+        out = [
+            F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+            for qkv in zip(queries, keys, values, strict=True)
+        ]
         return torch.cat(out, 1).transpose(0, 1).flatten(1)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Largest relative error of a token over its channels, or of a channel over the tokens; 0 for equal.
+    """Largest relative error of a token over its channels, or of a channel over the tokens; 0 if equal.
 
-    A channel that is smaller than most is measured against the typical one: rounding is relative to the terms
-    of a sum, not to what is left of it.
+    Channels smaller than average are measured relative to the average: rounding is relative to the terms of a
+    sum, not to the result.
     """
     wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
     off, size = (found.to(wide) - expected.to(wide)).square(), expected.to(wide).square()
@@ -332,7 +333,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def minimise(error: Callable[[float], float], low: float, high: float, steps: int) -> tuple[float, float]:
     """The positive number between ``low`` and ``high`` with the smallest error, and that error.
 
-    A grid that is even in the logarithm, then golden sections around its best point.
+    A logarithmic grid, then a golden-section search around its best point.
     """
     grid = torch.linspace(math.log(low), math.log(high), steps, dtype=torch.float64).tolist()
     best = min(range(steps), key=lambda i: error(math.exp(grid[i])))

@@ -1,4 +1,4 @@
-"""Trainer side of an audit: what each module of the policy computes, whole, whatever the layout."""
+"""Trainer side of an audit: the full outputs of the policy's modules, for any parallel layout."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rpg_megatron.system.collectives import gather_on_first
 
 _QKV, _GATE_UP = "qkv", "gate_up"  # Megatron computes these together; see _join
 _HEADS = ("query_norm", "key_norm", "query_rope", "key_rope", "attention", "activation")
-"""Cut by heads or columns over the tensor ranks, in rank order. The rest is whole on each of them, but for
-the tokens, which sequence parallelism cuts.
+"""Sites sharded by heads or columns over the tensor ranks, in rank order. The others are replicated, except
+that sequence parallelism shards the tokens.
 """
 
 
 def trace_policy(
     policy: Policy, shape: ModelShape, packs: Sequence[MicroBatch]
 ) -> list[tuple[Trace, Tensor]]:
-    """Compute the log-probs of packs as training does, and keep what every module gave. Collective.
+    """Compute the log-probs of packs as in training, and record the outputs of all modules. Collective.
 
-    Returns, on rank 0, each pack's trace [t, width] and its log-probs and entropies [2, t], t the pack's
-    places, all on the CPU; elsewhere an empty list.
+    Returns, on rank 0, each pack's trace [t, width] and its log-probs and entropies [2, t] with the pack's t
+    positions, all on the CPU; an empty list on other ranks.
     """
     kept: dict[str, list[Tensor]] = defaultdict(list)
     with ExitStack() as stack:
@@ -38,13 +38,13 @@ def trace_policy(
             stack.callback(handle.remove)
         scored = policy.logprobs(packs)
     mesh = policy.mesh
-    # Every data-parallel replica computed the same; the first one's ranks tell.
-    place = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
-    mine = (place, dict(kept)) if mesh.data_rank == 0 else None
+    # Data-parallel replicas computed the same; use the first one.
+    coordinates = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
+    mine = (coordinates, dict(kept)) if mesh.data_rank == 0 else None
     everyone = gather_on_first(mine)
     if mesh.rank:
         return []
-    # Each site lives on one stage. There, every context rank has its places, cut over the tensor ranks.
+    # Each site is on one stage, where every context rank has its positions, sharded over the tensor ranks.
     ranks = sorted((e for e in everyone if e is not None), key=lambda e: e[0])
     shards: dict[str, list[list[list[Tensor]]]] = defaultdict(lambda: [[] for _ in range(mesh.context)])
     for (_, context_rank, _), values in ranks:
@@ -53,6 +53,7 @@ def trace_policy(
     found = []
     for i, (pack, values) in enumerate(zip(packs, scored, strict=True)):
         trace: Trace = {}
+        assert pack.packed.places is not None
         places = pack.packed.places.cpu()
         for site, by_context in shards.items():
             for held, by_rank in zip(places, by_context, strict=True):
@@ -65,7 +66,7 @@ def trace_policy(
 
 
 def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterable[Any]:
-    """Hook the modules of this rank; yields what removes each hook."""
+    """Hook the modules of this rank; yields the handles that remove the hooks."""
 
     def keep(module: nn.Module, take: Callable[[Any, Any], dict[str, Tensor]]) -> Any:
         def after(_: nn.Module, args: Any, out: Any) -> None:
@@ -75,19 +76,19 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
         return module.register_forward_hook(after)
 
     def first(site: str) -> Callable[[Any, Any], dict[str, Tensor]]:
-        """The result; linear layers give a bias as well."""
+        """The output; linear layers also return a bias."""
         return lambda args, out: {site: out[0] if isinstance(out, tuple) else out}
 
     def entering(*sites: str) -> Callable[[Any, Any], dict[str, Tensor]]:
-        """What goes in, and the result."""
+        """The inputs and the output."""
         *before, after = sites
         return lambda args, out: {**dict(zip(before, args, strict=False)), **first(after)(args, out)}
 
     def norm(module: nn.Module, before: str, after: str) -> Callable[[Any, Any], dict[str, Tensor]]:
-        """What goes into a norm, and the result if this module computes it.
+        """The input of a norm, and its output if this module computes it.
 
-        In Transformer Engine's dense layers an identity stands in the norm's place, and the linear layer
-        behind norms what it reads: the result is seen nowhere, and the audit recomputes it from the input.
+        In Transformer Engine's dense layers the norm is an identity, and fused into the next linear layer:
+        its output cannot be hooked, and the audit recomputes it from the input.
         """
         if isinstance(module, IdentityOp):
             return lambda args, _: {before: args[0]}
@@ -118,7 +119,7 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
 
 
 def _join(site: str, shards: list[Tensor], shape: ModelShape, tokens: int) -> Trace:
-    """One site from the tensor ranks' shares; two or three sites where Megatron computes them in one."""
+    """Join one site's shards of the tensor ranks; two or three sites if Megatron computes them as one."""
     layer, part = split_site(site)
     if layer is not None and part == _QKV:
         # By query group: its query heads, its key head, its value head.
@@ -131,7 +132,7 @@ def _join(site: str, shards: list[Tensor], shape: ModelShape, tokens: int) -> Tr
         both = (torch.cat(h, 1) for h in zip(*halves, strict=True))
         return {layer_site(layer, n): x for n, x in zip(("gate", "up"), both, strict=True)}
     if part in _HEADS:
-        # With more ranks than key/value heads, neighbours hold the same one.
+        # With more ranks than key/value heads, neighbouring ranks hold the same head.
         step = max(1, len(shards) // shape.num_kv_heads) if part.startswith("key") else 1
         return {site: torch.cat(shards[::step], 1)}
     if shards[0].size(0) < tokens:

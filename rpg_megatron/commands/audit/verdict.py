@@ -1,4 +1,4 @@
-"""From two traces of the same tokens to what is wrong, where, and what to do about it."""
+"""From two traces of the same tokens to findings: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class AuditVerdict:
 
     findings: list[Finding]
     broken: list[dict[str, Any]]
-    """Sites that do not follow, in the order of computation: side, site, error, tolerance."""
+    """Sites that do not match their inputs, in the order of computation: side, site, error, tolerance."""
     links: dict[str, dict[str, float]]
     """Error of each site against its own side's earlier values, by side and site."""
     drift: dict[str, float]
-    """Relative difference of engine and trainer, by site: what errors have grown to there."""
+    """Relative difference of engine and trainer, by site, accumulated errors included."""
     logprobs: dict[str, float]
     """|engine - trainer| of the sampled tokens: mean and max, nats."""
 
@@ -37,7 +37,7 @@ class AuditVerdict:
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; what is not finite, which JSON does not know, is None."""
+        """Plain values for JSON; None for numbers that are not finite."""
         plain = {"clean": self.clean, "first": self.broken[0] if self.broken else None} | asdict(self)
         return cast(dict[str, Any], _finite(plain))
 
@@ -65,10 +65,10 @@ def diagnose(
 ) -> AuditVerdict:
     """Compare an engine with the trainer on the same tokens.
 
-    trainer: with the sequences packed as in training; alone: each in a row of its own. weights: the
-    trainer's, under HF names. temperature, dtype: as configured. bounds: largest and mean |log-prob
-    difference| that the run's guard allows, nats. others: further weights that may explain a wrong one, by
-    what to call them. device: where to compute.
+    trainer: sequences packed as in training; alone: one sequence per row. weights: the trainer's, by HF
+    name. temperature, dtype: as configured. bounds: largest and mean |log-prob difference| that the run's
+    guard allows, nats. others: further weights that may explain a wrong parameter, by their name in messages.
+    device: where to compute.
     """
     chains = {
         side.name: ModuleChecker(side, shape, weights, temperature, device) for side in (engine, trainer)
@@ -89,7 +89,7 @@ def diagnose(
         for site in chains["engine"].sites()
         if site in trainer.trace
     }
-    # Written so that a NaN counts as beyond.
+    # Written so that NaN counts as out of bounds.
     if not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
         findings.append(_rounding(drift, logprobs, bounds, dtype))
     return AuditVerdict(findings, _broken(chains, links), links, drift, logprobs)
@@ -137,7 +137,7 @@ def _rounding(
     return Finding(
         "precision",
         "engine",
-        f"every module is right by itself, and rounding in {dtype} adds up: engine and trainer differ by "
+        f"every module is right by itself, but rounding in {dtype} accumulates: engine and trainer differ by "
         f"{drift[sites[0]]:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, "
         f"the log-probs by {logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most "
         f"(bounds {bounds[1]:.0e}, {bounds[0]:.0e})",

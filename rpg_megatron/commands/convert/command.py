@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints to Megatron's and back: what is checked, done, verified, and in which order.
+"""Conversion of checkpoints between Hugging Face and Megatron: checks, processes, verification.
 
-The work is done by one process per rank (``convert_rank``), joined over gloo; this one needs no torch. The
-result is made beside the wanted folder and renamed when it is whole and, where asked for, verified.
+One process per rank (``rank.py``) does the work, connected by gloo; this process needs no torch. The result
+is written beside the target folder, and renamed when it is complete and, on request, verified.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.registry import check_layout, layout_for
+from rpg_megatron.models.registry import check_layout, mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 TOLERANCE = 1e-5
-"""Largest difference of logits, as a share of the largest logit (of 1, if that is smaller).
+"""Largest difference of logits, relative to the largest logit or to 1 if that is smaller.
 
-Both sides compute in float32; orders of summation differ.
+Both sides compute in float32, in different orders of summation.
 """
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Megatron's logits against transformers'."""
+    """Comparison of Megatron's logits with those of transformers."""
 
     difference: float
-    """Largest absolute one."""
+    """Largest absolute difference."""
     largest: float
     """Largest absolute logit."""
     worst: str
-    """Where the difference is."""
+    """Where the largest difference is."""
     tokens: int
     """Positions compared, each over the whole vocabulary."""
 
     @property
     def tolerance(self) -> float:
-        """Largest difference that rounding explains."""
+        """Largest difference due to rounding."""
         return TOLERANCE * max(1.0, self.largest)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank's process held, in bytes."""
+    """Memory of a rank's process, bytes."""
 
     rank: int
     shard: int
     """Its parameters."""
     baseline: int
-    """After imports, before there was a model."""
+    """After imports, before the model was built."""
     peak: int
-    """At most, mapped files included."""
+    """Peak, mapped files included."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A conversion that is done."""
+    """A finished conversion."""
 
     out: Path
     seconds: float
@@ -92,26 +92,26 @@ class Report:
 
 @dataclass(frozen=True)
 class Source:
-    """What is to be converted, checked as far as headers and sizes go."""
+    """A checkpoint to convert, whose headers and sizes were checked."""
 
     shape: ModelShape
     layout: ModelMapping
     dtype: str
-    """Of the weights; empty where only Megatron's index knows it."""
+    """Dtype of the weights; empty if only Megatron's index has it."""
     config: Path
     """Folder with config.json and tokenizer."""
     folder: Path
-    """Of the weights."""
+    """Folder of the weights."""
     tensor: int
     pipeline: int
 
     @property
     def parameters(self) -> int:
-        """Numbers in the model."""
+        """Number of parameters."""
         return sum(Box.whole(shape).numel for shape in self.layout.hf_tensors().values())
 
     def __str__(self) -> str:
-        """One line: what it is and how it is cut."""
+        """One line: model and layout."""
         return (
             f"{self.shape.family}, {self.shape.num_layers} layers, {self.parameters:,} parameters"
             f"{', ' + self.dtype if self.dtype else ''}; tensor={self.tensor} pipeline={self.pipeline}"
@@ -122,13 +122,13 @@ class Source:
 
 
 def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
-    """Check an HF checkpoint and the layout it is to get.
+    """Check an HF checkpoint and the target layout.
 
-    Raises one UserError that lists every tensor that is missing, unexpected, or of another shape or type.
+    Raises one UserError that lists all tensors that are missing, unexpected, or of a wrong shape or dtype.
     """
     shape = _read_shape(hf)
     check_layout(shape, tensor, pipeline)
-    layout = layout_for(shape)
+    layout = mapping_for(shape)
     stored = verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(iter(stored.values())).dtype
     return Source(shape, layout, SAFETENSORS[dtype], hf, hf, tensor, pipeline)
@@ -137,9 +137,9 @@ def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
 def open_megatron(
     megatron: Path, tensor: int | None = None, pipeline: int | None = None, config: Path | None = None
 ) -> Source:
-    """Find a Megatron checkpoint and check the layout in which it is to be read, by default its own.
+    """Find a Megatron checkpoint and check the layout for reading it, by default its own.
 
-    config: HF folder with config.json and tokenizer, for a checkpoint that Megatron-LM wrote by itself.
+    config: HF folder with config.json and tokenizer, for a checkpoint written by Megatron-LM.
     """
     folder = find_checkpoint(megatron)
     manifest = read_manifest(folder)
@@ -152,20 +152,20 @@ def open_megatron(
     try:
         shape = _read_shape(source)
     except UserError:
-        if manifest:  # it may be one damage of several
+        if manifest:  # there may be further damage
             _refuse_damage(folder, manifest[1])
         raise
     facts = manifest[0] if manifest else CheckpointMetadata("", "", 1, 1)
     tensor, pipeline = tensor or facts.tensor, pipeline or facts.pipeline
     check_layout(shape, tensor, pipeline)
-    return Source(shape, layout_for(shape), facts.dtype, source, folder, tensor, pipeline)
+    return Source(shape, mapping_for(shape), facts.dtype, source, folder, tensor, pipeline)
 
 
 def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> Report:
-    """Write ``out`` as a Megatron checkpoint with all that is needed to go back.
+    """Write ``out`` as a Megatron checkpoint, with the files needed for the way back.
 
-    Raises UserError for what the user can mend; ConversionFailed if a process failed or, with ``verify``,
-    logits differ. Either way, and if interrupted, nothing is left.
+    Raises UserError for user errors; ConversionFailed if a process failed or, with ``verify``, logits differ.
+    In these cases, and if interrupted, nothing is left.
     """
     began = time.monotonic()
     with StagingDir(out, _bytes(source)) as place, ConvertProgress() as progress:
@@ -193,7 +193,7 @@ def convert_to_hf(
 ) -> Report:
     """Write ``out`` as an HF checkpoint, in files of at most ``max_shard_bytes``.
 
-    Raises as the other way does. Where there is a manifest, every file is checked against it first.
+    Raises as ``convert_to_megatron`` does. Checks every file against the manifest first, if there is one.
     """
     began = time.monotonic()
     with StagingDir(out, _bytes(source)) as place, ConvertProgress() as progress:
@@ -210,7 +210,7 @@ def convert_to_hf(
 
 
 def mapping(source: Source) -> Iterator[str]:
-    """The table, line by line: every parameter of every rank, and where its parts lie in HF tensors."""
+    """The mapping, line by line: every parameter of every rank, and its slices of HF tensors."""
     layout, first = source.layout, 0
     yield "rank, Megatron parameter [local shape]; below it: HF tensor [its part] -> [part of the parameter]"
     for stage, count in enumerate(source.shape.stage_layers(source.pipeline)):
@@ -236,7 +236,7 @@ def mapping(source: Source) -> Iterator[str]:
         first += count
 
 
-# -- parts of both -------------------------------------------------------------------------------------------
+# -- used by both --------------------------------------------------------------------------------------------
 
 
 def _read_shape(folder: Path) -> ModelShape:
@@ -277,7 +277,7 @@ def _job(source: Source, direction: str, out: Path, work: Path, *, verify: bool,
 
 
 def _sequences(shape: ModelShape) -> list[list[int]]:
-    """A few sequences of random tokens, always the same, with the first and last of the vocabulary."""
+    """A few fixed random sequences that include the first and last token of the vocabulary."""
     generator = random.Random(0)
     lengths = [min(n, shape.max_positions) for n in (1, 2, 19, 77)]
     sequences = [[generator.randrange(shape.vocab_size) for _ in range(n)] for n in lengths]
@@ -286,7 +286,7 @@ def _sequences(shape: ModelShape) -> list[list[int]]:
 
 
 def _compare(job: Job, hf: Path, progress: ConvertProgress) -> Verification:
-    """The ranks have left their logits; transformers computes its own from ``hf``."""
+    """Compare the logits that the ranks saved with those of transformers for ``hf``."""
     progress.phase("verifying: transformers", 0)
     request = {"hf": str(hf.absolute()), "work": job.work, "sequences": job.sequences}
     child = start_child("rpg_megatron.commands.convert.hf_logits", Path(job.work) / "transformers.log", 1)
@@ -306,9 +306,9 @@ def _compare(job: Job, hf: Path, progress: ConvertProgress) -> Verification:
     found = Verification(**json.loads(answer), tokens=tokens)
     if not found.difference <= found.tolerance:
         raise ConversionFailed(
-            f"logits differ by up to {found.difference:.2e} ({found.worst}), more than the "
-            f"{found.tolerance:.1e} that rounding explains in float32: Megatron and transformers compute "
-            "different things. Nothing was written"
+            f"logits differ by up to {found.difference:.2e} ({found.worst}), beyond the "
+            f"tolerance of {found.tolerance:.1e} for float32 rounding: Megatron and transformers disagree; "
+            "nothing was written"
         )
     return found
 

@@ -25,25 +25,25 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, torch_dtype
 
 
 class Conversion:
-    """One rank. All of them construct it and call its method alike."""
+    """The conversion on one rank. Collective: all ranks construct it and call ``run``."""
 
-    def __init__(self, job: Job, tell: Callable[..., None]) -> None:
-        self._job, self._tell = job, tell
+    def __init__(self, job: Job, report: Callable[..., None]) -> None:
+        self._job, self._report = job, report
         self._shape = read_model_shape(Path(job.config))
-        self._layout = layout_for(self._shape)
+        self._layout = mapping_for(self._shape)
         self._parallel = ParallelSettings(tensor=job.tensor, pipeline=job.pipeline)
         self._mesh = start_mesh(self._parallel)
         self._baseline = memory()[0]
 
     def run(self) -> None:
-        """Convert, then leave logits where the job asks for them."""
+        """Convert, then save logits if the job asks for them."""
         job = self._job
         if job.direction == "hf_to_megatron":
             checkpoint = Path(job.out)
@@ -53,14 +53,14 @@ class Conversion:
             self._export(checkpoint)
         if job.sequences:
             self._phase("verifying: Megatron", 0, "")
-            self._leave_logits(checkpoint)
+            self._save_logits(checkpoint)
 
     def _import(self, out: Path) -> None:
         job = self._job
         dtype = torch_dtype(job.dtype)
         model = self._build(dtype)
         parameters = list(named_parameters([model]))
-        self._phase("reading", self._whole_bytes(parameters), "told")
+        self._phase("reading", self._whole_bytes(parameters), "reported")
         load_hf_weights(
             Path(job.source),
             self._counted(parameters),
@@ -102,10 +102,10 @@ class Conversion:
         )
         self._report_memory(parameters)
 
-    def _leave_logits(self, checkpoint: Path) -> None:
-        """Logits of the checkpoint as it lies on the disk, in float32 whatever its dtype.
+    def _save_logits(self, checkpoint: Path) -> None:
+        """Save the logits of the checkpoint on disk, in float32 whatever its dtype.
 
-        bfloat16 rounds logits by a hundredth and more, and could hide a wrong frequency or norm.
+        bfloat16 rounds logits by 1% and more, which could hide a wrong frequency or norm.
         """
         model = self._build(torch.float32)
         load_weights(checkpoint, [model], self._shape.vocab_size)
@@ -125,34 +125,34 @@ class Conversion:
     # -- reports -------------------------------------------------------------------------------------------
 
     def _phase(self, name: str, total: int, measure: str) -> None:
-        """Tell the parent what comes next, how many bytes it is, and how it can see them."""
+        """Report the next phase to the parent: name, bytes, and how the parent can measure them."""
         if self._mesh.rank == 0:
-            self._tell("phase", name, total, measure)
+            self._report("phase", name, total, measure)
 
     def _counted(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, and the parent hears how far it is."""
+        """Yield the parameters, and report their bytes to the parent."""
         for name, parameter in parameters:
             yield name, parameter
-            self._tell("bytes", parameter.nbytes)
+            self._report("bytes", parameter.nbytes)
 
     def _whole_bytes(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
-        """What all ranks hold together."""
+        """Bytes of the parameters on all ranks."""
         total = torch.tensor(sum(p.nbytes for _, p in parameters))
         dist.all_reduce(total)
         return int(total)
 
     def _model_bytes(self, dtype: torch.dtype) -> int:
-        """What the model is on disk, in either format, but for a little."""
+        """Approximate bytes of the model on disk, in either format."""
         return dtype.itemsize * sum(torch.Size(s).numel() for s in self._layout.hf_tensors().values())
 
     def _report_memory(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self._tell(
+        self._report(
             "memory", self._mesh.rank, sum(p.nbytes for _, p in parameters), self._baseline, memory()[1]
         )
 
 
 def _check_files(checkpoint: Path) -> torch.dtype:
-    """Dtype of the weights, after a look at the index and at the length of the files that it needs."""
+    """Check the index and the length of the files; returns the dtype of the weights."""
     contents = read_contents(checkpoint)
     if short := find_short_files(checkpoint, contents):
         raise UserError(f"{checkpoint}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(short))
@@ -163,6 +163,6 @@ def _check_files(checkpoint: Path) -> torch.dtype:
 
 
 def memory() -> tuple[int, int]:
-    """Resident bytes of this process, files that it maps included: now, and at most so far."""
+    """Resident bytes of this process, mapped files included: current and peak."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024

@@ -1,8 +1,8 @@
 """Megatron's logits against transformers': ``python -m rpg_megatron.commands.convert.hf_logits``.
 
-A process of its own: it holds the whole model, in float32. Standard input as in ``convert_rank``: one line of
-JSON with ``hf`` (folder), ``work`` and ``sequences``. Prints one JSON object: ``difference`` and ``largest``,
-the largest absolute difference and the largest logit, and ``worst``, where the first is.
+A separate process, since it holds the whole model in float32. Standard input as in ``rank.py``: one line of
+JSON with ``hf`` (folder), ``work`` and ``sequences``. Prints one JSON object: ``difference`` (the largest
+absolute one), ``largest`` (largest logit) and ``worst`` (where the largest difference is).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rpg_megatron.commands.convert.rank import end_with_parent
 
 @torch.no_grad()
 def main() -> None:
-    """Compare, print, exit with 0 whatever the outcome."""
+    """Compare and print; exits with 0 whatever the outcome."""
     job = json.loads(sys.stdin.readline())
     end_with_parent()
     warnings.filterwarnings("ignore")
@@ -36,9 +36,9 @@ def main() -> None:
         gap = torch.where(gap.isnan(), torch.inf, gap)
         largest = max(largest, float(reference.abs().max()))
         if float(gap.max()) >= difference:
-            place, token = divmod(int(gap.argmax()), gap.size(1))
+            position, token = divmod(int(gap.argmax()), gap.size(1))
             difference = float(gap.max())
-            worst = f"sequence {number} of {len(tokens)} tokens, position {place}, logit of token {token}"
+            worst = f"sequence {number} of {len(tokens)} tokens, position {position}, logit of token {token}"
     print(json.dumps({"difference": difference, "largest": largest, "worst": worst}))
 
 

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, Hugging Face's or Megatron's, and whether it is whole."""
+"""Lists the tensors of a Hugging Face or Megatron checkpoint, and checks that it is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rpg_megatron.checkpoints.megatron_folder import (
 )
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 
@@ -33,7 +33,7 @@ class Row:
     dtype: str
     shape: list[int]
     where: str
-    """File, or in how many parts it is stored."""
+    """File, or the number of stored parts."""
 
 
 @dataclass
@@ -43,18 +43,18 @@ class Inspection:
     kind: str
     folder: str
     model: dict[str, Any] | None = None
-    """What config.json says, in the project's terms."""
+    """Model sizes from config.json."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What a Megatron checkpoint's manifest says: versions, layout it was written with."""
+    """From a Megatron checkpoint's manifest: version, dtype, layout."""
     checked: str = ""
-    """How far the files were checked."""
+    """Which checks of the files were made."""
     tensors: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Damage, one line each; empty for a whole checkpoint."""
+    """Damage, one line each; empty for a complete checkpoint."""
 
     @property
     def parameters(self) -> int:
-        """Numbers in all tensors, vocabulary padding included."""
+        """Number of elements of all tensors, vocabulary padding included."""
         return sum(math.prod(t.shape) for t in self.tensors)
 
     @property
@@ -63,12 +63,12 @@ class Inspection:
         return sum(ITEM_BYTES.get(t.dtype, 1) * math.prod(t.shape) for t in self.tensors)
 
     def json(self) -> str:
-        """One object with all of it."""
+        """One JSON object with everything."""
         totals = {"count": len(self.tensors), "parameters": self.parameters, "bytes": self.size}
         return json.dumps(asdict(self) | {"totals": totals, "whole": not self.problems}, indent=2)
 
     def table(self) -> str:
-        """The same to be read."""
+        """The same as text."""
         width = max((len(t.name) for t in self.tensors), default=0)
         shapes = max((len(str(t.shape)) for t in self.tensors), default=0)
         lines = [f"{t.name:{width}}  {t.dtype:8}  {t.shape!s:{shapes}}  {t.where}" for t in self.tensors]
@@ -86,7 +86,7 @@ class Inspection:
 
 
 def inspect_checkpoint(folder: Path) -> Inspection:
-    """List a checkpoint and check its files. Raises UserError if it is none of either kind."""
+    """List a checkpoint and check its files. Raises UserError if it is neither kind of checkpoint."""
     return _inspect_megatron(find_checkpoint(folder)) if is_megatron(folder) else _inspect_hf(folder)
 
 
@@ -102,7 +102,7 @@ def _inspect_hf(folder: Path) -> Inspection:
         Row(n, SAFETENSORS.get(t.dtype, t.dtype), list(t.shape), t.file.name) for n, t in stored.items()
     ]
     if stored:
-        _attempt(found, lambda: verify_hf_checkpoint(folder, layout_for(shape)))
+        _attempt(found, lambda: verify_hf_checkpoint(folder, mapping_for(shape)))
     found.checked = "files are as long as their headers say; tensors are those of config.json"
     return found
 
@@ -130,7 +130,7 @@ def _inspect_megatron(folder: Path) -> Inspection:
 
 
 def _attempt[T](found: Inspection, step: Callable[[], T]) -> T | None:
-    """The step's result; what it complains of is noted, and the inspection goes on."""
+    """The step's result; a UserError is recorded as a problem, and the inspection continues."""
     try:
         return step()
     except UserError as e:
@@ -139,7 +139,7 @@ def _attempt[T](found: Inspection, step: Callable[[], T]) -> T | None:
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
-    tensors = layout_for(shape).hf_tensors().values()
+    tensors = mapping_for(shape).hf_tensors().values()
     return asdict(shape) | {"parameters": sum(math.prod(t) for t in tensors)}
 
 

@@ -1,4 +1,4 @@
-"""Raw logits of whole sequences, to compare a model with another implementation of it."""
+"""Raw logits of complete sequences, to compare two implementations of a model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rpg_megatron.policy.microbatch import PackedSequences
 def raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) -> list[Tensor]:
     """Logits after every token of every sequence, without vocabulary padding: [n, vocab] each.
 
-    Collective; on ranks before the last stage the list is empty. ``vocab`` is the true vocabulary size. For
-    checks on a few sequences: all their logits are held at once. Each sequence is a pipeline step.
+    Collective; the list is empty on ranks before the last stage. ``vocab`` is the vocabulary size without
+    padding. For checks on a few sequences: holds all logits at once. Each sequence is one micro-batch.
     """
 
     def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
@@ -59,13 +59,14 @@ def _pack_one(tokens: Tensor) -> PackedSequences:
         max_seqlen_q=length,
         max_seqlen_kv=length,
         lengths=[length],
+        places=torch.arange(length, device=tokens.device)[None],
     )
 
 
 def _logits_head(
     *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: int, **_: Any
 ) -> Tensor:
-    """Stand in for the output layer of GPTModel.forward: the whole vocabulary, on every tensor rank."""
+    """Replaces the output layer of GPTModel.forward: the whole vocabulary, on every tensor rank."""
     weight = output_layer.weight if output_weight is None else output_weight
     local = torch.matmul(hidden_states.squeeze(1), weight.t())
     whole = tensor_parallel.gather_from_tensor_model_parallel_region(local, group=output_layer.tp_group)

@@ -1,4 +1,4 @@
-"""The processes of a conversion, what is seen of them, and the folder they work in. Unix; no torch."""
+"""The processes of a conversion, their progress, and their staging folder. Unix only; no torch."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from rpg_megatron.config.errors import UserError
 
 _LOOK_SECONDS = 0.25
 _GRACE_SECONDS = 10
-"""Time that the other ranks have to say what they know when one has failed."""
+"""Seconds for the other ranks to report errors after one has failed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are to do. Paths are absolute."""
+    """The work of the ranks. Paths are absolute."""
 
     direction: str
     """hf_to_megatron or megatron_to_hf."""
     source: str
     """HF folder, or Megatron's checkpoint folder (release, iter_...)."""
     config: str
-    """Folder with config.json; where the way is back to HF, what else is to be copied."""
+    """Folder with config.json and, for megatron_to_hf, the other files to copy."""
     out: str
-    """To be filled: Megatron's checkpoint folder, there and empty; or an HF folder, not there yet."""
+    """Output: Megatron's checkpoint folder, existing and empty, or an HF folder, not existing."""
     work: str
     """Scratch folder of this conversion."""
     tensor: int
@@ -47,29 +47,29 @@ class Job:
     dtype: str
     """Of the HF weights; the Megatron checkpoint's own if empty."""
     max_shard_bytes: int
-    """Bound of an HF file."""
+    """Largest size of an HF file."""
     sequences: list[list[int]]
-    """Token ids whose logits are to be left in ``work`` for comparison; none if empty."""
+    """Token ids whose logits to save in ``work`` for comparison; empty: none."""
 
     def line(self) -> str:
-        """As it goes over the pipe."""
+        """The line sent through the pipe."""
         return json.dumps(asdict(self)) + "\n"
 
 
 LOGITS = "logits.safetensors"
-"""In the work folder: Megatron's logits, one tensor a sequence, named by its number."""
+"""In the work folder: Megatron's logits, one tensor per sequence, named by its number."""
 
 
 class ConversionFailed(Exception):
-    """The conversion came to nothing, for a reason that the user cannot mend."""
+    """The conversion failed, not because of a user error."""
 
 
 class StagingDir:
-    """``.NAME.incomplete`` beside the wanted folder: entered empty, removed on leaving, whatever happens.
+    """``.NAME.incomplete`` beside the target folder: empty on entry, removed on exit in any case.
 
-    ``keep`` moves the result to its place first. A killed conversion leaves it behind; the next one of the
-    same name removes it. A lock in it tells that case from one that is still going on.
-    SIGTERM and a closed terminal end the program through an exception, so that it is removed then too.
+    ``keep`` first moves the result to its place. A killed conversion leaves it behind, and the next one of
+    the same name removes it; a lock in it shows whether a conversion is still running. SIGTERM and a closed
+    terminal raise SystemExit, so that it is removed then too.
     """
 
     def __init__(self, out: Path, needed: int) -> None:
@@ -83,12 +83,12 @@ class StagingDir:
         if self._out.exists() or self._out.is_symlink():
             raise UserError(f"{self._out}: exists already; choose another folder or remove it")
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asked for that
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup
                 self._before[number] = signal.signal(number, _exit)
         try:
             self._take()
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         return self
 
@@ -103,26 +103,26 @@ class StagingDir:
                     f"{self._out}: another conversion is writing it; wait or choose another folder"
                 ) from None
             except OSError:
-                pass  # a shared file system without locks: two conversions of one name are the user's affair
+                pass  # a file system without locks: the user must avoid two conversions of one name
             for entry in self.work.iterdir():
                 if entry.name != "lock":
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             free = shutil.disk_usage(self.work).free
         except OSError as e:
-            raise UserError(f"{self.work}: {e.strerror or e}; choose a folder that can be written") from None
+            raise UserError(f"{self.work}: {e.strerror or e}; choose a writable folder") from None
         if free < self._needed:
             shutil.rmtree(self.work, ignore_errors=True)
             raise UserError(
-                f"{self._out.parent}: {free / 1e9:.1f} GB are free, the checkpoint needs "
+                f"{self._out.parent}: {free / 1e9:.1f} GB free, the checkpoint needs "
                 f"{self._needed / 1e9:.1f} GB"
             )
 
     def keep(self) -> None:
-        """The result is whole: it appears under its name."""
+        """Move the complete result to its place."""
         try:
             self.result.rename(self._out)
         except OSError as e:
-            raise UserError(f"{self._out}: cannot be made ({e.strerror})") from None
+            raise UserError(f"{self._out}: cannot be created ({e.strerror})") from None
         folder = os.open(self._out.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
@@ -130,11 +130,11 @@ class StagingDir:
     def __exit__(self, *_: object) -> None:
         self._before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         for number in self._before:
-            signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave half of it
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
         shutil.rmtree(self.work, ignore_errors=True)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
         for number, handler in self._before.items():
@@ -146,7 +146,7 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 
 class ConvertProgress:
-    """Where the work is, on standard error: a bar on a terminal, elsewhere a line per phase."""
+    """Progress on standard error: a bar on a terminal, elsewhere one line per phase."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -174,7 +174,7 @@ class ConvertProgress:
             self._bar.stop()
 
     def phase(self, name: str, total: int) -> None:
-        """Begin something of ``total`` bytes; 0 if it cannot be counted."""
+        """Begin a phase of ``total`` bytes; 0 if unknown."""
         self._total = total
         if self._bar:
             if self._task is not None:
@@ -185,20 +185,20 @@ class ConvertProgress:
             print(f"{name}{size}", file=sys.stderr, flush=True)
 
     def advance(self, done: int) -> None:
-        """So many bytes more. Any thread may call it."""
+        """Add bytes. Any thread may call it."""
         if self._bar and self._task is not None:
             self._bar.advance(self._task, done)
 
     def reach(self, done: int) -> None:
-        """So many bytes in all."""
+        """Set the total of bytes done."""
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=min(done, self._total))
 
 
 def start_child(module: str, log: Path, share: int, **environment: str) -> subprocess.Popen[str]:
-    """Start ``python -m module``, its standard error in ``log``; it ends when its standard input closes.
+    """Start ``python -m module`` with standard error in ``log``; it exits when its standard input closes.
 
-    share: how many such processes share the machine's cores.
+    share: number of such processes that share the machine's cores.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // share))
     root = str(Path(rpg_megatron.__file__).parents[1])
@@ -206,10 +206,10 @@ def start_child(module: str, log: Path, share: int, **environment: str) -> subpr
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": threads,
-        # The conversion belongs to the CPU; with a GPU in sight torch and Megatron would use it.
+        # Convert on the CPU; torch and Megatron would use a visible GPU.
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
-        # Otherwise glibc learns from the tensors that are freed to keep memory of their size for itself.
+        # Otherwise glibc raises this threshold as tensors are freed, and keeps their memory.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
         **environment,
     }
@@ -221,15 +221,15 @@ def start_child(module: str, log: Path, share: int, **environment: str) -> subpr
             stderr=errors,
             env=env,
             text=True,
-            start_new_session=True,  # a Ctrl-C on the terminal is meant for the parent, which ends them
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends them
         )
 
 
 class _DeferredSignals:
-    """While entered, Ctrl-C, SIGTERM and SIGHUP wait for ``check`` or the end.
+    """Context that defers Ctrl-C, SIGTERM and SIGHUP until ``check`` or the exit.
 
-    An exception out of a handler may come anywhere: in the middle of ``Popen.poll`` it leaves a lock taken,
-    and the ``wait`` that follows never returns; in that of ``Popen`` itself a child that nobody knows.
+    A signal handler may raise anywhere: within ``Popen.poll`` that leaves a lock held, so that the following
+    ``wait`` never returns; within ``Popen`` it leaks a child.
     """
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class _DeferredSignals:
         self._number = number
 
     def check(self) -> None:
-        """Do what the signal asked for, if one has come."""
+        """Call the original handler of a signal that was received."""
         if number := self._number:
             self._number = 0
             self._before[number](number, None)
@@ -258,7 +258,7 @@ class _DeferredSignals:
 
 
 class Ranks:
-    """The processes that convert, one per rank. They end with the block, or with this process."""
+    """The ranks of a conversion. They end with the context, or with this process."""
 
     def __init__(self, job: Job, progress: ConvertProgress, watch: Path) -> None:
         self._job, self._progress, self._watch = job, progress, watch
@@ -302,9 +302,9 @@ class Ranks:
         self._signals.__exit__()
 
     def wait(self) -> list[list[int]]:
-        """Follow them to their end; returns what each held: rank, shard, baseline, peak bytes.
+        """Wait until all ranks have exited; returns the memory of each: rank, shard, baseline, peak bytes.
 
-        Raises UserError with what the ranks say, or ConversionFailed with the log of the one that failed.
+        Raises UserError with the ranks' message, or ConversionFailed with the log of the one that failed.
         """
         with selectors.DefaultSelector() as selector:
             for p in self._processes:
@@ -337,7 +337,7 @@ class Ranks:
         return sorted(self._memory)
 
     def _take(self, line: bytes) -> None:
-        """One report of a rank; what libraries print on standard output is none."""
+        """Process a report of a rank; ignores other output of libraries."""
         try:
             kind, *rest = json.loads(line)
         except ValueError:
@@ -359,7 +359,7 @@ class Ranks:
             self._progress.reach(self._read_bytes() - self._before)
 
     def _read_bytes(self) -> int:
-        """What the kernel has counted of the ranks' reads."""
+        """Bytes that the ranks have read, by the kernel's counters."""
         total = 0
         for p in self._processes:
             try:
@@ -377,10 +377,10 @@ class Ranks:
             if code == 2 and mark in log
         }
         if said:
-            # The rank that met the problem says it plainly; the others repeat it after "rank N: ".
+            # The failing rank's message is the shortest; the others repeat it after "rank N: ".
             raise UserError(min(said, key=len))
         rank = next(r for r, code in enumerate(codes) if code not in (0, None))
-        killed = " (killed; perhaps memory ran out)" if codes[rank] == -signal.SIGKILL else ""
+        killed = " (killed; possibly out of memory)" if codes[rank] == -signal.SIGKILL else ""
         raise ConversionFailed(
             f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}{killed}\n"
             f"{logs[rank][-4000:].strip()}"

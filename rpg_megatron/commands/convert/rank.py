@@ -1,8 +1,8 @@
-"""One process of a conversion: ``python -m rpg_megatron.commands.convert.rank``, started by ``convert.py``.
+"""One process of a conversion: ``python -m rpg_megatron.commands.convert.rank``, started by ``processes.py``.
 
-Standard input: the job, one line of JSON; afterwards it stays open for as long as the parent lives. Standard
-output: what goes on, one JSON list a line. Environment: RANK and WORLD_SIZE. Exits with 0 when its part is
-done, 2 with ``error: ...`` as the last line of standard error on a problem that the user can mend.
+Standard input: the job, one line of JSON; it stays open while the parent lives. Standard output: reports, one
+JSON list per line. Environment: RANK and WORLD_SIZE. Exits with code 0 when its part is done, with 2 and
+``error: ...`` as the last line of standard error after a user error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rpg_megatron.policy.device import start_device
 from rpg_megatron.system.collectives import barrier
 
 
-def tell(*what: Any) -> None:
+def report(*what: Any) -> None:
     """Report to the parent."""
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 def end_with_parent() -> None:
-    """Leave at once when the parent is gone, however it went: its end of our standard input closes."""
+    """Exit at once when the parent is gone, which closes this process's standard input."""
 
     def wait() -> None:
         os.read(0, 1)  # not sys.stdin: its lock would be held when the interpreter ends
@@ -40,7 +40,7 @@ def end_with_parent() -> None:
 
 
 def main() -> None:
-    """Do this rank's share of the job."""
+    """Run this rank's part of the job."""
     job = Job(**json.loads(sys.stdin.readline()))
     end_with_parent()
     warnings.filterwarnings("ignore")
@@ -53,15 +53,15 @@ def main() -> None:
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        # Megatron may be imported only when the device is prepared.
+        # Megatron may be imported only after the device is prepared.
         from rpg_megatron.commands.convert.convert import Conversion
 
-        Conversion(job, tell).run()
+        Conversion(job, report).run()
         barrier()
         dist.destroy_process_group()
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
-        os._exit(2)  # the other ranks may wait in a collective that will never come; the parent ends them
+        os._exit(2)  # other ranks may hang in a collective; the parent ends them
 
 
 if __name__ == "__main__":

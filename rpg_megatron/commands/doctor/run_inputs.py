@@ -1,4 +1,4 @@
-"""What the settings name: model, data, layout, the folder of the runs, secrets, the job's time."""
+"""Probes of a run's inputs: model, layout, data, the folder of the runs, secrets, walltime."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rpg_megatron.commands.plan.plan import count, gib
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.preflight import check_batch, check_data, check_model, check_parallel
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 SPEED_BYTES = 32 * 1024**2
 SPEED_SECONDS = 3.0
-"""Writing stops after so long, however little was written."""
+"""Time limit of the write test."""
 SLOW = 50 * 1024**2
-"""Bytes per second below which checkpoints hold up training."""
+"""Bytes per second below which checkpoints delay training."""
 ONLY_WITH_CONFIG = "no config"
 
 
 def probe_model(subject: Subject) -> Iterator[Check]:
-    """The checkpoint is whole, and can be cut as the settings say."""
+    """The checkpoint is complete and fits the parallel layout."""
     settings = subject.settings
     if settings is None:
         yield not_applicable("model", ONLY_WITH_CONFIG)
@@ -44,7 +44,9 @@ def probe_model(subject: Subject) -> Iterator[Check]:
     except UserError as e:
         yield of_error("model", e)
         return
-    yield ok("model", f"{settings.model.path}: {shape.family}, {count(worker_parameters(shape, 1))}, whole")
+    yield ok(
+        "model", f"{settings.model.path}: {shape.family}, {count(worker_parameters(shape, 1))}, complete"
+    )
     for name, check in (("layout", check_parallel), ("batch", check_batch)):
         try:
             check(settings, shape)
@@ -67,7 +69,7 @@ def probe_data(subject: Subject) -> Iterator[Check]:
 
 
 def probe_run_folder(subject: Subject) -> Iterator[Check]:
-    """The folder of the runs can be written to, fast enough, and has room for the checkpoints."""
+    """The folder of the runs is writable, fast enough, and has room for the checkpoints."""
     folder = nearest_folder(subject)
     settings = subject.settings
     free = shutil.disk_usage(folder).free
@@ -75,12 +77,12 @@ def probe_run_folder(subject: Subject) -> Iterator[Check]:
     try:
         speed = _write_speed(folder, min(SPEED_BYTES, free // 4))
     except OSError as e:
-        fix = "choose another folder with runs=..., or mend its rights"
+        fix = "choose another folder with runs=..., or fix its permissions"
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             fix = "remove old runs, or choose a larger disk with runs=..."
         yield failed("run folder", f"{folder}: {e.strerror or e}", fix)
         return
-    yield ok("run folder", f"{folder} can be written to")
+    yield ok("run folder", f"{folder} is writable")
     if free < wanted:
         fix = "remove old runs, lower checkpoint.keep, or choose a larger disk with runs=..."
         yield failed("disk space", f"{gib(free)} free, checkpoints and export need {gib(wanted)}", fix)
@@ -89,14 +91,14 @@ def probe_run_folder(subject: Subject) -> Iterator[Check]:
     if speed is None:
         yield failed("disk speed", f"{folder} has no room for a test file", "remove old runs")
     elif speed < SLOW:
-        fix = "put runs on a parallel file system or a local disk: training waits while it saves"
+        fix = "put runs on a parallel file system or a local disk: training waits for each save"
         yield warning("disk speed", f"{speed / 1e6:,.0f} MB/s", fix)
     else:
         yield ok("disk speed", f"{speed / 1e6:,.0f} MB/s with fsync")
 
 
 def probe_secrets(subject: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Files that hold tokens are readable by their owner alone."""
+    """Files that hold tokens are readable by their owner only."""
     home = Path(environment.get("HOME", "/"))
     hub = Path(environment.get("HF_HOME", str(home / ".cache/huggingface")))
     files = [
@@ -104,22 +106,23 @@ def probe_secrets(subject: Subject, environment: Mapping[str, str] = os.environ)
         Path(environment.get("NETRC", str(home / ".netrc"))),
         *sorted(nearest_folder(subject).glob(".meeting-*.json")),
     ]
-    there, open_ones = [], []
+    private: list[tuple[Path, int]] = []
+    readable: list[tuple[Path, int]] = []
     for file in files:
         try:
             mode = stat.S_IMODE(file.stat().st_mode)
         except OSError:
             continue
-        (open_ones if mode & 0o077 else there).append((file, mode))
-    for file, mode in open_ones:
-        yield failed("secrets", f"{file} has mode {mode:04o}: others can read it", f"chmod 600 {file}")
-    if not open_ones:
-        names = ", ".join(str(file) for file, _ in there)
+        (readable if mode & 0o077 else private).append((file, mode))
+    for file, mode in readable:
+        yield failed("secrets", f"{file} has mode {mode:04o}: other users can read it", f"chmod 600 {file}")
+    if not readable:
+        names = ", ".join(str(file) for file, _ in private)
         yield ok("secrets", f"private: {names}" if names else "no token files found")
 
 
 def probe_walltime(subject: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """The job lasts longer than it takes to get to a checkpoint."""
+    """The time left in the job is longer than the checkpoint interval."""
     if "SLURM_JOB_ID" not in environment:
         yield not_applicable("walltime", "not in a Slurm job")
         return
@@ -134,27 +137,27 @@ def probe_walltime(subject: Subject, environment: Mapping[str, str] = os.environ
         return
     step = _step_seconds(settings)
     if step is None:
-        yield ok("walltime", f"{left / 60:,.0f} min left; seconds per step unknown before a first run")
+        yield ok("walltime", f"{left / 60:,.0f} min left; seconds per step unknown before the first run")
         return
     interval = step * min(settings.checkpoint.every, settings.training.steps)
     found = (
         f"{left / 60:,.0f} min left, a checkpoint every {interval / 60:,.1f} min "
-        f"({step:.0f} s a step in the last run)"
+        f"({step:.0f} s per step in the last run)"
     )
     if left < interval:
         every = max(1, int(left / 2 / step))
-        yield failed("walltime", found, f"set checkpoint.every={every}, or give the job more --time")
+        yield failed("walltime", found, f"set checkpoint.every={every}, or raise the job's --time")
     else:
         yield ok("walltime", found)
 
 
 def disk_bytes(subject: Subject) -> int:
-    """Bytes of the checkpoints that are kept, of one more while it is written, and of the export."""
+    """Bytes of the kept checkpoints, one being written, and the export."""
     assert subject.settings is not None
     assert subject.shape is not None
     settings = subject.settings
     numbers = 0
-    for dims in layout_for(subject.shape).hf_tensors().values():
+    for dims in mapping_for(subject.shape).hf_tensors().values():
         size = 1
         for dim in dims:
             size *= dim
@@ -167,7 +170,7 @@ def disk_bytes(subject: Subject) -> int:
 
 
 def _write_speed(folder: Path, nbytes: int) -> float | None:
-    """Bytes per second into a new file, the last byte on the disk; None without room for one block."""
+    """Bytes per second of writing a new file with fsync; None without room for one block."""
     block = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder) as file:
         start, written = time.monotonic(), 0
@@ -179,7 +182,7 @@ def _write_speed(folder: Path, nbytes: int) -> float | None:
 
 
 def _end_of_job(environment: Mapping[str, str]) -> float | None:
-    """Unix time at which Slurm ends the job, None if it does not say."""
+    """Unix time at which Slurm ends the job, None if unknown."""
     try:
         return float(environment["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):
@@ -194,7 +197,7 @@ def _end_of_job(environment: Mapping[str, str]) -> float | None:
 
 
 def _step_seconds(settings: Settings) -> float | None:
-    """Seconds of a step in the newest run of this name that wrote any down."""
+    """Median seconds per step in the newest run of this name that has any."""
     for run in list_runs(settings):
         try:
             rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""The doctor's findings as tables for people and as JSON for scripts."""
+"""The doctor's results as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHOWN_NODES = 6
 
 
 def failures(reports: Sequence[NodeReport]) -> int:
-    """How many checks failed, over all nodes."""
+    """Number of failed checks on all nodes."""
     return sum(c.verdict == "failed" for r in reports for c in r.checks)
 
 
 def print_reports(reports: Sequence[NodeReport], console: Console) -> None:
-    """One node: each check. Several: a line for each node, and under it what is wrong and where."""
+    """One node: all checks. Several nodes: one line per node, then the failures and warnings."""
     if len(reports) == 1:
         console.print(_checks_table(reports[0].checks))
     else:
@@ -42,8 +42,8 @@ def print_reports(reports: Sequence[NodeReport], console: Console) -> None:
         if found:
             console.print(_faults_table(found))
     bad = failures(reports)
-    told = f"[bold red]{bad} failed[/]" if bad else "[bold green]all is well[/]"
-    console.print(told, highlight=False)
+    summary = f"[bold red]{bad} failed[/]" if bad else "[bold green]all checks passed[/]"
+    console.print(summary, highlight=False)
 
 
 def to_json(reports: Sequence[NodeReport]) -> str:

@@ -1,1 +1,1 @@
-"""``rpg-megatron eval``: from options to settings, a folder that is gone on with, processes, a table."""
+"""``rpg-megatron eval``: options, settings, the resumable output folder, processes, the table."""

@@ -1,4 +1,4 @@
-"""The processes of an evaluation: engines with the checkpoint's own weights, and the one that asks them."""
+"""The processes of an evaluation: engines with the checkpoint's weights, and the evaluator, their client."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, engine_socket
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
-from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.run import GRACE
 from rpg_megatron.launcher.run_dir import LOGS
-from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import (
     Interrupted,
@@ -29,16 +27,15 @@ from rpg_megatron.launcher.supervisor import (
     tail,
     user_error,
 )
-from rpg_megatron.system import process_groups
 
 EVALUATOR = "rpg_megatron.commands.eval.process"
 _PROBE_SECONDS = 1.0
 _LINE_SECONDS = 10.0
-"""Between two lines of progress, where there is no terminal."""
+"""Interval of progress lines without a terminal."""
 
 
 class Evaluation:
-    """Everything that an evaluation holds while it is under way; leaving the context gives it all back."""
+    """The processes and folders of a running evaluation; leaving the context ends and removes them."""
 
     def __init__(self, settings: Settings, signals: StopSignals, folder: Folder):
         self._settings, self._signals, self._folder = settings, signals, folder
@@ -46,16 +43,12 @@ class Evaluation:
         self._healthy: set[int] = set()
         self._probed = 0.0
         with contextlib.ExitStack() as undo:
-            self._guardian = Reaper()
-            undo.callback(self._guardian.dismiss)
-            self._workspace = create_workspace()
-            undo.callback(self._workspace.remove)
-            for path in (self._workspace.work, self._workspace.bridge):
-                self._guardian.guard_path(path)
+            self._supervisor = Supervisor(folder.path / LOGS, signals)
+            undo.callback(self._supervisor.close, GRACE)
+            self._workspace = self._supervisor.workspace
             self._progress = Progress(
                 self._workspace.work, steps=0, console=Console(stderr=True), line_seconds=_LINE_SECONDS
             )
-            self._supervisor = Supervisor(self._guardian, folder.path / LOGS)
             undo.pop_all()
 
     def __enter__(self) -> Evaluation:
@@ -64,15 +57,12 @@ class Evaluation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        with contextlib.suppress(Exception):  # whatever the terminal does, the processes must end
+        with contextlib.suppress(Exception):  # the processes must end even if the terminal fails
             self._progress.close()
-        seen = self._signals.count
-        self._supervisor.stop(GRACE, hurry=lambda: self._signals.count > seen)
-        self._workspace.remove()
-        self._guardian.dismiss()
+        self._supervisor.close(GRACE)
 
     def start(self) -> None:
-        """Start all processes at once: each spends its first seconds importing."""
+        """Start all processes at once, since each spends its first seconds importing."""
         settings, work = self._settings, self._workspace.work
         token = secrets.token_urlsafe(32)
         self._progress.status(
@@ -107,11 +97,11 @@ class Evaluation:
         self._progress.pump(0.0)
         if code == 0:
             return
-        time.sleep(1.0)  # it may be what a signal to all processes, or an engine's death, has led to
+        time.sleep(1.0)  # a signal to all processes, or a dying engine, may be the cause
         self._signals.check()
         message = user_error(self._evaluator)
         if message is not None:
-            self._folder.discard = True  # it says no more than the message
+            self._folder.discard = True  # it holds no more than the message
             raise UserError(message)
         self._check_engines(closely=True)
         raise RunFailed(self._keep(explain(self._evaluator)))
@@ -122,7 +112,7 @@ class Evaluation:
             if engine.index in self._healthy:
                 if engine.alive() and (not closely or engine.healthy()):
                     continue
-                time.sleep(1.0)  # it may have been a signal to all processes, of which we are one
+                time.sleep(1.0)  # a signal to all processes may be the cause
                 self._signals.check()
                 log = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
                 raise RunFailed(self._keep(f"engine {engine.index} died; {log}"))
@@ -132,19 +122,19 @@ class Evaluation:
                 engine.wait_healthy()  # raises, with the end of the log
             elif engine.healthy(timeout=2.0):
                 self._healthy.add(engine.index)
-                # Known to the guardian now: when this process is gone, the workers' maps may be gone as well.
-                for segment in process_groups.leftover_segments([engine.pid] if engine.pid else []):
-                    self._guardian.guard_path(segment)
+                self._supervisor.guard_shared_memory(engine)
 
     def _keep(self, message: str) -> str:
-        return f"{message}\nwhat is graded stays in {shown(self._folder.path)}; the same command goes on"
+        return (
+            f"{message}\nresults so far are in {shown(self._folder.path)}; rerun the same command to resume"
+        )
 
 
 def run_evaluation(settings: Settings, signals: StopSignals, folder: Folder) -> None:
-    """Evaluate what is left to do, with all processes of it started and ended here.
+    """Evaluate the remaining problems; starts and ends all processes.
 
-    Raises UserError for what the user can mend, RunFailed if a process died, Interrupted after a signal. In
-    every case no process is left.
+    Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal. No process is
+    left in any case.
     """
     with Evaluation(settings, signals, folder) as evaluation:
         try:
@@ -152,5 +142,5 @@ def run_evaluation(settings: Settings, signals: StopSignals, folder: Folder) -> 
             evaluation.watch()
         except Interrupted as e:
             folder.discard = True
-            e.note = f"problems graded so far: {folder.graded()}; the same command goes on"
+            e.note = f"problems graded so far: {folder.graded()}; rerun the same command to resume"
             raise

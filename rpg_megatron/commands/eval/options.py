@@ -1,4 +1,4 @@
-"""``rpg-megatron eval``: its options. What they come to is in ``launch/evaluate``."""
+"""The options of ``rpg-megatron eval``."""
 
 from __future__ import annotations
 
@@ -10,49 +10,51 @@ import typer
 
 Suite = Annotated[
     list[str] | None,
-    typer.Option("--suite", metavar="NAME[=FILE],...", help="Known sets, such as aime24,aime25,amc23."),
+    typer.Option("--suite", metavar="NAME[=FILE],...", help="Known benchmarks, such as aime24,aime25,amc23."),
 ]
 Data = Annotated[
     list[str] | None,
-    typer.Option("--data", metavar="[NAME=]FILE", help="A set of your own; may be given several times."),
+    typer.Option("--data", metavar="[NAME=]FILE", help="Your own problem set; may be repeated."),
 ]
 
 
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Hugging Face checkpoint, or folder of a run: its newest.")
+        Path, typer.Argument(metavar="MODEL", help="Hugging Face checkpoint, or a run: its newest export.")
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings of data, reward, engine or precision."),
+        typer.Argument(
+            metavar="KEY=VALUE", help="Settings to override, in data, reward, engine or precision."
+        ),
     ] = None,
     suite: Suite = None,
     data: Data = None,
     data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Holds local copies of the suites, NAME.jsonl.")
+        Path | None, typer.Option(metavar="DIR", help="Folder with local copies of the suites, NAME.jsonl.")
     ] = None,
-    samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Responses to each problem.")] = 1,
+    samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Responses per problem.")] = 1,
     temperature: Annotated[
         float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")
     ] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the probability.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Nucleus sampling threshold.")] = 1.0,
     max_response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Responses are cut here. [default: 4096, or what fits]")
+        int | None, typer.Option(min=1, help="Maximum response length. [default: 4096, or what fits]")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling and bootstrap.")] = 0,
-    engines: Annotated[int, typer.Option(min=1, help="vLLM servers.")] = 1,
-    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel workers of each.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling and bootstrap.")] = 0,
+    engines: Annotated[int, typer.Option(min=1, help="Number of vLLM servers.")] = 1,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of each engine.")] = 1,
     device: Annotated[
-        str | None, typer.Option(metavar="cpu|cuda", help="[default: cuda where there is a GPU]")
+        str | None, typer.Option(metavar="cpu|cuda", help="[default: cuda if there is a GPU]")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the results. [default: below evals/]")
+        Path | None, typer.Option(metavar="DIR", help="Folder for the results. [default: a folder in evals/]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Evaluate a model: avg@k, pass@k, maj@k with intervals, lengths. The same command goes on.
+    """Evaluate a model: avg@k, pass@k, maj@k with intervals, lengths. Rerun the same command to resume.
 
-    Exit code 75: ended by a scheduler's warning, queue it again.
+    Exit code 75: stopped by a scheduler's signal; requeue the job.
     """
     from rpg_megatron.commands.eval.command import run_evaluation
     from rpg_megatron.commands.eval.output_dir import open_folder
@@ -78,7 +80,7 @@ def evaluate(
         try:
             settings, label = make_request(request)
             check_request(settings)
-            signals.raising = False  # from here on there is something to clean up
+            signals.raising = False  # from here on, resources must be cleaned up
             folder = open_folder(out, settings, label)
             try:
                 if not folder.finished:

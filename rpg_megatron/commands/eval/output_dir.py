@@ -1,4 +1,4 @@
-"""The folder of an evaluation: made once, gone on with by the same settings, refused to others."""
+"""The output folder of an evaluation: resumed by the same settings, refused for others."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from rpg_megatron.launcher.summary import shown
 from rpg_megatron.system.files import atomic_write_text
 
 DEFAULT = Path("evals")
-"""Where the folders of evaluations go that were not given one."""
+"""Parent of the folders of evaluations without --out."""
 _MODEL = "model.json"
 _FREE = ("name", "runs", "device", "engine", "data")
-"""Settings that may change when an evaluation goes on: where and how fast it runs. ``data`` repeats what the
-first of ``evaluation.sets`` says.
+"""Settings that may change when an evaluation is resumed: placement and speed. ``data`` repeats the first of
+``evaluation.sets``.
 """
 _ENGINE = ("quantization", "arguments")
-"""Settings of engines that may change the responses."""
+"""Engine settings that may affect the responses."""
 _WEIGHTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 @dataclass
 class Folder:
-    """An evaluation's folder, held by this process."""
+    """An evaluation's folder, locked by this process."""
 
     path: Path
     lock: IO[str]
     made: bool
-    """Whether it is new."""
+    """Whether this process created it."""
     discard: bool = False
-    """Whether it is to be removed in the end, if it is new and holds no result."""
+    """Whether ``close`` removes it if it is new and holds no results."""
 
     @property
     def finished(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the evaluation is complete."""
         return (self.path / SUMMARY).is_file()
 
     def summary(self) -> dict[str, Any]:
-        """What came of it. Raises UserError if that cannot be read."""
+        """The summary of the results. Raises UserError if it cannot be read."""
         file = self.path / SUMMARY
         try:
             return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -55,20 +55,20 @@ class Folder:
             raise UserError(f"{file}: cannot be read ({e}); delete it and start again") from None
 
     def graded(self) -> int:
-        """Problems that are done."""
+        """Number of graded problems."""
         return sum(file.read_bytes().count(b"\n") for file in self.path.glob("*.jsonl"))
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         if self.discard and self.made and not self.graded():
             shutil.rmtree(self.path, ignore_errors=True)
         self.lock.close()
 
 
 def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
-    """The folder ``out``, or one below ``evals`` that is named after the model and these settings.
+    """Open the folder ``out``, or one in ``evals`` named after the model and a hash of the settings.
 
-    Raises UserError if it holds something else, or an evaluation with other settings or other weights.
+    Raises UserError if it holds other files, or an evaluation with other settings or other weights.
     """
     now, weights = _comparable(yaml.safe_load(resolved_yaml(settings))), _weights(settings.model.path)
     digest = hashlib.sha256(json.dumps([now, weights], sort_keys=True).encode()).hexdigest()[:8]
@@ -78,9 +78,9 @@ def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
         path.mkdir(parents=True, exist_ok=True)
         lock = hold_folder(path)
         if lock is None:
-            (path / LOCK).open("a").close()  # raises if that is why
+            (path / LOCK).open("a").close()  # raises if it cannot be written
             raise UserError(
-                f"--out: {shown(path)}: another evaluation is at work there; wait, or name another"
+                f"--out: {shown(path)}: another evaluation is running there; wait, or choose another folder"
             )
         try:
             _take(path, settings, now, weights)
@@ -88,31 +88,33 @@ def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
             lock.close()
             raise
     except OSError as e:
-        raise UserError(f"--out: {e.filename or path}: {e.strerror}; name another folder") from None
+        raise UserError(f"--out: {e.filename or path}: {e.strerror}; choose another folder") from None
     return Folder(path, lock, made)
 
 
 def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str, Any]) -> None:
-    """Compare with what is there, and write what the evaluation is made with."""
+    """Check the settings and weights against those of an earlier start, and write them."""
     if (path / CONFIG).is_file():
         try:
             then = _comparable(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
             files = json.loads((path / _MODEL).read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError, FileNotFoundError):
-            raise UserError(f"--out: {shown(path)}: {CONFIG} or {_MODEL} is damaged; name another") from None
+            raise UserError(
+                f"--out: {shown(path)}: {CONFIG} or {_MODEL} is damaged; choose another"
+            ) from None
         lines = list(list_changes(then, now).values())
         if not lines and files != weights:
             changed = sorted(k for k in files.keys() | weights.keys() if files.get(k) != weights.get(k))
-            lines = [f"the model's files have changed since: {', '.join(changed)}"]
+            lines = [f"the model's files have changed: {', '.join(changed)}"]
         if lines:
             raise UserError(
                 f"--out: {shown(path)} holds an evaluation with other settings\n  "
                 + "\n  ".join(lines)
-                + "\nset them back to go on with it, or name another folder"
+                + "\nset them back to resume it, or choose another folder"
             )
     elif others := [entry.name for entry in path.iterdir() if entry.name not in (LOCK, _MODEL)]:
         raise UserError(
-            f"--out: {shown(path)} holds {others[0]} and no evaluation; name a new or an empty folder"
+            f"--out: {shown(path)} holds {others[0]} and no evaluation; choose a new or an empty folder"
         )
     (path / LOGS).mkdir(exist_ok=True)
     atomic_write_text(path / _MODEL, json.dumps(weights, indent=2))
@@ -120,7 +122,7 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
 
 
 def _comparable(raw: dict[str, Any]) -> dict[str, Any]:
-    """What two evaluations must have in common, the sets by name."""
+    """The settings that must be equal to resume, with the sets by name."""
     kept = {key: value for key, value in raw.items() if key not in _FREE}
     kept["engine"] = {key: raw["engine"][key] for key in _ENGINE}
     sets = {part["name"]: part for part in raw["evaluation"]["sets"]}
@@ -128,6 +130,6 @@ def _comparable(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(model: Path) -> dict[str, list[int]]:
-    """Size and time of change of the model's files."""
+    """Size and modification time (ns) of the model's files."""
     stats = {file.name: file.stat() for file in sorted(model.iterdir()) if file.suffix in _WEIGHTS}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

@@ -1,8 +1,8 @@
-"""The process behind ``rpg-megatron eval``: asks the engines, grades, keeps each problem as it is done.
+"""The evaluator process of ``rpg-megatron eval``: samples, grades, and saves each problem at once.
 
 ``python -m rpg_megatron.commands.eval.process FOLDER WORK_DIR``: settings from FOLDER/config.yaml, results
-into FOLDER, the engines' sockets in WORK_DIR, their token in the environment. Signals are the launcher's to
-act on: whenever this process is ended, what was graded is on disk.
+to FOLDER, the engines' sockets in WORK_DIR, their token in the environment. It ignores signals, which the
+launcher handles; whenever it is killed, all graded problems are on disk.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rpg_megatron.system.files import atomic_write_text
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
-"""What came of it; it is there when all problems are done."""
+"""The results; written when all problems are done."""
 PHASE = "evaluation"
 
 
 def load_set(part: HeldOutSet, tokenizer: Any) -> tuple[list[Prompt], dict[str, int]]:
-    """The prompts of a set, and how many of its rows were left out or cut, by reason.
+    """The prompts of a set, and the number of rows dropped or cut, by reason.
 
     Raises UserError as ``data.problems`` and ``data.prompts`` do.
     """
@@ -52,7 +52,7 @@ def load_set(part: HeldOutSet, tokenizer: Any) -> tuple[list[Prompt], dict[str, 
 
 
 async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) -> None:
-    from transformers import AutoTokenizer  # slow to import, and the only user of it here
+    from transformers import AutoTokenizer  # slow to import
 
     evaluation = settings.evaluation
     assert evaluation is not None
@@ -82,13 +82,13 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
         events.phase(PHASE, len(finished), total)
 
     try:
-        # Nobody restarts an engine here: what is graded is on disk, and the same command goes on.
+        # Nobody restarts an engine here: graded responses are on disk, and rerunning the command resumes.
         fleet = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
         heldout = HeldOut(settings, tokenizer, fleet, scorer, prompts)
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             events.phase(PHASE, len(finished), total)
-            fleet.expect(None)  # they serve what they were started with
+            fleet.expect(None)  # engines serve the weights they were started with
             await heldout.evaluate(keep, skip=frozenset(finished))
     finally:
         scorer.close()
@@ -106,7 +106,7 @@ def _conclude(
     done: dict[str, list[EvalResult]],
     left_out: dict[str, dict[str, int]],
 ) -> None:
-    """Put the results into the order of the data, and write the summary."""
+    """Sort the results into the order of the data, and write the summary."""
     evaluation = settings.evaluation
     assert evaluation is not None
     sets = {}
@@ -140,7 +140,7 @@ def main() -> int:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
     except OSError as e:
-        print(f"error: {e.filename or folder}: {e.strerror or e}; mend that and start again", file=sys.stderr)
+        print(f"error: {e.filename or folder}: {e.strerror or e}; fix this and start again", file=sys.stderr)
         return 2
     except EngineError as e:
         print(e, file=sys.stderr, flush=True)

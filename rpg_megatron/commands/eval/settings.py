@@ -1,4 +1,4 @@
-"""From the options of ``rpg-megatron eval`` to settings: which model, which problems, what sampling."""
+"""Settings from the options of ``rpg-megatron eval``: model, problem sets, sampling."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from rpg_megatron.launcher.summary import shown
 from rpg_megatron.models.registry import check_layout
 
 _SECTIONS = ("data", "reward", "engine", "precision")
-"""What KEY=VALUE may set: nothing else has an effect without trainers."""
+"""Sections that KEY=VALUE may set; the others have no effect without trainers."""
 _OWN = ("data.path", "data.hub", "data.subset", "data.split", "data.preset", "data.mixture")
 _STYLE = ("template", "chat", "system", "thinking")
 _ENDINGS = (".jsonl", ".parquet", ".arrow", "")
 _TEST = {"gsm8k": "test", "math": "test"}
-"""Parts on the hub that are held out, where the preset means the training part."""
+"""Held-out splits of presets whose default is the training split."""
 _RESPONSE = 4096
 _PROMPT = 2048
-"""Tokens of response and prompt by default, as far as the model has positions."""
+"""Default tokens of response and prompt, limited by the model's positions."""
 
 
 @dataclass
 class EvalRequest:
-    """The options, as they were given; None: not at all."""
+    """The options; None: not given."""
 
     model: Path
     suites: str = ""
-    """Names of known sets, NAME or NAME=FILE, with commas between them."""
+    """Known sets, NAME or NAME=FILE, separated by commas."""
     files: Sequence[str] = ()
     """FILE or NAME=FILE."""
     folder: Path | None = None
-    """Where the files of the suites are."""
+    """Folder with the files of the suites."""
     samples: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -58,17 +58,17 @@ class EvalRequest:
 
 
 def make_request(request: EvalRequest) -> tuple[Settings, str]:
-    """Settings, and a name for the model. Raises UserError for what is wrong with the options."""
+    """Settings, and a name for the model. Raises UserError for invalid options."""
     model, run = find_model(request.model)
     sets = find_sets(request.suites, request.files, request.folder)
     if request.temperature == 0 and request.samples > 1:
-        raise UserError("--temperature 0 gives the same response each time; use -n 1")
+        raise UserError("--temperature 0 samples the same response each time; use -n 1")
     _check_overrides(request.overrides)
     shape = read_model_shape(model)
     response = request.max_response_tokens or min(_RESPONSE, shape.max_positions // 2)
     if response >= shape.max_positions:
         raise UserError(
-            f"--max-response-tokens: {response} leave no room for a prompt: the model has "
+            f"--max-response-tokens: {response} leaves no room for a prompt: the model has "
             f"{shape.max_positions} positions (max_position_embeddings)"
         )
     reward: dict[str, Any] = {"type": "auto"}
@@ -109,7 +109,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
 
 
 def check_request(settings: Settings) -> None:
-    """What can be found wrong before anything is started. Raises UserError."""
+    """The checks before anything is started. Raises UserError."""
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     try:
@@ -124,9 +124,9 @@ def check_request(settings: Settings) -> None:
 
 
 def find_model(path: Path) -> tuple[Path, Path | None]:
-    """The Hugging Face checkpoint that is meant, and the run that it comes from, if it is one of ours.
+    """The Hugging Face checkpoint, and the run that exported it, if any.
 
-    Raises UserError that says how to make one of a Megatron checkpoint.
+    For a Megatron checkpoint, raises UserError with the command that converts it.
     """
     if not path.is_dir():
         state = "is a file" if path.is_file() else "does not exist"
@@ -147,17 +147,17 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
         checkpoint = path
     if checkpoint is not None:
         raise UserError(
-            f"MODEL: {path} holds no Hugging Face checkpoint, which engines read; make one with\n"
+            f"MODEL: {path} is not a Hugging Face checkpoint, which engines need; convert it with\n"
             f"  rpg-megatron convert megatron-to-hf --megatron {shown(checkpoint)} --out DIR\n"
             "and evaluate DIR"
         )
     raise UserError(
-        f"MODEL: {path} holds no config.json; give the folder of a Hugging Face checkpoint, or of a run"
+        f"MODEL: {path} has no config.json; give the folder of a Hugging Face checkpoint, or of a run"
     )
 
 
 def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
-    """Name, and preset, path and split where there is one, of each set. Raises UserError."""
+    """Name of each set, and its preset, path and split, if any. Raises UserError."""
     if folder is not None and not folder.is_dir():
         raise UserError(f"--data-dir: {folder} is not a folder")
     found: list[dict[str, Any]] = []
@@ -175,28 +175,28 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
             part["split"] = _TEST[name]
         found.append(part)
     for item in files:
-        # A name before = must look like one: paths may hold that sign too.
+        # Paths may contain "=" too, so the part before it must be a valid name.
         name, eq, file = item.partition("=")
         if not eq or not re.fullmatch(NAME, name):
             name, file = Path(item).stem, item
             if not re.fullmatch(NAME, name):
-                raise UserError(f"--data: {name!r} is no name for a set; give NAME={item}")
+                raise UserError(f"--data: {name!r} is not a valid name of a set; give NAME={item}")
         found.append({"name": name, "path": str(Path(file).absolute())})
     if not found:
-        raise UserError("there is nothing to evaluate on; give --suite NAME,NAME or --data FILE")
+        raise UserError("no problems to evaluate; give --suite NAME,NAME or --data FILE")
     names = [part["name"] for part in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"two sets are called {twice}; give one of them another name with --data NAME=FILE")
+        raise UserError(f"two sets are named {twice}; rename one of them with --data NAME=FILE")
     return found
 
 
 def _find_copy(name: str, folder: Path) -> Path:
-    """The file of a suite: named after it, or after its test part."""
+    """The file of a suite, named after it or its test split."""
     tried = [folder / f"{stem}{end}" for stem in (name, f"{name}_test", f"{name}-test") for end in _ENDINGS]
     path = next((p for p in tried if p.is_file() or (p / "dataset_info.json").is_file()), None)
     if path is None:
         raise UserError(
-            f"--data-dir: {folder} holds no file of {name} ({name}.jsonl, .parquet or .arrow); name it with "
+            f"--data-dir: {folder} holds no file of {name} ({name}.jsonl, .parquet or .arrow); give it with "
             f"--suite {name}=FILE"
         )
     return path
@@ -211,10 +211,10 @@ def _check_overrides(overrides: Sequence[str]) -> None:
                 f"{', '.join(f'{section}.*' for section in _SECTIONS)}"
             )
         if key in _OWN:
-            raise UserError(f"{item!r}: name the problems with --suite or --data")
+            raise UserError(f"{item!r}: select the problems with --suite or --data")
 
 
 def _device() -> str:
-    """Cuda where there is a GPU."""
+    """The device: cuda if there is a GPU, else cpu."""
     gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
     return "cuda" if gpu and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"

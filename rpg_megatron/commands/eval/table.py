@@ -1,4 +1,4 @@
-"""What came of an evaluation, for people."""
+"""The results of an evaluation as a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def show_summary(summary: dict[str, Any]) -> str:
-    """The table of all sets: a column for each, percentages with their 95% intervals."""
+    """A table with one column per set; percentages have 95% intervals."""
     sets: dict[str, dict[str, Any]] = summary["sets"]
     metrics = list(dict.fromkeys(key for part in sets.values() for key in part["metrics"]))
     rows = [["", *sets], ["problems", *(f"{part['problems']:,}" for part in sets.values())]]
@@ -20,11 +20,11 @@ def show_summary(summary: dict[str, Any]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     head = (
-        f"{summary['model']}\n{summary['samples']} responses to each problem, temperature "
+        f"{summary['model']}\n{summary['samples']} responses per problem, temperature "
         f"{summary['temperature']:g}, top-p {summary['top_p']:g}, at most {summary['max_response_tokens']:,} "
         f"tokens, seed {summary['seed']}\n"
     )
-    return "\n".join([head, *lines, "", "in %; in brackets 95% intervals, bootstrap over problems"])
+    return "\n".join([head, *lines, "", "in %; 95% intervals in brackets, from a bootstrap over problems"])
 
 
 def _interval(metric: dict[str, float] | None) -> str:

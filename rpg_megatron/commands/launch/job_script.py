@@ -1,7 +1,7 @@
-"""What a job that NeMo-Run starts runs, and what it asks for: words and numbers, without NeMo-Run itself.
+"""The script and the resources of a NeMo-Run job, computed without importing NeMo-Run.
 
-The job of a cluster is that of the scripts in ``slurm/``: one launcher a node, which is warned before the
-time is over, saves, and leaves with exit code 75, upon which the job is requeued or the array goes on.
+On a cluster the job works like the scripts in ``slurm/``: one launcher per node gets a signal before the
+time limit, saves, and exits with code 75; then the job is requeued or the array continues.
 """
 
 from __future__ import annotations
@@ -23,43 +23,50 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher.nodes import share_of
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 
-SETUP = """\
-# One launcher a node has all that the job has of it: srun gives a task one core by itself.
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
-# The launchers get a warning themselves and save; this shell waits for them, whatever it is sent.
+REQUEUE = """\
+# Slurm signals the command as well, which saves and exits; this shell ignores signals and waits for it.
 trap : TERM USR1
-# 75: saved because of a warning. In an array the next task goes on; a job that is being cancelled stays so.
+# The tasks of an array run one after another; each resumes where the last one stopped.
+chain=${SLURM_ARRAY_JOB_ID:-}
+# Exit code 75: saved because of a signal. Leave the rest to the next task of an array, or requeue the job,
+# unless it is being cancelled. Exit code 0: finished; drop the pending tasks of an array.
 finish() {
     code=$?
     set +evx
-    if [ "$code" -eq 75 ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    if [ "$code" -eq 75 ] && [ -n "$chain" ]; then
         exit 0
     elif [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
         echo "saved; requeued"
         scontrol requeue "$SLURM_JOB_ID"
-    elif [ "$code" -eq 0 ] && [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-        scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
+    elif [ "$code" -eq 0 ] && [ -n "$chain" ]; then
+        scancel --state=PENDING "$chain"
     fi
     exit "$code"
 }
 trap finish EXIT"""
-"""Lines of a batch script that come before its ``srun``."""
+"""The part of ``slurm/requeue.sh`` that requeues; a test holds that both are the same."""
+
+SETUP = f"""\
+# By default srun gives a task one core; one launcher per node uses all cores of the job there.
+export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}"
+{REQUEUE}"""
+"""Lines of a batch script before its ``srun``."""
 
 SLURM: dict[str, Any] = {
     "job_name_prefix": "rpg.",
     "time": "04:00:00",
     "signal": "USR1@600",
     "exclusive": True,
-    # NeMo-Run has a node's end kill the others at once, or after a minute: here launchers end each other.
+    # Launchers stop each other; NeMo-Run's defaults would kill them when the first one exits.
     "srun_args": ["--kill-on-bad-exit=0", "--wait=0"],
     "setup_lines": SETUP,
     "additional_parameters": {"requeue": True},
     "poll_estimated_start_time": False,
 }
-"""Arguments of ``nemo_run.SlurmExecutor`` that a job of ours needs, or that suit most."""
+"""Required and default arguments of ``nemo_run.SlurmExecutor``."""
 
 OURS = ("packager", "launcher", "tunnel", "job_details", "experiment_id", "job_dir", "ntasks_per_node")
-"""Arguments of executors that are not the user's: one launcher a node starts everything else."""
+"""Arguments of executors that users cannot set: one launcher per node starts everything else."""
 
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
@@ -72,9 +79,9 @@ def training_script(
     command: str = "rpg-megatron",
     folder: Path | None = None,
 ) -> str:
-    """Shell script that trains, on each node of a job; for ``nemo_run.Script(inline=...)``.
+    """Shell script that each node of a training job runs; for ``nemo_run.Script(inline=...)``.
 
-    command: a name on the job's PATH, or a path. folder: where it works, by default the present folder.
+    command: a name on the job's PATH, or a path. folder: working directory; None: the current one.
     Raises UserError if NeMo-Run would change the script.
     """
     words = [str(Path(command).absolute()) if os.sep in command else command, "train", str(config.absolute())]
@@ -83,7 +90,7 @@ def training_script(
     script = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {shlex.join([*words, *overrides])}\n"
     if "/nemo_run" in script:
         raise UserError(
-            "NeMo-Run puts its own folder in place of /nemo_run, wherever a script names it; "
+            "NeMo-Run replaces /nemo_run in scripts with its own folder; "
             f"use paths without it: {script.strip()}"
         )
     return script
@@ -92,9 +99,9 @@ def training_script(
 def check_job(
     config: Path, overrides: Sequence[str], *, nodes: int, command: str, container: bool
 ) -> Settings:
-    """The settings of a job, if nothing speaks against starting it. Raises UserError if something does.
+    """Check a job before it is submitted; returns its settings. Raises UserError if a check fails.
 
-    container: the job runs in one, whose model and command cannot be looked at from here.
+    container: the job runs in one, whose model and command cannot be checked from here.
     """
     spread = ["bridge.transport=process_group"] if nodes > 1 else []
     settings = load_settings(config, [*spread, *overrides])
@@ -108,12 +115,12 @@ def check_job(
     found = shutil.which(command)
     if found is None:
         raise UserError(
-            f"{command} is not to be found here; name the training environment's: "
+            f"{command} was not found; give the one of the training environment: "
             "--command DIR/bin/rpg-megatron"
         )
     if Path(found).resolve().parent == Path(sys.executable).absolute().parent and not _has_torch():
         raise UserError(
-            f"{found} belongs to this environment, which has no torch; name the training environment's: "
+            f"{found} belongs to this environment, which has no torch; give the training environment's: "
             "--command DIR/bin/rpg-megatron"
         )
     return settings
@@ -126,20 +133,20 @@ def _has_torch() -> bool:
 
 
 def gpus_a_node(settings: Settings, nodes: int) -> int:
-    """The most GPUs that a node of the job needs; 0 on CPUs."""
+    """The largest number of GPUs that a node of the job needs; 0 on CPUs."""
     if settings.device == "cpu":
         return 0
     shares = [share_of(settings, rank, nodes) for rank in range(nodes)]
     if settings.engine.colocated:
-        return max(len(share.ranks) for share in shares)  # whose GPUs the engines have as well
+        return max(len(share.ranks) for share in shares)  # the engines share these GPUs
     return max(len(share.ranks) + len(share.engines) * settings.engine.tensor for share in shares)
 
 
 def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of an executor from KEY=VALUE, values as YAML unless text is wanted.
+    """Arguments of an executor from KEY=VALUE; values are parsed as YAML unless the type is str.
 
-    known: what the executor takes, with types. Raises UserError for what it does not take, and for secrets
-    among ``env_vars``, which others could read in the job's script.
+    known: types of the executor's arguments. Raises UserError for unknown ones, and for secrets in
+    ``env_vars``, which other users could read in the job's script.
     """
     names = [name for name in known if name not in OURS]
     read: dict[str, Any] = {}
@@ -149,9 +156,9 @@ def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, 
             raise UserError(f"--option {item}: must be KEY=VALUE")
         if key not in names:
             near = difflib.get_close_matches(key, names, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise UserError(
-                f"--option {key}: the executor has no such setting{hint} It has {', '.join(names)}"
+                f"--option {key}: the executor has no such argument{hint} It has {', '.join(names)}"
             )
         try:
             value = text if known[key] in (str, str | None) else yaml.safe_load(text)
@@ -161,7 +168,7 @@ def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, 
             raise UserError(f"--option {key}: {text!r}: {first}") from None
     if secret := [name for name in read.get("env_vars", {}) if _SECRET.search(name)]:
         raise UserError(
-            f"--option env_vars: {secret[0]} would stand in files that others can read, the job's script for "
-            "one; export it before, which a job here or of Slurm takes over, or mount a file into a container"
+            f"--option env_vars: {secret[0]} would be written to files that others can read, e.g. the job's "
+            "script; export it first, which local and Slurm jobs inherit, or mount a file into a container"
         )
     return read

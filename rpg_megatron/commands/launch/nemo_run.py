@@ -1,4 +1,4 @@
-"""``rpg-megatron launch``: a run as a NeMo-Run experiment of one task. No other module knows NeMo-Run."""
+"""``rpg-megatron launch``: a run as a NeMo-Run experiment with one task. Only this module uses NeMo-Run."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ KINDS = ("slurm", "local", "docker")
 
 
 def launch(
-    kind: str, config: Path, overrides: Sequence[str], options: Sequence[str], command: str, *, dryrun: bool
+    kind: str, config: Path, overrides: Sequence[str], options: Sequence[str], command: str, *, dry_run: bool
 ) -> None:
-    """Submit a training run to Slurm, or run it here or in Docker to its end.
+    """Submit a training run to Slurm, or run it to its end locally or in Docker.
 
-    kind: one of KINDS. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the job calls.
-    dryrun: print what would be run, and keep the files that it names. Raises UserError before anything is
-    submitted if the settings cannot work on so many nodes, RunFailed if a run here or in Docker ends badly,
-    Interrupted after a signal that came before it had started.
+    kind: one of KINDS. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the job runs.
+    dry_run: print the job's script, and keep the files that it names. Raises UserError before submission if
+    the settings do not fit the number of nodes, RunFailed if a run locally or in Docker fails, Interrupted
+    after a signal before the start.
     """
     run = _nemo_run()
     if kind not in KINDS:
         raise UserError(
-            f"--executor {kind}: is none of {', '.join(KINDS)}; NeMo-Run's others are used from Python, see "
+            f"--executor {kind}: is none of {', '.join(KINDS)}; use NeMo-Run's other executors from Python: "
             "examples/nemo_run_recipe.py"
         )
     classes = {"slurm": run.SlurmExecutor, "local": run.LocalExecutor, "docker": run.DockerExecutor}
@@ -53,27 +53,27 @@ def launch(
     arguments = read_options(options, known)
     nodes = arguments.get("nodes", 1)
     if kind == "local" and nodes != 1:
-        raise UserError("--option nodes: the local executor has one; use slurm for several")
+        raise UserError("--option nodes: the local executor has one node; use slurm for several")
     container = arguments.get("container_image") is not None
     settings = check_job(config, overrides, nodes=nodes, command=command, container=container)
     script = training_script(config, overrides, nodes=nodes, command=command)
     home = _folder(run)
     arguments = _completed(kind, arguments, gpus_a_node(settings, nodes), run, home)
     executor = classes[kind](packager=run.Packager(), **arguments)
-    if kind == "slurm" and not dryrun and shutil.which("sbatch") is None:
+    if kind == "slurm" and not dry_run and shutil.which("sbatch") is None:
         raise UserError(
-            "there is no sbatch here; start this on a login node of the cluster, or through an SSH tunnel "
+            "sbatch is not installed here; run this on a login node of the cluster, or use an SSH tunnel "
             "as in examples/nemo_run_recipe.py"
         )
-    with _signals_passed_on(kind):
-        _run(run, kind, settings.name, executor, script, dryrun=dryrun)
+    with _forwarded_signals(kind):
+        _run(run, kind, settings.name, executor, script, dry_run=dry_run)
 
 
-def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dryrun: bool) -> None:
+def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dry_run: bool) -> None:
     quiet = {"clean_mode": True, "log_level": "WARN", "enable_goodbye_message": False}
     with run.Experiment(name, executor, skip_status_at_exit=True, **quiet) as experiment:
         experiment.add(run.Script(inline=script), name=name, tail_logs=kind != "slurm")
-        if dryrun:
+        if dry_run:
             experiment.dryrun(log=False, delete_exp_dir=False)
             _show(experiment, kind, script)
             return
@@ -83,16 +83,16 @@ def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dry
         number = job.handle.rpartition("/")[2]
         print(f"job {number}, its logs: {job.executor.job_dir}")
     elif job.state.name != "SUCCEEDED":
-        # What NeMo-Run shows of a short run may be nothing at all.
+        # NeMo-Run may show nothing of a short run.
         log = next(Path(job.executor.job_dir).rglob("combined.log"), Path(job.executor.job_dir, "log"))
-        raise RunFailed(f"the run ended badly; the end of {log}:\n{tail(log)}")
+        raise RunFailed(f"the run failed; the end of {log}:\n{tail(log)}")
 
 
 @contextmanager
-def _signals_passed_on(kind: str) -> Iterator[None]:
-    """While a run is under way here, its launcher gets the signals: NeMo-Run would leave it running."""
+def _forwarded_signals(kind: str) -> Iterator[None]:
+    """Forward signals to the launcher of a local run, which NeMo-Run would leave running."""
 
-    def pass_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         children = psutil.Process().children()
         for child in children:
             child.send_signal(number)
@@ -102,7 +102,7 @@ def _signals_passed_on(kind: str) -> Iterator[None]:
     if kind != "local":
         yield
         return
-    before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
+    before = {number: signal.signal(number, forward) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -115,7 +115,7 @@ def _nemo_run() -> Any:
         import nemo_run
     except ImportError as e:
         raise UserError(
-            f"NeMo-Run cannot be imported ({e}); it wants an environment of its own, without torch: "
+            f"NeMo-Run cannot be imported ({e}); install it in a separate environment without torch: "
             "python3.12 -m venv DIR && DIR/bin/pip install --no-deps -r requirements/launch.txt && "
             "DIR/bin/pip install --no-deps -e ."
         ) from None
@@ -123,22 +123,22 @@ def _nemo_run() -> Any:
 
 
 def _folder(run: Any) -> str:
-    """Where NeMo-Run keeps scripts and logs. Raises UserError if it could not work with its name."""
+    """Where NeMo-Run keeps scripts and logs. Raises UserError if NeMo-Run cannot handle the path."""
     home = str(run.config.get_nemorun_home())
     if shlex.quote(home) != home:
         raise UserError(
-            f"NEMORUN_HOME: NeMo-Run cannot work in {home!r}; name a folder without blanks, on a shared disk"
+            f"NEMORUN_HOME: NeMo-Run cannot use {home!r}; set a folder without blanks, on a shared disk"
         )
     return home
 
 
 def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any, home: str) -> dict[str, Any]:
-    """What the user did not say."""
+    """The executor's arguments, with defaults for those not given."""
     here = f"{Path.cwd()}:{Path.cwd()}"
     if kind == "docker":
         if "container_image" not in arguments:
             raise UserError("--executor docker needs an image: -o container_image=NAME")
-        # Weights pass through shared memory, of which Docker gives 64 MB.
+        # Weights are transferred through shared memory; Docker's default is 64 MB.
         given = {"shm_size": "32g", "volumes": [here], "num_gpus": -1 if gpus else None}
         return given | arguments
     if kind == "local":
@@ -158,7 +158,7 @@ def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any, home: 
 
 
 def _start(experiment: Experiment, *, detach: bool) -> None:
-    """Raises UserError if the job cannot be submitted or started; then nothing of it is kept."""
+    """Submit or start the job. Raises UserError if that fails, and removes its files."""
     from docker.errors import DockerException
     from invoke.exceptions import UnexpectedExit
 
@@ -168,11 +168,13 @@ def _start(experiment: Experiment, *, detach: bool) -> None:
         shutil.rmtree(experiment.jobs[0].executor.experiment_dir, ignore_errors=True)
         if isinstance(e, UnexpectedExit):
             raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
-        raise UserError(f"Docker: {e}; is its daemon running, and may you use it (docker info)?") from None
+        raise UserError(
+            f"Docker: {e}; check that its daemon is running and that you may use it (docker info)"
+        ) from None
 
 
 def _show(experiment: Experiment, kind: str, script: str) -> None:
-    """Print a job's script, which refers to files that are kept."""
+    """Print a job's script; the files it refers to are kept."""
     executor: Executor = experiment.jobs[0].executor
     folder = Path(executor.experiment_dir)
     if kind == "slurm":

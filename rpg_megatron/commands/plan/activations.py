@@ -1,8 +1,7 @@
-"""What one micro-batch keeps alive between its forward and its backward pass.
+"""Activation memory of one micro-batch between its forward and its backward pass.
 
-Counted from the code that runs: Megatron's layers with the specification in ``policy/model.py``, tensor by
-tensor as autograd saves them (a test compares the sums with what it does save). The terms stand in the
-order of the forward pass.
+Counted from Megatron's layers with the specification in ``policy/model.py``, tensor by tensor as autograd
+saves them (a test compares the sums with what autograd saves). Terms are in the order of the forward pass.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _WIDE = 4
 
 @dataclass(frozen=True)
 class Widths:
-    """Numbers per token that a rank holds of each kind of activation."""
+    """Elements per token of each kind of activation on a rank."""
 
     hidden: float
-    """Of the residual stream: cut by sequence parallelism, whole without."""
+    """Residual stream: sharded with sequence parallelism, else full."""
     whole: int
     heads: float
     kv_heads: float
@@ -36,17 +35,17 @@ class Widths:
 
     @property
     def query(self) -> float:
-        """Columns of the queries of this rank."""
+        """Query columns of this rank."""
         return self.heads * self.head_dim
 
     @property
     def key(self) -> float:
-        """Columns of its keys, and as many of its values."""
+        """Key columns of this rank; value columns are as many."""
         return self.kv_heads * self.head_dim
 
 
 def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> Widths:
-    """The sizes that decide a rank's activations."""
+    """The sizes that determine a rank's activations."""
     cut = parallel.tensor
     return Widths(
         hidden=shape.hidden_size / (cut if parallel.sequence else 1),
@@ -63,12 +62,12 @@ def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> Widths:
 def layer_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool, recompute: Recompute) -> float:
     """Bytes that one transformer layer saves for its backward pass.
 
-    lengths: of the micro-batch's sequences, before they are cut over context ranks.
+    lengths: tokens of the micro-batch's sequences, before sharding over context ranks.
     """
     tokens = sum(lengths) / w.context
     if recompute == "full":  # its input
         return tokens * w.item * w.hidden
-    # Input in float32, 1/rms, normalised, and the result, which the linear layer behind it reads.
+    # Input in float32, 1/rms, normalised, and the result, which the next linear layer reads.
     norm = _WIDE * w.hidden + _WIDE * w.hidden / w.whole + 2 * w.item * w.hidden
     # gate|up, silu(gate), up + offset, their product, which the second linear layer reads.
     mlp = w.item * 5 * w.ffn if recompute == "none" else 0
@@ -77,34 +76,34 @@ def layer_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool, recompute: 
 
 def _attention_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool) -> float:
     tokens = sum(lengths) / w.context
-    wide_input = w.item != _WIDE  # in float32 the norm's wide input is the tensor that came in
+    wide_input = w.item != _WIDE  # in float32 the norm's wide input is its input tensor
     each = 0.0
     if qk_norm:
         each += _WIDE * w.query + _WIDE * w.heads + w.item * w.query
         each += (_WIDE * w.key if wide_input else 0) + _WIDE * w.kv_heads + w.item * w.key
     each += w.item * 4 * w.head_dim  # cosines and sines for queries and for keys, on every TP rank
     each += w.item * w.query  # rotated
-    each += w.item * w.query  # the sequences' outputs put together again, read by the projection
+    each += w.item * w.query  # the concatenated outputs of the sequences, read by the projection
     qkv, keys = w.item * (w.query + 2 * w.key), w.item * w.key
     if w.context == 1:
         # Output and log-sum-exp; values are a view of QKV.
         return tokens * (each + w.item * w.query + _WIDE * w.heads + qkv + keys)
     if qk_norm and not wide_input:
         each += qkv  # the keys' norm reads it
-    return tokens * each + sum(lengths) * 2 * keys  # of all ranks; attention itself is computed again
+    return tokens * each + sum(lengths) * 2 * keys  # of all ranks; attention itself is recomputed
 
 
 def head_bytes(w: Widths) -> float:
-    """Bytes per token that the last stage saves behind the layers: final norm and log-prob head."""
+    """Bytes per token that the last stage saves after the layers: final norm and log-prob head."""
     norm = _WIDE * w.hidden + _WIDE * w.hidden / w.whole + w.item * w.hidden
     return norm + w.item * w.whole + 20  # hidden states of all tokens; targets, two normalisers, entropy
 
 
 def working_bytes(w: Widths, tokens: int) -> float:
-    """Bytes that a layer needs besides what is saved, at the worst moment of its backward pass.
+    """Peak bytes of a layer's backward pass besides saved activations.
 
-    The gradients of the MLP's inner tensors and of the residual stream, and one weight's gradient. What is
-    recomputed comes on top.
+    The gradients of the MLP's inner tensors and of the residual stream, and one weight's gradient. Recomputed
+    activations are not included.
     """
     return tokens * w.item * (5 * w.ffn + 3 * w.whole) + w.item * 2 * w.ffn * w.whole
 
@@ -112,8 +111,8 @@ def working_bytes(w: Widths, tokens: int) -> float:
 def in_flight(stage: int, parallel: ParallelSettings, microbatches: int) -> int:
     """Micro-batches whose activations a pipeline rank holds at once, each of one of its (virtual) stages.
 
-    1F1B: the first rank has the most. Interleaved, the warm-up has 2 x (ranks behind) + (virtual - 1) x
-    pipeline forward passes of one chunk, and one more is under way.
+    1F1B: the first rank has the most. Interleaved: the warm-up has 2 x (later ranks) + (virtual - 1) x
+    pipeline forward passes of one chunk, plus the current one.
     """
     behind = parallel.pipeline - stage - 1
     if parallel.virtual == 1:

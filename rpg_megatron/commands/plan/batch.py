@@ -1,4 +1,4 @@
-"""From prompts to micro-batches: what a step is cut into."""
+"""The batch of a step: prompts, mini-batches, micro-batches."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from rpg_megatron.data.packing import fill_length, sequence_multiple
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A step's numbers. Tokens are upper bounds: every response as long as it may be."""
+    """The sizes of a step. Tokens are upper bounds: all responses have the maximum length."""
 
     prompts: int
     sequences: int
-    """Responses of a step."""
+    """Responses per step."""
     minibatches: int
-    """Optimizer updates in a step."""
+    """Optimizer updates per step."""
     sequences_per_update: int
     sequences_per_rank: int
-    """Of one mini-batch, on the data-parallel replica with the most."""
+    """Responses of one mini-batch on the data-parallel replica with the most."""
     longest: int
     """Tokens of the longest prompt and response together."""
     context: int
-    """The same, evaluation included: what an engine has to hold."""
+    """The same, including evaluation: the context length of the engines."""
     tokens_per_microbatch: int
     """Tokens of a replica's largest micro-batch: the budget, or one longest sequence that is larger."""
     lengths: tuple[int, ...]
-    """Of its sequences, if they are as long as they may be."""
+    """Tokens of its sequences, at maximum length."""
     microbatches: int
-    """Of one update on one replica, if all sequences are as long as they may be."""
+    """Micro-batches per update and replica, with all sequences at maximum length."""
     pipeline_idle: float
-    """Share of an update that a pipeline rank waits, with so many micro-batches of equal size."""
+    """Idle share of a pipeline rank in an update, with micro-batches of equal size."""
 
 
 def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
-    """Cut a step of these settings. max_positions: the model's."""
+    """The batch of these settings. max_positions: the model's."""
     rollout, training, parallel = settings.rollout, settings.training, settings.parallel
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     update = sequences // training.minibatches
@@ -47,13 +47,13 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     filled = fill_length(longest, parallel.context)
     in_one = max(1, training.tokens_per_microbatch // filled)
     tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
-    # As ``policy.precision.token_multiple`` fills up each context rank's part of a row.
+    # As ``policy.precision.token_multiple`` pads each context rank's part of a row.
     fp8 = settings.precision.fp8
     each = (parallel.tensor if parallel.sequence else 1) * (fp8.multiple if fp8 is not None else 1)
     align = math.lcm(each * parallel.context, sequence_multiple(parallel.context))
     packs = -(-update // in_one)
     microbatches = -(-packs // parallel.data)
-    # Interleaved, every rank's work comes in as many pieces, and the wait at the ends is as much shorter.
+    # Interleaving splits each rank's work into ``virtual`` chunks, and shortens the bubble accordingly.
     waits = (parallel.pipeline - 1) / parallel.virtual
     return BatchPlan(
         prompts=rollout.prompts_per_step,
@@ -71,6 +71,6 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
 
 
 def _fill(tokens: int, longest: int) -> tuple[int, ...]:
-    """So many tokens as sequences of the greatest length, and what is left as one more."""
+    """Sequences of maximum length with this total of tokens; the rest is one more."""
     whole, rest = divmod(tokens, longest)
     return (longest,) * whole + ((rest,) if rest else ())

@@ -1,6 +1,6 @@
-"""Bytes on a card that a trainer rank and an engine worker share by turns (``engine.colocated``).
+"""Memory of a GPU that a trainer rank and an engine worker use in turns (``engine.colocated``).
 
-Arithmetic on the parts of both; no turn has been measured against it.
+Computed from the parts of both; not compared with measurements.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rpg_megatron.config import Settings
 Turn = Literal["rollout", "update"]
 
 CONTEXT = 512 * 1024**2
-"""CUDA context of a process that reads this card's memory by CUDA IPC and computes on another; not measured,
-a rule of thumb.
+"""CUDA context of a process on another GPU that reads this GPU's memory by CUDA IPC; not measured, a rule of
+thumb.
 """
 _NODE = 8
-"""Cards of a node: a card is read by engines of its own node alone."""
+"""GPUs per node: a GPU is read only by engines of its node."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one of the two processes, or both, hold of the card in a turn."""
+    """A part of the GPU's memory in a turn."""
 
     name: str
     nbytes: int
@@ -34,30 +34,29 @@ class Share:
 
 @dataclass(frozen=True)
 class SharedCard:
-    """The card with the largest trainer rank, and an engine worker."""
+    """The GPU of the largest trainer rank, and an engine worker."""
 
     shares: tuple[Share, ...]
 
     def total(self, turn: Turn) -> int:
-        """Bytes at the worst moment of a turn."""
+        """Peak bytes of a turn."""
         return sum(share.nbytes for share in self.shares if share.turn == turn)
 
     @property
     def peak(self) -> int:
-        """Most bytes at a time."""
+        """Peak bytes of both turns."""
         return max(self.total("rollout"), self.total("update"))
 
 
 def share_card(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedCard:
-    """Put both on one card.
+    """The memory of a GPU with both processes.
 
-    While engines sample the rank keeps its weights: gradients are let go, the optimizer's state is in host
-    memory. While it computes (log-probs, updates, checkpoints) the engine's weights and KV cache are gone,
-    its context and graphs stay. Neither takes more while it starts: the engines have the cards for themselves
-    then, and the ranks build when those sleep.
+    While engines sample, the rank keeps its weights; gradients are freed, and the optimizer state is in host
+    memory. While the rank computes (log-probs, updates, checkpoints), the engine keeps only its context and
+    graphs. Starting needs no more: the engines start alone, and the ranks when the engines sleep.
     """
     kept = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED))
-    # Over CUDA IPC a worker reads the replica on its own card, which lies on these cards.
+    # Over CUDA IPC, a worker reads all ranks of the replica that its own GPU belongs to.
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, _NODE)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0

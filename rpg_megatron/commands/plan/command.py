@@ -13,7 +13,7 @@ from rpg_megatron.config import Settings
 
 
 def run_plan(settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool) -> bool:
-    """Print the plan of a run; says whether it fits. gpu: see ``card_bytes``.
+    """Print the plan of a run; returns whether it fits. gpu: see ``card_bytes``.
 
     Raises UserError as ``make_plan`` does.
     """

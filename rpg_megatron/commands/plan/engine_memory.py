@@ -1,4 +1,4 @@
-"""Bytes that one worker of a vLLM engine holds, and how many sequences its KV cache has room for."""
+"""Memory of one worker of a vLLM engine, bytes, and the capacity of its KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rpg_megatron.config import ModelShape, Settings, UserError
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 VOCAB_PADDING = 64
@@ -18,32 +18,32 @@ UTILISATION = 0.92
 GRAPHS = 1024**3
 """CUDA context and graphs of a worker; not measured, a rule of thumb."""
 SERVER = 1800 * 1024**2
-"""On a CPU: an engine's three processes without weights and KV cache; measured, about 1.7 GB."""
+"""On a CPU: an engine's three processes without weights and KV cache; measured: about 1.7 GB."""
 _GIB = 1024**3
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One worker."""
+    """The memory of one worker."""
 
     weights: int
-    """Exact, but for what kernels re-pack."""
+    """Exact, except for weights that kernels re-pack."""
     running: int
     """Estimated: the largest batch's activations and logits, context and graphs."""
     kv_cache: int
-    """Memory for keys and values."""
+    """Bytes for keys and values."""
     buckets: int
-    """For weights under way, from the first sync on; besides what vLLM counts on."""
+    """Receive buffers of weights, from the first sync on; not counted by vLLM."""
     kv_bytes_per_token: int
     """Exact."""
     sequence_tokens: int
-    """Longest prompt and response."""
+    """Tokens of the longest prompt and response."""
     utilisation: float | None
-    """Share of the card that vLLM takes; None where the KV cache is set: on a CPU, and on a shared card."""
+    """Share of the GPU that vLLM uses; None if the KV cache size is set: on a CPU or a shared GPU."""
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment."""
+        """Peak bytes."""
         return self.weights + self.running + max(0, self.kv_cache) + self.buckets
 
     @property
@@ -60,9 +60,9 @@ class EngineMemory:
 def engine_memory(
     settings: Settings, shape: ModelShape, *, longest: int, device: Literal["cpu", "cuda"], card: int
 ) -> EngineMemory:
-    """A worker of these settings. longest: tokens of a sequence; card: bytes of the GPU.
+    """The memory of a worker. longest: tokens of a sequence; card: bytes of the GPU.
 
-    Raises UserError if engine.arguments hold a utilisation that is no number.
+    Raises UserError if engine.arguments has an option whose value is not a number.
     """
     engine, item = settings.engine, ITEM_BYTES[settings.precision.dtype]
     heads = max(1, shape.num_kv_heads // engine.tensor)
@@ -95,7 +95,7 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
     vocabulary is padded.
     """
     total = 0
-    for name, dims in layout_for(shape).hf_tensors().items():
+    for name, dims in mapping_for(shape).hf_tensors().items():
         size = math.prod(dims)
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             rows = -(-shape.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
@@ -109,7 +109,7 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
 
 
 def _argument(arguments: Sequence[str], name: str, default: float) -> float:
-    """Value of an option among vLLM's arguments, in either form."""
+    """Value of an option in vLLM's arguments, as ``--name value`` or ``--name=value``."""
     for i, argument in enumerate(arguments):
         key, eq, value = argument.partition("=")
         if key.replace("_", "-") != name:

@@ -1,9 +1,9 @@
-"""What a micro-batch keeps alive where the layers are Transformer Engine's (``model.implementation``).
+"""Activation memory of a micro-batch with Transformer Engine layers (``model.implementation``).
 
 Counted from the sources of Transformer Engine 2.20.2 and Megatron-Core 0.19.2, tensor by tensor as
-``save_for_backward`` gets them, each piece of memory once; nothing was measured on a GPU. Not counted are
-tensors of a number a sequence (lengths, random states) and the rotary angles, 4 bytes x head size x longest
-sequence for all layers together. ``docs/plan.md`` has the same table with the places in the sources.
+passed to ``save_for_backward``, shared memory once; not measured on a GPU. Not counted: tensors with one
+number per sequence (lengths, random states) and the rotary angles, 4 bytes x head size x longest sequence for
+all layers together. ``docs/plan.md`` has the same table with references to the sources.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _LINEAR = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "line
 def uses_fused_layers(settings: Settings, device: str) -> bool:
     """Whether the policy's layers are Transformer Engine's on this kind of device (cpu, cuda).
 
-    As ``policy.precision.uses_transformer_engine`` decides it on the device itself; that the package is
-    installed there is taken for granted.
+    The same rule as ``policy.precision.uses_transformer_engine``, assuming that the package is installed.
     """
     wanted, dtype = settings.model.implementation, settings.precision.dtype
     return device == "cuda" and dtype == "bfloat16" and wanted != "local"
@@ -35,7 +34,7 @@ def uses_fused_layers(settings: Settings, device: str) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor that backward needs."""
+    """One tensor saved for the backward pass."""
 
     name: str
     nbytes: float
@@ -45,16 +44,16 @@ class Saved:
 def saved_tensors(
     w: Widths, *, qk_norm: bool, recompute: Recompute, fp8: FP8Settings | None = None
 ) -> tuple[Saved, ...]:
-    """What one layer keeps, in the order of the forward pass. fp8: None for a layer in bfloat16.
+    """The tensors that one layer saves, in the order of the forward pass. fp8: None for a layer in bfloat16.
 
-    Context parallelism changes no line: a rank keeps its own queries and output, and one rank's worth of keys
-    and values, those that came round last (AttnFuncWithCPAndKVP2P).
+    Context parallelism does not change them: a rank saves its own queries and output, and the keys and values
+    of one rank, the last received ones (AttnFuncWithCPAndKVP2P).
     """
     stream = Saved("layer's input, which the first norm reads", w.item * w.hidden)
     if recompute == "full":
         return (stream,)
-    # One direction alone, that of the weight gradient's product; under sequence parallelism with one scale a
-    # tensor the other, from which it is made after the ranks' shares are gathered. One byte a number anyhow.
+    # Only one orientation, that of the weight gradient's GEMM; with sequence parallelism and one scale per
+    # tensor the other, from which it is computed after the all-gather. One byte per element in both cases.
     quantised = w.item if fp8 is None else 1 + (_WIDE / _BLOCK if fp8.recipe == "blockwise" else 0)
     found = [
         stream,
@@ -72,14 +71,14 @@ def saved_tensors(
         Saved("keys, rotated", w.item * w.key),
         Saved("values", w.item * w.key),
         # The projection reads the same memory. In FP8 it has its own tensor only with delayed scaling, whose
-        # scale has moved on by the time of the backward pass.
+        # scale has changed by the backward pass.
         Saved("attention's output", w.item * w.query),
         Saved("log-sum-exp of each head", _WIDE * w.heads),
     ]
     if fp8 is not None and fp8.recipe == "delayed":
         found.append(Saved("the same in FP8, read by the projection", quantised * w.query))
     found.append(Saved("attention's sum with the stream, which the second norm reads", w.item * w.hidden))
-    if recompute == "selective":  # that is the MLP's input, and its norm belongs to the MLP here
+    if recompute == "selective":  # up to the MLP's input; the norm is part of the MLP here
         return tuple(found)
     return (
         *found,
@@ -93,12 +92,12 @@ def saved_tensors(
 def fused_layer_bytes(
     w: Widths, tokens: float, *, qk_norm: bool, recompute: Recompute, fp8: FP8Settings | None = None
 ) -> float:
-    """Bytes that one layer saves. tokens: of the micro-batch on one context rank."""
+    """Bytes that one layer saves. tokens: of the micro-batch, per context rank."""
     return tokens * sum(t.nbytes for t in saved_tensors(w, qk_norm=qk_norm, recompute=recompute, fp8=fp8))
 
 
 def fused_head_bytes(w: Widths) -> float:
-    """Bytes per token that the last stage saves behind the layers: final norm and log-prob head.
+    """Bytes per token that the last stage saves after the layers: final norm and log-prob head.
 
     The norm's input and 1/rms; the head's input, of all tokens; targets, two normalisers, entropy.
     """
@@ -106,18 +105,18 @@ def fused_head_bytes(w: Widths) -> float:
 
 
 def in_fp8(fp8: FP8Settings | None, layer: int, layers: int) -> bool:
-    """Whether a layer (from 0, of so many) is computed in FP8."""
+    """Whether a layer (index from 0, of ``layers``) computes in FP8."""
     return fp8 is not None and fp8.first_last_bf16 <= layer < layers - fp8.first_last_bf16
 
 
 def fp8_weight_bytes(fp8: FP8Settings | None, sizes: Iterable[tuple[str, int]], layers: int) -> int:
-    """What a rank holds of its linear layers' weights besides the ``parameters``: 2 bytes each.
+    """Bytes of the second copy of a rank's linear weights besides ``parameters``: 2 bytes per element.
 
-    They are in FP8 in both directions, which forward and backward pass read, beside the bfloat16 ones; or,
-    with ``fp8.parameters``, the parameters are those, and it is a bfloat16 copy for the engines. On cards
-    that multiply in any direction (Blackwell) the recipes with one scale a tensor need a byte less.
+    FP8 copies in both orientations, for forward and backward pass, beside the bfloat16 weights; or, with
+    ``fp8.parameters``, the parameters are these, and the copy is bfloat16 for the engines. On GPUs with GEMMs
+    for any orientation (Blackwell), recipes with one scale per tensor need one byte less.
 
-    sizes: name and number of values of each parameter of the rank; layers: of the model.
+    sizes: name and number of elements of each parameter of the rank; layers: of the model.
     """
     return sum(
         2 * size

@@ -1,4 +1,4 @@
-"""How many GPUs a run takes, and what the node of rank 0 holds in host memory."""
+"""The number of GPUs of a run, and the host memory of rank 0's node."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
 
 NODE = 8
-"""GPUs of a node."""
+"""GPUs per node."""
 
 _TRAJECTORY = 1400
 """Bytes of a trajectory in Python besides its tokens: the object, six arrays, strings; measured."""
 _PROMPT = 4
 """Bytes of a prompt's token: int32."""
 _RESPONSE = 24
-"""Bytes of a response's token: its number and its weight version, int32; the log-probs of engine, trainer and
-anchor, float32; its text, taken as four characters."""
+"""Bytes of a response's token: id and weight version, int32; log-probs of engine, trainer and anchor,
+float32; text, assumed to be four characters."""
 _OUT = 8
-"""Bytes of a token on its way to a rank (``training.batch_scatter``): its number, the engine's log-prob."""
+"""Bytes of a token sent to a rank (``training.batch_scatter``): id and the engine's log-prob."""
 _ROW = 28
-"""Bytes of a trajectory's own numbers on its way: six of int32 and the advantage."""
+"""Bytes of a sent trajectory besides its tokens: six int32 and the advantage."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The run's GPUs, by what they do and by node."""
+    """The run's GPUs, by role and by node."""
 
     trainer: int
     engines: int
     colocated: bool
     nodes: tuple[tuple[int, int], ...]
-    """Trainer ranks and engine workers of each node, of as few nodes of 8 GPUs as do; empty: see why."""
+    """Trainer ranks and engine workers per node, on the fewest nodes of 8 GPUs; empty: see why."""
     why: str
-    """What stands against dealing them out over nodes of 8; empty: nothing."""
+    """Why they cannot be spread over nodes of 8 GPUs; empty if they can."""
 
     @property
     def total(self) -> int:
@@ -45,7 +45,7 @@ class Gpus:
 
 
 def count_gpus(settings: Settings) -> Gpus:
-    """The GPUs that these settings ask for, and the fewest nodes on which they can be had."""
+    """The GPUs that these settings need, and the fewest nodes that provide them."""
     engine = settings.engine
     trainer, workers = settings.parallel.world, engine.replicas * engine.tensor
     total = trainer if engine.colocated else trainer + workers
@@ -69,7 +69,7 @@ def _cards(share: NodeAssignment, settings: Settings) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class HostPart:
-    """Some bytes of a node's memory."""
+    """A part of a node's host memory."""
 
     name: str
     nbytes: int
@@ -77,24 +77,22 @@ class HostPart:
 
 
 def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int) -> int:
-    """What rank 0 holds of a step: so many trajectories with so many tokens together, scored."""
+    """Bytes of a step's scored trajectories on rank 0; tokens: totals."""
     return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * _RESPONSE
 
 
 def share_out_bytes(trajectories: int, tokens: int, data: int) -> int:
-    """What rank 0 allocates besides while a step is handed out.
+    """Additional bytes on rank 0 while a step is scattered.
 
-    Log-probs that come back are received into memory that the step keeps.
-
-    The step is cut into ``data`` shares, one for each data-parallel replica; one of them is under way at a
-    time. trajectories and tokens (prompts included): of the whole step.
+    The step is split into ``data`` shares, one per data-parallel replica, which are sent one at a time.
+    Log-probs are received into memory of the step. trajectories, tokens (with prompts): of the whole step.
     """
     rows, each = -(-trajectories // data), -(-tokens // data)
     return rows * _ROW + each * _OUT
 
 
 def step_parts(settings: Settings, batch: BatchPlan) -> list[HostPart]:
-    """What a step takes in the memory of rank 0's node, if every sequence is as long as it may be."""
+    """Host memory of a step on rank 0's node, if all sequences have the maximum length."""
     number, response = batch.sequences, min(settings.rollout.max_response_tokens, batch.longest)
     held = batch_bytes(number, number * (batch.longest - response), number * response)
     moved = share_out_bytes(number, number * batch.longest, settings.parallel.data)
@@ -107,9 +105,9 @@ def step_parts(settings: Settings, batch: BatchPlan) -> list[HostPart]:
 def host_parts(
     settings: Settings, batch: BatchPlan, ranks: Sequence[RankMemory], gpus: Gpus
 ) -> tuple[HostPart, ...]:
-    """Host memory of rank 0's node, where the policy lies on GPUs. ranks: one of each kind.
+    """Host memory of rank 0's node, with the policy on GPUs. ranks: one of each kind.
 
-    Without what libraries take, engines' processes, and page cache.
+    Excludes libraries, engine processes, and the page cache.
     """
     parallel = settings.parallel
     here = range(gpus.nodes[0][0] if gpus.nodes else min(NODE, parallel.world))

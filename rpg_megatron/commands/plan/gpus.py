@@ -1,4 +1,4 @@
-"""The memory that a plan is held against: a card by its name, or a number of bytes."""
+"""Memory of GPUs by name or size, and of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CARDS = {
 """Name -> bytes, as nvidia-smi reports the total."""
 DEFAULT = "h100-80"
 WITHOUT_FP8 = ("a100-40", "a100-80", "l40s-48")
-"""Cards on which the policy refuses FP8: compute capability 8.0 and 8.9 (``policy.precision.HOPPER``)."""
+"""GPUs on which the policy refuses FP8: compute capability 8.0 and 8.9 (``policy.precision.HOPPER``)."""
 
 _UNITS = {
     "": 1,
@@ -37,7 +37,7 @@ _UNITS = {
 
 
 def card_bytes(name: str) -> int:
-    """Memory of a card (``h100-80``) or of a size (``80GiB``, ``96e9``). Raises UserError otherwise."""
+    """Bytes of a GPU (``h100-80``) or a size (``80GiB``, ``96e9``). Raises UserError otherwise."""
     key = name.strip().lower()
     if key in CARDS:
         return CARDS[key]
@@ -52,7 +52,7 @@ def card_bytes(name: str) -> int:
 
 
 def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory of this machine, or of this container if it may have less."""
+    """Memory of this machine, or of this container if its limit is lower."""
     limits = []
     for line in meminfo.read_text(encoding="ascii").splitlines():
         if line.startswith("MemTotal:"):

@@ -1,4 +1,4 @@
-"""A run's plan: sizes, batch, memory of every process by part, and whether it fits."""
+"""The plan of a run: sizes, batch, memory of every process by part, and whether it fits."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ from rpg_megatron.models.registry import check_layout
 Device = Literal["cpu", "cuda"]
 
 ROOM = 4 * 1024**3
-"""A layout that leaves less of a card is not trusted: no figure of a GPU was measured."""
+"""Layouts that leave less of a GPU are marked tight, since no GPU figure was measured."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the run is to fit."""
+    """The memory that the run must fit."""
 
     device: Device
     name: str
     nbytes: int
-    """Of one GPU, or of the machine."""
+    """Bytes of one GPU, or of the machine."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known of a run before it starts."""
+    """Estimates of a run before it starts."""
 
     settings: Settings
     shape: ModelShape
     parameters: int
-    """Of the whole model, each counted once."""
+    """Number of parameters of the whole model."""
     target: Target
     batch: BatchPlan
     ranks: tuple[RankMemory, ...]
-    """One of each pipeline stage: data-parallel replica 0, and another if there are several."""
+    """Per pipeline stage, a rank of data-parallel replica 0, and one of another replica, if any."""
     engine: EngineMemory
     gpus: Gpus
     host: tuple[HostPart, ...]
-    """Memory of rank 0's node: on GPUs what ranks keep there and the step, on a CPU the step."""
+    """Host memory of rank 0's node: with GPUs, the ranks' host memory and the step; on a CPU, the step."""
     card: SharedCard | None
-    """Where a rank and an engine worker share one; None: each has its own, or they run on a CPU."""
+    """The GPU shared by a rank and an engine worker; None: separate GPUs, or a CPU."""
     activations: dict[Recompute, int]
-    """Of the largest rank, with each value of memory.recompute."""
+    """Bytes on the largest rank, for each value of memory.recompute."""
     problems: tuple[str, ...]
-    """Why it cannot run or does not fit, each with what to do; empty: it fits."""
+    """Why it cannot run or does not fit, each with a fix; empty: it fits."""
     warnings: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether nothing stands against it."""
+        """Whether there are no problems."""
         return not self.problems
 
     @property
@@ -74,34 +74,34 @@ class Plan:
 
     @property
     def rank_total(self) -> int:
-        """Bytes of the largest rank with all that is not the run's own: imports, or the GPU's reserve."""
+        """Bytes of the largest rank, including imports or the GPU's reserve."""
         return self.largest.peak + (IMPORTS if self.target.device == "cpu" else RESERVE)
 
     @property
     def need(self) -> int:
-        """Bytes that the target must have, but for an engine on a card of its own."""
+        """Bytes that the target must have; excludes engines on separate GPUs."""
         if self.target.device == "cpu":
             return self.machine_total
         return self.card.peak if self.card else self.rank_total
 
     @property
     def left(self) -> int:
-        """Bytes of the target that stay free; negative: it does not fit."""
+        """Free bytes of the target; negative: it does not fit."""
         return self.target.nbytes - self.need
 
     @property
     def tight(self) -> bool:
-        """A card has little left; see ``ROOM``."""
+        """Whether little of a GPU is left, see ``ROOM``."""
         return self.target.device == "cuda" and self.left < ROOM
 
     @property
     def implementation(self) -> str:
-        """Whose layers were counted: transformer_engine or local."""
+        """Which layers were counted: transformer_engine or local."""
         return "transformer_engine" if uses_fused_layers(self.settings, self.target.device) else "local"
 
     @property
     def machine_total(self) -> int:
-        """On a CPU: bytes of all processes together."""
+        """On a CPU: bytes of all processes."""
         engine, parallel = self.settings.engine, self.settings.parallel
         ranks = 0
         for rank in self.ranks:
@@ -112,17 +112,17 @@ class Plan:
 
 
 def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
-    """Plan a run for a card, by default for what the settings name.
+    """Plan a run for a GPU, by default for the settings' device.
 
-    gpu: see ``card_bytes``; it makes the plan one for GPUs, whatever settings.device says. Raises UserError
-    if the model's config.json cannot be read or its layout is impossible.
+    gpu: see ``card_bytes``; plans for GPUs whatever settings.device is. Raises UserError if the model's
+    config.json cannot be read, or the layout is impossible.
     """
     shape = read_model_shape(settings.model.path)
     return plan_for(settings, shape, find_target(settings, gpu))
 
 
 def find_target(settings: Settings, gpu: str | None) -> Target:
-    """The card of that name, or what the settings run on."""
+    """The GPU of that name, or the settings' device."""
     if gpu is None and settings.device == "cpu":
         return Target("cpu", "this machine", machine_bytes())
     name = gpu or DEFAULT
@@ -130,7 +130,7 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
 
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
-    """The plan of one layout. Raises UserError if the model cannot be cut so."""
+    """The plan of one layout. Raises UserError if the model cannot be sharded so."""
     parallel = settings.parallel
     for sizes, where in (
         ((parallel.tensor, parallel.pipeline, parallel.virtual), "parallel"),
@@ -208,7 +208,7 @@ def _problems(plan: Plan) -> list[str]:
         )
     if settings.precision.fp8 is not None and target.name.strip().lower() in WITHOUT_FP8:
         found.append(
-            f"precision.fp8 needs compute capability 9.0 (Hopper) or later, {target.name} has less; set "
+            f"precision.fp8 needs compute capability 9.0 (Hopper) or later, which {target.name} lacks; set "
             "precision.fp8=null"
         )
     if target.device == "cpu":
@@ -247,12 +247,12 @@ def _problems_of_a_shared_card(plan: Plan, card: SharedCard) -> list[str]:
     found, target = [], plan.target
     if (nbytes := card.total("update")) > target.nbytes:
         found.append(
-            f"during an update a card holds {gib(nbytes)}, of which {gib(plan.rank_total)} are a trainer "
+            f"during an update a GPU holds {gib(nbytes)}, of which {gib(plan.rank_total)} are a trainer "
             f"rank's; {target.name} has {gib(target.nbytes)}"
         )
     if (nbytes := card.total("rollout")) > target.nbytes:
         found.append(
-            f"while engines sample a card holds {gib(nbytes)}, of which {gib(plan.engine.total)} are an "
+            f"while engines sample, a GPU holds {gib(nbytes)}, of which {gib(plan.engine.total)} are an "
             f"engine worker's; {target.name} has {gib(target.nbytes)}; lower engine.kv_cache_gib, or raise "
             "engine.tensor or parallel.tensor"
         )
@@ -267,32 +267,33 @@ def _warnings(plan: Plan) -> list[str]:
     if 1 <= engine.full_sequences < wanted:
         found.append(
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, {wanted} may run at "
-            "once: vLLM then puts some off and computes them again"
+            "once: vLLM will preempt and recompute some"
         )
     if parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
         found.append(
-            f"pipeline ranks wait {plan.batch.pipeline_idle:.0%} of an update: {plan.batch.microbatches} "
-            "micro-batches; lower training.tokens_per_microbatch or training.minibatches"
+            f"pipeline ranks idle for {plan.batch.pipeline_idle:.0%} of an update with "
+            f"{plan.batch.microbatches} micro-batches; lower training.tokens_per_microbatch or "
+            "training.minibatches"
         )
     if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
-        found.append("optimizer.distributed cuts nothing with one replica")
+        found.append("optimizer.distributed shards nothing with one replica")
     if plan.card is not None:
-        found.append("engine.colocated: what a card holds in each turn is arithmetic, nothing was measured")
+        found.append("engine.colocated: memory per turn is computed, not measured")
     if plan.tight and plan.left >= 0:
         found.append(
-            f"{gib(plan.left)} of a card stay free, less than {gib(ROOM)}: no figure of a GPU was measured; "
-            "take a layout with more room (--sweep)"
+            f"{gib(plan.left)} of a GPU stay free, less than {gib(ROOM)}: no GPU figure was measured; "
+            "choose a layout with more room (--sweep)"
         )
     if plan.settings.precision.fp8 is not None and plan.target.device == "cpu":
-        found.append("precision.fp8: what its emulation on a CPU takes besides is not counted")
+        found.append("precision.fp8: the memory of its emulation on a CPU is not counted")
     return found
 
 
 def gib(nbytes: float) -> str:
-    """A size as one reads it."""
+    """A size in GiB or MiB."""
     return f"{nbytes / 1024**3:.2f} GiB" if nbytes >= 1024**3 / 10 else f"{nbytes / 1024**2:.1f} MiB"
 
 
 def count(parameters: int) -> str:
-    """A number of parameters as one says it."""
+    """A number of parameters in billions or millions."""
     return f"{parameters / 1e9:.2f}B" if parameters >= 10**8 else f"{parameters / 1e6:.2f}M"

@@ -1,4 +1,4 @@
-"""Other layouts of the same run, in order."""
+"""Ranks other layouts of the same run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What it is ranked by, the best first.
+        """Sort key, best first.
 
-        It fits, and leaves some of a card (``plan.ROOM``); then few cuts of the model, since each adds
-        communication; of the same number of cuts, the pipeline that waits least; of those, most memory left.
-        A rule of thumb: nothing was timed.
+        Fits, and is not tight (``plan.ROOM``); then the fewest model-parallel ranks, since they communicate;
+        then the least pipeline idle time; then the most memory left. A rule of thumb: nothing was timed.
         """
         p = self.plan
         parallel = p.settings.parallel
@@ -35,7 +34,7 @@ class Candidate:
 
     @property
     def overrides(self) -> str:
-        """The settings that choose it, as they are given on the command line."""
+        """The settings that select it, for the command line."""
         p = self.plan.settings.parallel
         return " ".join(
             f"parallel.{name}={str(getattr(p, name)).lower()}"
@@ -44,9 +43,9 @@ class Candidate:
 
 
 def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Candidate]:
-    """All layouts of ``world`` trainer ranks that the model and the batch can be cut into, the best first.
+    """All valid layouts of ``world`` trainer ranks for the model and the batch, best first.
 
-    Virtual stages stay off, sequence parallelism is on wherever there is tensor parallelism.
+    Without virtual stages; with sequence parallelism if there is tensor parallelism.
     """
     found = []
     for tensor, pipeline, context, data in _cuts(world):
@@ -63,14 +62,14 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
         try:
             plan = plan_for(settings.model_copy(update={"parallel": parallel}), shape, target)
         except UserError:
-            continue  # the model cannot be cut so
+            continue  # not valid for the model
         if plan.batch.sequences_per_update >= data:
             found.append(Candidate(plan))
     return sorted(found, key=lambda c: c.key)
 
 
 def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
-    """The same run with as little recomputed as fits with room to spare; None: no less than it is."""
+    """The same run with the least recomputation that fits and is not tight; None: no less than now."""
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     for kind in kinds[: kinds.index(recomputation(settings))]:
         memory = settings.memory.model_copy(update={"recompute": kind})
@@ -81,10 +80,9 @@ def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | Non
 
 
 def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate | None:
-    """The best of the layouts with the fewest trainer ranks in which they fit; None if no number is enough.
+    """The best layout with the fewest trainer ranks that fit; None if no number of ranks is enough.
 
-    Whether the engines fit is another question where they have cards of their own. Where they share the
-    ranks', there are at least as many of these as engine workers.
+    Does not check engines on separate GPUs. Colocated, there are at least as many ranks as engine workers.
     """
     world, engine = 1, settings.engine
     least = engine.replicas * engine.tensor if engine.colocated else 1
@@ -97,7 +95,7 @@ def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate
 
 
 def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> int | None:
-    """The smallest engine.tensor with which a worker fits and holds one sequence of full length."""
+    """The smallest engine.tensor whose worker fits and holds one sequence of full length."""
     for tensor in (1, 2, 4, 8, 16):
         engine = settings.engine.model_copy(update={"tensor": tensor})
         try:
@@ -111,7 +109,7 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
 
 
 def _cuts(world: int) -> Iterator[tuple[int, int, int, int]]:
-    # Tensor- and context-parallel ranks stay on a node, behind which links are slow.
+    # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
     for tensor in range(1, min(world, NODE) + 1):
         for pipeline in range(1, world // tensor + 1):
             for context in range(1, min(world // (tensor * pipeline), NODE) + 1):

@@ -1,4 +1,4 @@
-"""A plan as tables for people and as JSON for scripts."""
+"""A plan as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, recomput
 
 
 def print_plan(plan: Plan, console: Console, lighter: Plan | None = None) -> None:
-    """Sizes, batch, memory of a trainer rank and of an engine worker, and the verdict.
+    """Print sizes, batch, memory of a trainer rank and an engine worker, and the verdict.
 
-    lighter: the same run with less recomputed, which fits as well.
+    lighter: the same run with less recomputation, which also fits.
     """
     console.print(_facts(plan))
     console.print(_trainer_table(plan))
@@ -34,8 +34,8 @@ def print_plan(plan: Plan, console: Console, lighter: Plan | None = None) -> Non
         console.print(f"[yellow]note[/] {warning}", highlight=False)
     if lighter is not None:
         console.print(
-            f"[yellow]note[/] memory.recompute={recomputation(lighter.settings)} fits as well and leaves "
-            f"{gib(lighter.left)}: less is computed twice",
+            f"[yellow]note[/] memory.recompute={recomputation(lighter.settings)} also fits and leaves "
+            f"{gib(lighter.left)}: less is recomputed",
             highlight=False,
         )
     for problem in plan.problems:
@@ -45,10 +45,8 @@ def print_plan(plan: Plan, console: Console, lighter: Plan | None = None) -> Non
 
 
 def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 20) -> None:
-    """The layouts, the best first."""
-    table = Table(
-        box=box.SIMPLE_HEAD, title="layouts, the best first", title_justify="left", title_style="bold"
-    )
+    """Print the layouts, best first."""
+    table = Table(box=box.SIMPLE_HEAD, title="layouts, best first", title_justify="left", title_style="bold")
     for name in ("", "TP", "PP", "CP", "DP", "SP"):
         table.add_column(name, justify="right")
     for name in ("a rank", "left", "passes", "idle"):
@@ -74,8 +72,8 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
         console.print(f"and {len(candidates) - most} more; --json lists all", highlight=False)
     if any(c.plan.fits and c.plan.tight for c in candidates):
         console.print(
-            f"tight: less than {gib(ROOM)} of a card left, which no figure here is exact enough for; "
-            "ranked behind all that leave more",
+            f"tight: less than {gib(ROOM)} of a GPU left, within the error of these estimates; "
+            "ranked after all others that fit",
             highlight=False,
         )
     best = candidates[0] if candidates else None
@@ -84,7 +82,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
 
 
 def print_suggestion(layout: Candidate | None, engine: int | None, plan: Plan, console: Console) -> None:
-    """What would fit instead. layout, engine: None if nothing does."""
+    """Print what would fit instead. layout, engine: None if nothing does."""
     needs_layout = plan.need > plan.target.nbytes
     if needs_layout and layout is not None:
         ranks = layout.plan.settings.parallel.world
@@ -96,10 +94,10 @@ def print_suggestion(layout: Candidate | None, engine: int | None, plan: Plan, c
         )
     elif needs_layout:
         console.print(
-            "no layout fits; lower training.tokens_per_microbatch or take larger cards", highlight=False
+            "no layout fits; lower training.tokens_per_microbatch or use larger GPUs", highlight=False
         )
     if plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
-        found = f"engine.tensor={engine}" if engine else "none; take larger cards or shorter responses"
+        found = f"engine.tensor={engine}" if engine else "none; use larger GPUs or shorter responses"
         console.print(f"smallest engine that fits: {found}", highlight=False)
 
 
@@ -228,7 +226,7 @@ def _layers(plan: Plan) -> str:
 
 
 def _gpus(gpus: Gpus) -> str:
-    """How many in all, by role and by node."""
+    """Number of GPUs in total, by role and by node."""
     told = f"{gpus.total}: {gpus.trainer} for trainer ranks, {gpus.engines} for engine workers"
     if gpus.colocated:
         told = f"{gpus.total}, by turns for {gpus.trainer} trainer ranks and {gpus.engines} engine workers"
@@ -298,7 +296,7 @@ def _engine_table(plan: Plan) -> Table:
 
 
 def _card_table(plan: Plan, card: SharedCard) -> Table:
-    table = _table("card that a trainer rank and an engine worker share")
+    table = _table("GPU shared by a trainer rank and an engine worker")
     for turn in get_args(Turn):
         for share in card.shares:
             if share.turn == turn:

@@ -1,4 +1,4 @@
-"""Bytes that a trainer rank holds, part by part. ``docs/plan.md`` says where each number comes from."""
+"""Memory of a trainer rank by part, bytes. ``docs/plan.md`` has the source of each number."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ from rpg_megatron.commands.plan.fused_activations import (
 )
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.registry import layout_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Phase = Literal["always", "update", "reduce", "optimizer", "log-probs"]
 Basis = Literal["exact", "estimated"]
 
 RESERVE = 3 * 1024**3
-"""On a GPU: CUDA context, NCCL's buffers, workspaces, fragmentation. Not measured; a rule of thumb."""
+"""On a GPU: CUDA context, NCCL buffers, workspaces, fragmentation. Not measured; a rule of thumb."""
 IMPORTS = 712_000_000
-"""On a CPU: what a rank holds when it has imported torch, Megatron and transformers; measured."""
+"""On a CPU: memory of a rank after importing torch, Megatron and transformers; measured."""
 RUNTIME = 50_000_000
-"""On a CPU: what the process grows by besides tensors (gloo, oneDNN, Python objects); measured."""
+"""On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
 MALLOC = 0.07
-"""On a CPU: share of the tensors' bytes that malloc holds on to besides, in holes left by freed
-tensors. Fitted to measurements, where it was between 2% and 16%; 0 if every tensor had pages of its own.
+"""On a CPU: fragmentation of malloc by freed tensors, relative to the tensors' bytes. Fitted to
+measurements of 2% to 16%; 0 if every tensor had its own pages.
 """
 
 WORKSPACES = "weights in FP8"
-"""Part: made anew after engines had the card."""
+"""Name of a part: rebuilt after engines used the GPU."""
 SERVED = "weights in bfloat16, for engines"
-"""Part: of parameters that are in FP8 themselves."""
+"""Name of a part: copy of parameters stored in FP8."""
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Some bytes of one process."""
+    """A part of a process's memory."""
 
     name: str
     nbytes: int
     basis: Basis
     phase: Phase = "always"
-    """When they are held; the largest of the phases counts, on top of what is always held."""
+    """When it is allocated; the peak is ``always`` plus the largest other phase."""
     host: bool = False
-    """In the machine's memory, though the policy lies on a GPU."""
+    """Whether it is in host memory while the policy is on a GPU."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """All of a trainer rank's parts."""
+    """The memory of a trainer rank."""
 
     stage: int
     publishes: bool
-    """Data and context rank 0: the one whose weights go to the engines."""
+    """Whether it publishes weights to the engines: data and context rank 0."""
     parameters: int
-    """Number of parameters that it holds."""
+    """Number of parameters on this rank."""
     parts: tuple[MemoryPart, ...]
 
     def total(self, *phases: Phase) -> int:
@@ -77,23 +77,23 @@ class RankMemory:
 
     @property
     def phases(self) -> dict[str, int]:
-        """Bytes at the worst moment of each phase."""
+        """Peak bytes of each phase."""
         found = {p.phase: 0 for p in self.parts if p.phase != "always" and not p.host}
         return {phase: self.total("always", phase) for phase in found}
 
     @property
     def peak(self) -> int:
-        """Most bytes on the device at a time."""
+        """Peak bytes on the device."""
         return max(self.phases.values())
 
     @property
     def host(self) -> int:
-        """Bytes in the machine's memory, where the policy lies on a GPU."""
+        """Bytes in host memory, if the policy is on a GPU."""
         return sum(p.nbytes for p in self.parts if p.host)
 
 
 def stage_shapes(layout: ModelMapping, settings: Settings, stage: int) -> dict[str, tuple[int, ...]]:
-    """Name and local shape of every parameter of a pipeline rank, all its virtual stages together."""
+    """Name and local shape of every parameter of a pipeline rank, over all of its virtual stages."""
     parallel = settings.parallel
     stages = parallel.pipeline * parallel.virtual
     found: dict[str, tuple[int, ...]] = {}
@@ -110,7 +110,7 @@ def stage_shapes(layout: ModelMapping, settings: Settings, stage: int) -> dict[s
 
 
 def _layers_of(settings: Settings, shape: ModelShape, stage: int) -> list[range]:
-    """Numbers of the layers of a pipeline rank, for each of its virtual stages."""
+    """Layer indices of a pipeline rank, for each of its virtual stages."""
     parallel = settings.parallel
     counts = shape.stage_layers(parallel.pipeline * parallel.virtual)
     numbers = range(stage, len(counts), parallel.pipeline)
@@ -120,10 +120,10 @@ def _layers_of(settings: Settings, shape: ModelShape, stage: int) -> list[range]
 def state_bytes(dtype: str, *, distributed: bool, replicas: int) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients and optimizer state.
 
-    Gradients are accumulated and reduced in float32, in a buffer of all of them on every rank. AdamW has two
-    float32 moments (Schedule-Free AdamW a point and a moment); 16-bit weights have a float32 copy besides.
-    The distributed optimizer cuts copy and moments over the replicas, data x context of them: 6 +
-    12/replicas bytes in bfloat16, 18 without it.
+    Gradients are accumulated and reduced in float32, in a full buffer on every rank. AdamW has two float32
+    moments (Schedule-Free AdamW a point and a moment); 16-bit weights also have a float32 copy. The
+    distributed optimizer shards copy and moments over the data x context replicas: 6 + 12/replicas bytes in
+    bfloat16, 18 without it.
     """
     item = ITEM_BYTES[dtype]
     state = 8 + (4 if item < 4 else 0)
@@ -140,14 +140,14 @@ def rank_memory(
     microbatches: int,
     device: Literal["cpu", "cuda"],
 ) -> RankMemory:
-    """Every part of one rank.
+    """The memory of one rank.
 
-    lengths: of the sequences of its replica's largest micro-batch; microbatches: of one update.
+    lengths: tokens of each sequence in its replica's largest micro-batch; microbatches: per update.
     """
     parallel, dtype = settings.parallel, settings.precision.dtype
     w = widths(shape, parallel, dtype)
     tokens, replicas = -(-sum(lengths) // parallel.context), parallel.data * parallel.context
-    shapes = {n: math.prod(s) for n, s in stage_shapes(layout_for(shape), settings, stage).items()}
+    shapes = {n: math.prod(s) for n, s in stage_shapes(mapping_for(shape), settings, stage).items()}
     count, largest = sum(shapes.values()), max(shapes.values())
     weights, gradients, state = state_bytes(
         dtype, distributed=settings.optimizer.distributed, replicas=replicas
@@ -172,7 +172,7 @@ def rank_memory(
     output = rows * shape.hidden_size
     kept, whole = (saved_by_layer(settings, shape, lengths, r, device) for r in (recompute, "none"))
     working = round(working_bytes(w, tokens) + whole - kept)
-    # The head's backward pass comes first, with everything saved; a layer's working set only after it.
+    # The head's backward pass runs first, with all activations saved; a layer's working set comes after it.
     head = logits + output * (4 + (weights if weights < 4 else 0)) if last else 0
     parts += [
         MemoryPart("activations", activations, "estimated", "update"),
@@ -180,14 +180,14 @@ def rank_memory(
         MemoryPart("a layer and a logits chunk", working + logits, "estimated", "log-probs"),
     ]
     if device == "cpu":
-        # Our AdamW has two temporaries as large as the parameter, or its shard, that it is at; on a GPU the
-        # fused optimizers have none.
+        # AdamW on the CPU has two temporaries of the size of the current parameter or its shard; fused
+        # optimizers on a GPU have none.
         share = replicas if settings.optimizer.distributed else 1
         parts.append(
             MemoryPart("optimizer's temporaries", 2 * 4 * largest // share, "estimated", "optimizer")
         )
         if replicas > 1 and settings.optimizer.distributed:
-            # gloo reduces and scatters in a copy of the whole buffer.
+            # gloo's reduce-scatter copies the whole buffer.
             parts.append(MemoryPart("copy of the gradients", 4 * count, "estimated", "reduce"))
         tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
         parts.append(MemoryPart("malloc, libraries", RUNTIME + round(MALLOC * tensors), "estimated"))
@@ -195,7 +195,7 @@ def rank_memory(
 
 
 def _fp8_parts(settings: Settings, sizes: Mapping[str, int], layers: int, device: str) -> list[MemoryPart]:
-    """The second form in which weights are held where layers compute in FP8."""
+    """The second copy of the weights if layers compute in FP8."""
     fp8 = settings.precision.fp8
     if fp8 is None or not uses_fused_layers(settings, device):
         return []
@@ -208,12 +208,12 @@ def _offloaded_parts(settings: Settings, state: float) -> list[MemoryPart]:
     share = settings.memory.offload_optimizer
     if not share:
         return []
-    # Whole tensors are moved until the share is reached. To 12 bytes of state come 4 of gradient.
+    # Complete tensors are moved until the share is reached; 12 bytes of state come with 4 of gradient.
     return [MemoryPart("optimizer off the GPU", round(share * state * 16 / 12), "estimated", host=True)]
 
 
 def _parked_parts(settings: Settings, state: float, device: str) -> list[MemoryPart]:
-    """Host memory in which the optimizer's state waits while engines have the card; it is kept once taken."""
+    """Host memory for the optimizer state while engines use the GPU; not released in between."""
     if not settings.engine.colocated:
         return []
     nbytes = round(state * (1 - settings.memory.offload_optimizer))
@@ -221,7 +221,7 @@ def _parked_parts(settings: Settings, state: float, device: str) -> list[MemoryP
 
 
 def recomputation(settings: Settings) -> Recompute:
-    """What the policy recomputes with these settings."""
+    """The recomputation mode of these settings."""
     return settings.memory.recompute_for(settings.tokens_at_once)
 
 
@@ -234,7 +234,7 @@ def saved_by_layer(
     *,
     fp8: bool = False,
 ) -> float:
-    """Bytes that one layer saves of one micro-batch. fp8: it is one of those that are computed in FP8."""
+    """Bytes that one layer saves of one micro-batch. fp8: whether this layer computes in FP8."""
     w = widths(shape, settings.parallel, settings.precision.dtype)
     if not uses_fused_layers(settings, device):
         return layer_bytes(w, lengths, qk_norm=shape.qk_norm, recompute=recompute)
@@ -281,12 +281,12 @@ def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
 
 
 def _bridge_parts(settings: Settings, weights: int, *, publishes: bool, device: str) -> list[MemoryPart]:
-    """What publishing the weights takes on a rank that publishes."""
+    """Memory for publishing weights, on a rank that publishes."""
     bridge, parallel, engine = settings.bridge, settings.parallel, settings.engine
     if not publishes or bridge.transport == "cuda_ipc":
         return []
     if bridge.transport == "process_group":
-        # A worker shares its budget out over the ranks that send to it; each of them has as much for it.
+        # A worker divides its bucket budget among its senders, each of which allocates the same for it.
         senders = parallel.tensor * parallel.pipeline
         buckets = bridge.bucket_mib * 1024**2 * engine.replicas * engine.tensor // senders
         host = device == "cuda" and engine.colocated

@@ -1,4 +1,4 @@
-"""``rpg-megatron replay``: a step's training once more, from what the run wrote down, without engines."""
+"""``rpg-megatron replay``: repeats the training of a step from its saved rollouts, without engines."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import StopSignals
 
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
-"""What another order of summation explains."""
+"""Differences due to another order of summation."""
 _ORDER = (
     *("parallel", "device", "precision", "model.vocab_multiple", "optimizer.overlap"),
     *("training.tokens_per_microbatch", "training.logprob_chunk", "memory.offload_optimizer"),
 )
-"""Settings on which the order of summation depends."""
+"""Settings that affect the order of summation."""
 
 
 def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSignals) -> dict[str, Any]:
-    """Replay a step of a run, and of those between it and the newest checkpoint before; returns the report.
+    """Replay a step of a run, and the steps since the newest checkpoint before it; returns the report.
 
     overrides: settings to change, such as the layout. Raises UserError, RunFailed or Interrupted as
-    ``training.train`` does; a replay leaves nothing but its report, unless a process of it died.
+    ``commands.train`` does. Leaves no files, unless one of its processes died.
     """
     settings, request = plan_replay(folder, step, overrides)
-    signals.raising = False  # from here on there is something to clean up
+    signals.raising = False  # from here on, resources must be cleaned up
     with RunLauncher(
         settings, signals, rank_module=RANK, engines=False, fresh=True, console=Console(stderr=True)
     ) as run:
@@ -63,7 +63,7 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
         listed = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
         raise UserError(
             f"{folder}: the rollouts of step {listed} are missing ({rollouts_file(folder, missing[0])}), and "
-            f"from {start} step {step} cannot be reached without them; take a step after a checkpoint"
+            f"are needed to replay step {step} from {start}; choose a step after a checkpoint"
         )
     settings = load_settings(settings_file(folder, step), overrides)
     check_parallel(settings, check_model(settings.model.path))
@@ -93,7 +93,7 @@ def _check_row(folder: Path, step: int) -> None:
 
 
 def _start(folder: Path, step: int) -> Path | None:
-    """The newest whole checkpoint before the step; None for the model that the run started from."""
+    """The newest complete checkpoint before the step; None: the run's initial model."""
     for done, checkpoint in list_steps(folder).items():
         if done < step and not find_problems(checkpoint):
             return checkpoint.absolute()
@@ -102,8 +102,8 @@ def _start(folder: Path, step: int) -> Path | None:
         return None
     if problems := find_problems(Path(origin)):
         raise UserError(
-            f"{folder}: started from {origin}, which is gone or damaged ({'; '.join(problems[:3])}), and has "
-            f"no checkpoint of its own before step {step}; take a later step"
+            f"{folder}: started from {origin}, missing or damaged ({'; '.join(problems[:3])}), and has "
+            f"no checkpoint of its own before step {step}; choose a later step"
         )
     return Path(origin)
 
@@ -120,10 +120,10 @@ def _order_of(settings: Settings) -> list[Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """The report in words: a line for each replayed step, then what differs in the last one."""
+    """The report as text: one line per replayed step, then the differences of the last one."""
     request = report["request"]
     start = request["checkpoint"]
-    lines = [f"from {shown(Path(start)) if start else 'the model that the run started from'}"]
+    lines = [f"from {shown(Path(start)) if start else 'the initial model of the run'}"]
     for step in report["steps"]:
         gaps = {
             name: "not finite" if gap is None else f"{gap:.1e}"
@@ -141,7 +141,7 @@ def show(report: dict[str, Any]) -> str:
     lines.append(
         f"step {report['step']}: loss {loss}, gradient norm {norm}: "
         + (
-            "log-probs, loss, gradient norm and all else match"
+            "log-probs, loss, gradient norm and all other metrics match"
             + (" bit for bit" if report["exact"] else f" to rounding ({request['tolerance']:.0e})")
             if report["match"]
             else "the replay does not match the run"

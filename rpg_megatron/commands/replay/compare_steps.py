@@ -1,4 +1,4 @@
-"""The rank's side of ``rpg-megatron replay``: a step's training once more, from the journal, without engines.
+"""Rank side of ``rpg-megatron replay``: train a step again from its saved rollouts, without engines.
 
 Log-probs, advantages, loss, gradient norm and all else that a step reports are compared with what the run
 wrote down. The steps between the checkpoint and the one that is asked for are trained as well, and compared.
@@ -69,7 +69,7 @@ def compare(
     metrics: dict[str, float],
     tolerance: float,
 ) -> dict[str, Any]:
-    """One step, as the run wrote it down and as it was replayed: numbers, and whether they match.
+    """Compare one step of the run with its replay: numbers, and whether they match.
 
     match: all differences are within the tolerance; exact: there are none, to the last bit.
     """
@@ -86,9 +86,10 @@ def compare(
     }
     beyond = [
         key
-        for key, pair in different.items()
-        if None in pair.values()
-        or not abs(pair["run"] - pair["replay"]) <= tolerance * max(1.0, abs(pair["run"]))
+        for key in different
+        if (a := wanted.get(key)) is None
+        or (b := got.get(key)) is None
+        or not abs(a - b) <= tolerance * max(1.0, abs(a))
     ]
     return {
         "match": bool(wanted) and not beyond and all(gap <= tolerance for gap in gaps.values()),
@@ -105,7 +106,7 @@ def compare(
 
 
 def _gap(a: Any, b: Any) -> float:
-    """Largest difference; infinite where one of the two is no number, or the lengths differ."""
+    """Largest difference; infinite if one of the two is NaN, or the lengths differ."""
     a, b = np.atleast_1d(np.asarray(a, np.float64)), np.atleast_1d(np.asarray(b, np.float64))
     if a.shape != b.shape:
         return math.inf

@@ -1,4 +1,4 @@
-"""``rpg-megatron report``: one HTML file about one run or several."""
+"""``rpg-megatron report``: an HTML report of one or more runs."""
 
 from rpg_megatron.commands.report.render import write_report
 

@@ -1,6 +1,6 @@
-"""Did it learn, is it healthy: a run's metrics boiled down to a few sentences, each with a verdict.
+"""Health checks of a run's metrics: short statements, each with a verdict.
 
-Bounds are rules of thumb but for the mismatch, whose bounds are the guard's. ``docs/report.md`` lists them.
+Bounds are rules of thumb, except those of the mismatch guard. ``docs/report.md`` lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rpg_megatron.commands.report.run_files import RunFiles
 from rpg_megatron.config.objective import GuardSettings
 
 _FEW = 10
-"""Steps that start and end of a run are averaged over; less in a short run."""
+"""Steps averaged at the start and at the end of a run; fewer in a short run."""
 _TRUNCATED, _ENTROPY, _SPIKE, _CLIPPED = 0.2, 0.02, 10.0, 0.2
 
 
@@ -38,11 +38,11 @@ class Change:
     before: float
     after: float
     error: float | None
-    """Standard error of the difference, where the number of problems is known."""
+    """Standard error of the difference, None if unknown."""
 
     @property
     def verdict(self) -> Literal["up", "down", "flat"]:
-        """Which way it went; flat: by less than two standard errors."""
+        """Direction of the change; flat: less than two standard errors."""
         change = self.after - self.before
         if abs(change) <= 2 * (self.error or 0.0):
             return "flat"
@@ -52,16 +52,15 @@ class Change:
 def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
     """Held-out accuracy of each set, training accuracy and reward, before and after.
 
-    sizes: problems in each held-out set, where that is known. Held out is a single evaluation each; training
-    is the mean over the first and the last tenth of the steps, ten of them at most, whose scatter gives the
-    error.
+    sizes: problems in each held-out set, if known. Held-out values are single evaluations; training values
+    are means over the first and the last tenth of the steps, at most ten, whose variance gives the error.
     """
     found = []
     for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
         values = [value for _, value in run.series(key)]
         if len(values) > 1:
             error = None
-            # Responses to one problem go together, so problems count, not responses.
+            # Responses to one problem are correlated, so count problems, not responses.
             if problems := sizes.get(key.split("/")[1], sizes.get("", 0)):
                 error = math.sqrt(sum(v * (1 - v) for v in (values[0], values[-1])) / problems)
             found.append(Change(key.removeprefix("eval/"), values[0], values[-1], error))
@@ -74,7 +73,7 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
 
 
 def check_health(run: RunFiles) -> list[HealthCheck]:
-    """The checks that this run's metrics allow, those that fail first."""
+    """The checks that this run's metrics allow, failures first."""
     order = {"bad": 0, "warn": 1, "good": 2}
     return sorted(_checks(run), key=lambda check: order[check.verdict])
 
@@ -136,7 +135,7 @@ def _check_entropy(run: RunFiles) -> Iterator[HealthCheck]:
     if len(values) < 2:
         return
     first, last = (_mean(part) for part in _ends(values))
-    text = f"{first:.3g} → {last:.3g} nats a token"
+    text = f"{first:.3g} → {last:.3g} nats per token"
     if last < _ENTROPY * first:
         yield HealthCheck("entropy", "warn", f"{text}: collapsed")
     elif last > 3 * first and last > 1:
@@ -190,7 +189,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _error(first: Sequence[float], last: Sequence[float]) -> float | None:
-    """Standard error of the difference of two means; None if there are too few values to tell."""
+    """Standard error of the difference of two means; None if there are fewer than 3 values."""
     if len(first) < 3:
         return None
     spread = [math.fsum((v - _mean(part)) ** 2 for v in part) / (len(part) - 1) for part in (first, last)]
@@ -202,5 +201,5 @@ def _times(number: int, what: str) -> str:
 
 
 def as_plain(item: HealthCheck | Change) -> dict[str, Any]:
-    """For JSON, with the verdict."""
+    """As a dict for JSON, with the verdict."""
     return {"verdict": item.verdict, **vars(item)}

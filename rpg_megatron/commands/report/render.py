@@ -1,8 +1,8 @@
-"""Runs to one HTML file that needs nothing else: data, style and scripts are in it, nothing is fetched.
+"""Renders runs as one self-contained HTML file: data, style and scripts are embedded, nothing is fetched.
 
-The charts are our own (``series.js``, ``charts.js``). The plotting libraries that requirements could pin put
-1.4 MB (bokeh 3.10) or 4.8 MB (plotly 7.1) of script into every report; neither shares one cursor over all
-charts, follows the reader's light or dark mode and prints in black on white without much code around it.
+The charts are implemented here (``series.js``, ``charts.js``). Plotting libraries would embed 1.4 MB (bokeh
+3.10) or 4.8 MB (plotly 7.1) of script in every report, and a cursor shared by all charts, light and dark mode
+and black-on-white printing would need much code around them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rpg_megatron.launcher.run_dir import REPORT
 from rpg_megatron.system.files import atomic_write
 
 _ROWS = 8000
-"""Rows of metrics in a page, over all runs: about 3 MB."""
+"""Rows of metrics on a page, of all runs: about 3 MB."""
 _ROOM = 4_000_000
-"""Bytes of responses in a page, over all runs."""
+"""Bytes of responses on a page, of all runs."""
 _READ = 400_000_000
-"""Bytes of rollouts and evaluations, decompressed, that are read for a page, over all runs."""
+"""Bytes of decompressed rollouts and evaluations that are read for a page, of all runs."""
 
 _SCRIPTS = ("series.js", "numbers.js", "charts.js", "responses.js", "page.js")
 
@@ -38,8 +38,8 @@ _SCRIPTS = ("series.js", "numbers.js", "charts.js", "responses.js", "page.js")
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of these runs to ``out``, by default ``report.html`` in the first one's folder.
 
-    Returns the file. It appears under its name when it is whole. Raises UserError for a folder that is none
-    of a run, and for a file that cannot be written.
+    Returns the file, which is written atomically. Raises UserError if a folder is not that of a run, or if
+    the file cannot be written.
     """
     unique = list({folder.resolve(): folder for folder in folders}.values())
     if not unique:
@@ -77,7 +77,7 @@ def render_page(runs: Sequence[RunFiles]) -> bytes:
         "SCRIPT": script,
     }
     template = (folder / "page.html").read_text(encoding="utf-8")
-    before, *rest = template.split("{{")  # one pass: what is put in is not looked at again
+    before, *rest = template.split("{{")  # one pass: inserted text is not expanded
     page = before
     for piece in rest:
         name, _, text = piece.partition("}}")
@@ -89,7 +89,7 @@ def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
     samples = choose_samples(run, read=_READ // number, room=_ROOM // number)
     rows, width = thin_rows(run.rows, max(80, _ROWS // number))
     if width > 1:
-        run.notes.append(f"the charts show means over {width} steps (of maxima the maximum)")
+        run.notes.append(f"the charts show means over {width} steps (maxima of maxima)")
     keys = sorted({key for row in rows for key in row} - {"step"})
     return {
         "name": name,
@@ -110,7 +110,7 @@ def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
 
 
 def _seconds(run: RunFiles) -> float | None:
-    """How long the run took; until it has ended, the time of its steps."""
+    """Duration of the run; before its end, the time of its steps."""
     seconds = run.summary.get("seconds")
     if isinstance(seconds, int | float) and math.isfinite(seconds):
         return float(seconds)
@@ -123,7 +123,7 @@ def _plain(item: Item) -> Item:
 
 
 def _number(value: float | None) -> float | str | None:
-    """Five digits are more than a chart can show. JSON has no NaN, so it is text."""
+    """Rounded to five digits, enough for a chart; text for numbers that are not finite, for JSON."""
     if value is None:
         return None
     if not math.isfinite(value):
@@ -148,7 +148,7 @@ def _flat_text(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _embed(data: dict[str, Any]) -> str:
-    """JSON for a script element: no character in it can end the element or begin a comment."""
+    """JSON for a script element, escaped so that it cannot end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

@@ -1,4 +1,4 @@
-"""A run's folder as a report needs it. Reads what is there, of finished, running and broken runs alike."""
+"""Reads a run's folder for a report; the run may be finished, running or damaged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, float]
 
 @dataclass
 class RunFiles:
-    """One run as it lies on the disk."""
+    """The files of one run."""
 
     folder: Path
     rows: list[Row]
@@ -30,13 +30,13 @@ class RunFiles:
     config: dict[str, Any]
     """Every setting by its dotted key; empty if the file cannot be read."""
     summary: dict[str, Any]
-    """What the trainer wrote at the end; empty before."""
+    """The trainer's summary; empty before the end."""
     starts: list[dict[str, Any]]
     """``environment.json``: a description of each start, the first one first."""
     running: bool
-    """Whether a launcher holds the folder."""
+    """Whether a launcher has locked the folder."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, in words."""
+    """Messages about files that could not be read."""
 
     @property
     def steps(self) -> int:
@@ -45,19 +45,19 @@ class RunFiles:
 
     @property
     def planned(self) -> int | None:
-        """Training steps wanted, where the settings say so."""
+        """Number of training steps in the settings, if any."""
         steps = self.config.get("training.steps")
         return steps if isinstance(steps, int) else None
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of one metric, where it was measured and is a finite number."""
+        """(step, value) of one metric, finite values only."""
         return [(int(r["step"]), r[key]) for r in self.rows if key in r and math.isfinite(r[key])]
 
 
 def read_run(folder: Path) -> RunFiles:
     """Read settings, metrics, summary and environment of a run.
 
-    Raises UserError if the folder is none of a run. Anything else that is missing or broken becomes a note.
+    Raises UserError if it is not the folder of a run. Other missing or damaged files become notes.
     """
     if not folder.exists():
         raise UserError(f"{folder}: no such folder; give the folder of a run, such as runs/quickstart-001")
@@ -66,7 +66,7 @@ def read_run(folder: Path) -> RunFiles:
     if not (folder / CONFIG).is_file() and not (folder / METRICS).is_file():
         inner = sorted(f.parent.name for f in folder.glob(f"*/{METRICS}"))
         hint = f"; the runs in it are {', '.join(inner[:5])}" if inner else ""
-        raise UserError(f"{folder}: not the folder of a run: neither {CONFIG} nor {METRICS} is in it{hint}")
+        raise UserError(f"{folder}: not the folder of a run: it has neither {CONFIG} nor {METRICS}{hint}")
     notes: list[str] = []
     return RunFiles(
         folder=folder,
@@ -80,7 +80,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """A name for each run: its folder's, with as many parents as it takes to tell them apart."""
+    """A unique name for each run: its folder's, with parent folders if needed."""
     parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
@@ -90,10 +90,10 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def thin_rows(rows: list[Row], most: int) -> tuple[list[Row], int]:
-    """At most ``most`` rows, and how many steps each stands for.
+    """At most ``most`` rows, and the number of steps per row.
 
-    A row of several steps holds their means; of names that end in ``max`` the maximum, of evaluations the
-    last one. A number that is not finite shows in any case.
+    A row of several steps holds means, the maximum of keys that end in ``max``, and the last of evaluations.
+    Numbers that are not finite are kept.
     """
     width = -(-len(rows) // most)
     if width <= 1:
@@ -136,17 +136,17 @@ def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
         numbers = {k: float(v) for k, v in row.items() if _is_number(v)}
         rows[step] = rows.get(step, {}) | numbers | {"step": step}
     if broken:
-        notes.append(f"{file.name}: {broken} of {len(lines)} lines could not be read and are left out")
+        notes.append(f"{file.name}: {broken} of {len(lines)} lines could not be read and are skipped")
     return [rows[step] for step in sorted(rows)]
 
 
 def _is_number(value: Any) -> bool:
-    # An integer beyond the range of floats is no metric of ours.
+    # Integers beyond the range of floats are not metrics.
     return isinstance(value, float | int) and not (isinstance(value, int) and abs(value) > 2**1000)
 
 
 def _read_config(file: Path, notes: list[str]) -> dict[str, Any]:
-    # Not load_settings: a run of an earlier version, whose keys have changed since, can be read as well.
+    # Not load_settings, so that runs of earlier versions with other keys can be read.
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as e:
@@ -178,7 +178,7 @@ def _read_json(file: Path, kind: type, notes: list[str]) -> Any:
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a launcher holds the run's lock. It is shared for a moment only, and never waited for."""
+    """Whether a launcher has locked the run. Takes a shared lock briefly, and never waits."""
     try:
         with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

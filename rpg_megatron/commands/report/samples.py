@@ -1,7 +1,7 @@
-"""Responses worth reading, chosen from a run's rollouts and evaluations within a budget of bytes.
+"""Selects responses for a report from a run's rollouts and evaluations, within a budget of bytes.
 
 A step of a large run holds gigabytes, so a report reads the beginning of some steps, spread over the run, and
-of each line only what stands before the per-token numbers. What was read is told on the page.
+skips the per-token numbers of each line. The page says what was read.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ import zstandard
 from rpg_megatron.commands.report.run_files import RunFiles
 
 _STEPS = 12
-"""Steps that are read of each kind, at most."""
+"""Maximum steps that are read of each kind."""
 _PROBLEMS = 20
-"""Problems that are shown of each kind of change."""
+"""Problems shown per kind of change."""
 _ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, zstandard.ZstdError)
 
 Item = dict[str, Any]
-"""One response: set, id, step, text, right, and where known tokens, finish, reward, advantage and the name of
+"""One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage and the name of
 the held-out set.
 """
 
 
 @dataclass
 class Samples:
-    """What a page shows of one run's responses. ``prompts`` and ``verdicts`` go by ``<set>/<id>``."""
+    """The responses of one run on a page. ``prompts`` and ``verdicts`` have keys ``<set>/<id>``."""
 
     items: list[Item] = field(default_factory=list)
     prompts: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Text and reference answer, where known."""
+    """Text and reference answer, if known."""
     verdicts: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    """(step, right responses, responses) of a problem, whenever it was read."""
+    """(step, right responses, responses) of a problem, for each step that was read."""
     changes: dict[str, str] = field(default_factory=dict)
-    """``learnt`` or ``forgotten``: fewer than half of the responses right at first and not at last, or the
-    reverse."""
+    """``learnt``: fewer than half of the responses right at first and at least half at last; ``forgotten``:
+    the reverse."""
     changed: dict[str, int] = field(default_factory=dict)
-    """How many held-out problems changed either way, those that are not shown included."""
+    """Number of held-out problems that changed in each direction, including those not shown."""
     read: list[str] = field(default_factory=list)
-    """What was read, in words."""
+    """Descriptions of what was read."""
     problems: int | None = None
-    """Held-out problems of all sets, if one evaluation was read to its end."""
+    """Number of held-out problems of all sets, if one evaluation was read completely."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Then, how many of them are in each held-out set, by its name."""
+    """Likewise for each held-out set, by name."""
 
 
 def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
-    """Read at most about ``read`` bytes, decompressed, and choose responses of at most ``room`` bytes."""
+    """Read about ``read`` decompressed bytes at most, and choose responses of at most ``room`` bytes."""
     samples = Samples()
     longest = max(3000, min(40_000, room // 100))
     candidates = []
@@ -87,7 +87,7 @@ def _read_files(
     lines: Callable[[Path, int, Samples], Iterator[Item]],
     budget: int,
 ) -> list[Item]:
-    """Read the files of one kind; returns their items that are worth showing, the best reasons first."""
+    """Read the files of one kind; returns the items to show, the most interesting first."""
     by_step: dict[int, list[Item]] = {}
     whole = True
     for file in files:
@@ -134,7 +134,7 @@ def _choose(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list
     for pair in zip(*(_padded(keys) for keys in changed.values()), strict=True):
         for key in filter(None, pair):
             first, *_, last = seen[key].values()
-            # The response that is like the verdict of its time: a wrong one where most were wrong.
+            # A response that matches the verdict of its step: a wrong one if most were wrong.
             right_first = samples.changes[key] == "forgotten"
             chosen.append(min(first, key=lambda i: i["right"] != right_first))
             chosen.append(min(last, key=lambda i: i["right"] == right_first))
@@ -149,7 +149,7 @@ def _choose(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list
 
 
 def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
-    """Every response of one evaluation, as far as the budget goes; of several sets each has its own."""
+    """The responses of one evaluation within the budget; with several sets, each by its set."""
     with file.open("rb") as raw:
         data = raw.read(budget)
     rows = [json.loads(line) for line in _lines(data, len(data) == budget)]
@@ -168,7 +168,7 @@ def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Ite
 
 
 def _rollout_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
-    """Every response of one training step, as far as the budget goes."""
+    """The responses of one training step within the budget."""
     with file.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
         data = stream.read(budget)
     for line in _lines(data, len(data) == budget):
@@ -180,15 +180,14 @@ def _rollout_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
 
 
 def _parse_rollout(line: bytes) -> dict[str, Any]:
-    """A line of a journal without its numbers per token, whose parsing would take most of the time.
+    """A line of a rollouts file without its per-token numbers, which are slow to parse.
 
-    The prompt's token ids stay text. In a JSON string each quote has a backslash before it, so the marks that
-    are looked for can only stand outside of strings.
+    Quotes within JSON strings are escaped, so the searched keys occur only outside of strings.
     """
     start = line.find(b', "prompt": [')
     response = line.find(b', "response": [', start)
     if start < 0 or response < 0:
-        row = json.loads(line)
+        row: dict[str, Any] = json.loads(line)
         return row | {"prompt": row["prompt"], "tokens": len(row["response"])}
     row = json.loads(line[:start] + b"}")
     tokens = line.count(b",", response + 15, line.index(b"]", response)) + 1
@@ -199,12 +198,12 @@ def _parse_rollout(line: bytes) -> dict[str, Any]:
 def _lines(data: bytes, cut: bool) -> list[bytes]:
     lines = data.split(b"\n")
     if cut:
-        lines.pop()  # its end was not read
+        lines.pop()  # incomplete
     return [line for line in lines if line.strip()]
 
 
 def _spread(files: Iterable[Path]) -> list[Path]:
-    """Files of at most _STEPS steps in their order, the first and the last among them."""
+    """Files of at most _STEPS steps in order, including the first and the last."""
     found = sorted(f for f in files if f.name[5:].split(".")[0].isdigit())
     if len(found) <= _STEPS:
         return found
@@ -212,12 +211,12 @@ def _spread(files: Iterable[Path]) -> list[Path]:
 
 
 def _ends_first(items: list[Any]) -> list[Any]:
-    """The first, the last, and then the others: what is left out for want of room lies in the middle."""
+    """The first, the last, then the others, so that a size limit drops those in the middle."""
     return [*items[:1], *items[:0:-1]]
 
 
 def _within(lists: list[list[Item]], room: int, prompts: dict[str, dict[str, str]]) -> Iterator[Item]:
-    """Items of all lists in turn, until the room is used up."""
+    """Items of all lists in turn, up to ``room`` bytes."""
     used = 0
     known: set[str] = set()
     for pair in zip(*(_padded(items, most=max(map(len, lists))) for items in lists), strict=True):
@@ -232,7 +231,7 @@ def _within(lists: list[list[Item]], room: int, prompts: dict[str, dict[str, str
 
 
 def _quoted(value: Any) -> str:
-    """About what stands in the page in the end: characters that are escaped there count with their escape."""
+    """Approximate text on the page, with the escapes of characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text + "     " * text.count("<")
 
@@ -247,7 +246,7 @@ def _shorten(item: Item, longest: int) -> Item:
 
 
 def _cut(text: str, longest: int) -> str:
-    """The text, or its beginning and its end: an answer usually stands there."""
+    """The text, or its beginning and its end, where the answer usually is."""
     if len(text) <= longest:
         return text
     tail = longest // 3
@@ -260,14 +259,14 @@ def _share(mark: tuple[int, int, int]) -> float:
 
 
 def _open_tokenizer(folder: Path, model: Any) -> Callable[[list[int]], str]:
-    """From token ids to text, by the exported model's tokenizer or that of the model trained on."""
-    places = [*sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]]
+    """A decoder from token ids to text: the tokenizer of the export, or of the initial model."""
+    files = [*sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]]
     if isinstance(model, str):
-        places.append(Path(model) / "tokenizer.json")
-    for place in places:
-        with contextlib.suppress(Exception):  # the Rust library raises bare ones
+        files.append(Path(model) / "tokenizer.json")
+    for file in files:
+        with contextlib.suppress(Exception):  # the Rust library raises bare exceptions
             from tokenizers import Tokenizer
 
-            tokenizer = Tokenizer.from_file(str(place))
+            tokenizer = Tokenizer.from_file(str(file))
             return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
     return lambda ids: f"({len(ids)} tokens; no tokenizer.json was found to show them as text)"

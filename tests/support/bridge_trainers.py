@@ -1,0 +1,78 @@
+"""Two processes that publish weights for the tests of the bridge; without transformers and Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.models.registry import mapping_for
+from tests.support.megatron_shards import grid, stage_values
+
+
+def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights, all changed in a way that depends on the seed."""
+    g = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    return {n: w + 0.05 * torch.randn(w.shape, generator=g) for n, w in weights.items()}
+
+
+def _trainer_rank(rank, model, bridge, rendezvous, commands, answers):
+    """One of two Megatron-like ranks: publishes shards of the state dict it is told to."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    layout = mapping_for(read_model_shape(model))
+    place = grid(layout.shape, 2, 1, vocab_multiple=8)[rank]
+    params = stage_values(layout, place, 1, state_dict(model, 0))
+    publishers = {
+        "shared_memory": SharedMemoryPublisher(bridge, place, params, layout, torch.float32),
+        "process_group": GroupPublisher(
+            "127.0.0.1", place, params, layout, torch.float32, timeout=60, bucket_bytes=1 << 16
+        ),
+    }
+    while (command := commands[rank].get()) is not None:
+        seed, version, transport = command
+        for publisher in publishers.values():
+            publisher.retract()
+        for name, value in stage_values(layout, place, 1, state_dict(model, seed)).items():
+            params[name].copy_(value)
+        answers.put((rank, publishers[transport].publish(version)))
+    for publisher in publishers.values():
+        publisher.close()
+    dist.destroy_process_group()
+
+
+class Trainers:
+    """Two processes that cut shards by other means than the layouts, and publish them when told to."""
+
+    def __init__(self, model: Path, bridge: Path, rendezvous: Path):
+        context = mp.get_context("spawn")
+        self.commands, self.answers = [context.Queue() for _ in range(2)], context.Queue()
+        self.processes = [
+            context.Process(
+                target=_trainer_rank, args=(r, model, bridge, rendezvous, self.commands, self.answers)
+            )
+            for r in range(2)
+        ]
+        for p in self.processes:
+            p.start()
+
+    def publish(self, seed, version, transport="shared_memory"):
+        for q in self.commands:
+            q.put((seed, version, transport))
+        answers = dict(self.answers.get(timeout=120) for _ in range(2))
+        return answers[0]
+
+    def stop(self):
+        for q in self.commands:
+            q.put(None)
+        for p in self.processes:
+            p.join(30)
+            if p.is_alive():
+                p.kill()
