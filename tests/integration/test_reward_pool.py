@@ -77,17 +77,18 @@ def start(odd: str) -> Iterator[Callable[..., WorkerPool]]:
         pool.close()
 
 
-def children(session: int) -> list[int]:
-    """Living processes that descend from this module's pools, by their command line or name."""
+def children(mark: str) -> list[int]:
+    """Living processes of the pools that were started with this text in their environment."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
                 command = Path(f"/proc/{entry}/cmdline").read_bytes()
+                environment = Path(f"/proc/{entry}/environ").read_bytes()
             except OSError:
                 continue
-            mine = int(stat[3]) == session and stat[0] not in "ZX"
+            mine = f"={mark}\0".encode() in environment and stat[0] not in "ZX"
             if mine and (b"rewards.fork_server" in command or command.startswith(b"sleep\x001000")):
                 found.append(int(entry))
     return found
@@ -137,15 +138,18 @@ def test_large_inputs_pass(start: Callable[..., WorkerPool]) -> None:
     assert pool.submit(large, large).result(timeout=300).value is True
 
 
-def test_nothing_is_left_when_it_is_closed(start: Callable[..., WorkerPool]) -> None:
-    before = children(os.getsid(0))
+def test_nothing_is_left_when_it_is_closed(
+    start: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv("RPG_TEST_POOL", mark)
     pool = start(deadline=1000.0)
     running = pool.submit("hang", "a")
     waiting = [pool.submit("hang", "a") for _ in range(3)]
-    wait_until(lambda: any("sleep" in Path(f"/proc/{p}/cmdline").read_text() for p in children(os.getsid(0))))
+    wait_until(lambda: any("sleep" in Path(f"/proc/{p}/cmdline").read_text() for p in children(mark)))
     pool.close()
     assert all(f.result(timeout=60).failure == "crash" for f in [running, *waiting])
-    wait_until(lambda: children(os.getsid(0)) == before)
+    wait_until(lambda: children(mark) == [])
 
 
 def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., WorkerPool]) -> None:
@@ -169,18 +173,24 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
         "pool.submit('hang', 'a'); print('up', flush=True)\n"
         "import time; time.sleep(1000)\n"
     )
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    environment = os.environ | {"RPG_TEST_POOL": mark}
     parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "up\n"
-    wait_until(lambda: len(children(parent.pid)) >= 3)
+    wait_until(lambda: len(children(mark)) >= 3)
     parent.kill()
     parent.wait()
     parent.stdout.close()
 
     def gone() -> bool:
-        left = children(parent.pid)
+        left = children(mark)
         for pid in left:  # the function's own grandchild is nobody's to end but its own
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
                 os.kill(pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ from rpg_megatron.rewards import Grader
 from rpg_megatron.rewards.extraction import find_answer
 from rpg_megatron.rewards.grader import grade_by_rules
 
-RESTART, RULES = 1.0, 1.0
+RESTART, RULES = 4.0, 4.0
 """Seconds: of a worker's restart, and of the rules for all answers, on a busy machine."""
 TOWER = "9^{9^{9^{9^{9}}}}"
 HOSTILE: list[str] = [

@@ -123,6 +123,8 @@ class TrainCommand(Command):
         return None
 
     def find(self, *words: str) -> int:
+        """Waits for the process: one that was killed may not have been started again yet."""
+        self.wait(lambda: self.search(*words) is not None)
         pid = self.search(*words)
         assert pid is not None, f"no process {words}\n{self.out.read_text()}"
         return pid

@@ -327,4 +327,4 @@ def test_spliced_answers_raise_nothing_and_take_no_time() -> None:
         grade_by_rules(spliced, c)
         grade_by_rules(c, spliced)
         slowest = max(slowest, time.thread_time() - started)
-    assert slowest < 0.25
+    assert slowest < 2.0  # a pattern that backtracks takes minutes; a busy machine's caches cost tenths
