@@ -14,13 +14,11 @@ import typer.core
 import rpg_megatron
 from rpg_megatron.commands.convert.options import convert
 from rpg_megatron.commands.eval.options import evaluate
+from rpg_megatron.commands.exit_codes import exit_codes
 from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from rpg_megatron.launcher.nodes import Nodes
-    from rpg_megatron.launcher.supervisor import StopSignals
 
 
 _ALIASES = {"tp": "tensor", "pp": "pipeline", "dryrun": "dry-run"}
@@ -110,39 +108,19 @@ def train(
     """
     if fresh and source:
         raise UserError("--fresh and --from exclude each other; give one of them")
-    from rpg_megatron.launcher.nodes import find_nodes
-    from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
-
-    with StopSignals(resumable=True) as signals:
-        try:
-            _train(config, overrides, signals, fresh, source, find_nodes(node_rank, nodes, job))
-        except Interrupted as e:
-            print(f"stopped: {e}", file=sys.stderr)
-            raise typer.Exit(e.exit_code) from None
-
-
-def _train(
-    file: Path,
-    overrides: list[str] | None,
-    signals: StopSignals,
-    fresh: bool,
-    source: Path | None,
-    nodes: Nodes,
-) -> None:
-    from rpg_megatron.commands import train
+    from rpg_megatron.commands.train import train as lead_run
     from rpg_megatron.config import load_settings
-    from rpg_megatron.launcher import node_agent
-    from rpg_megatron.launcher.supervisor import RunFailed
+    from rpg_megatron.launcher.node_agent import run_node
+    from rpg_megatron.launcher.nodes import find_nodes
+    from rpg_megatron.launcher.supervisor import StopSignals
 
-    try:
-        settings = load_settings(file, overrides)
-        if nodes.rank == 0:
-            train.train(settings, signals, fresh=fresh, source=source, nodes=nodes)
+    with StopSignals(resumable=True) as signals, exit_codes():
+        found = find_nodes(node_rank, nodes, job)
+        settings = load_settings(config, overrides)
+        if found.rank == 0:
+            lead_run(settings, signals, fresh=fresh, source=source, nodes=found)
         else:
-            node_agent.run_node(settings, nodes, signals)
-    except (RunFailed, node_agent.Ended) as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(1) from None
+            run_node(settings, found, signals)
 
 
 app.command("eval")(evaluate)
@@ -175,17 +153,10 @@ def launch(
     """
     from rpg_megatron.commands.launch import nemo_run
     from rpg_megatron.launcher.nodes import leave_to_first_node
-    from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
 
     leave_to_first_node("launch")
-    try:
+    with exit_codes():
         nemo_run.launch(executor, config, overrides or [], option or [], command, dry_run=dry_run)
-    except RunFailed as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    except Interrupted as e:
-        print(f"stopped: {e}", file=sys.stderr)
-        raise typer.Exit(e.exit_code) from None
 
 
 @app.command()
@@ -207,33 +178,13 @@ def audit(
 
     Exit code 0: they agree; 1: they diverge; 3: a process died before the result was known.
     """
+    from rpg_megatron.commands.audit.command import audit
     from rpg_megatron.launcher.nodes import leave_to_first_node
-    from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
+    from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("audit")
-    with StopSignals() as signals:
-        try:
-            _audit(target, overrides, engine_model, out or json, signals)
-        except Interrupted as e:
-            print(f"stopped: {e}", file=sys.stderr)
-            raise typer.Exit(e.exit_code) from None
-
-
-def _audit(
-    target: Path,
-    overrides: list[str] | None,
-    engine_model: Path | None,
-    out: Path | None,
-    signals: StopSignals,
-) -> None:
-    from rpg_megatron.commands.audit.command import audit
-    from rpg_megatron.launcher.supervisor import RunFailed
-
-    try:
-        clean = audit(target, overrides, signals, engine_model, out)
-    except RunFailed as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(3) from None
+    with StopSignals() as signals, exit_codes(failed=3):
+        clean = audit(target, overrides, signals, engine_model, out or json)
     if not clean:
         raise typer.Exit(1)
 
@@ -254,18 +205,11 @@ def replay(
 
     from rpg_megatron.commands.replay import command as replay_command
     from rpg_megatron.launcher.nodes import leave_to_first_node
-    from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+    from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("replay")
-    with StopSignals() as signals:
-        try:
-            report = replay_command.replay(run, step, overrides, signals)
-        except RunFailed as e:
-            print(f"error: {e}", file=sys.stderr)
-            raise typer.Exit(3) from None
-        except Interrupted as e:
-            print(f"stopped: {e}", file=sys.stderr)
-            raise typer.Exit(e.exit_code) from None
+    with StopSignals() as signals, exit_codes(failed=3):
+        report = replay_command.replay(run, step, overrides, signals)
     typer.echo(json.dumps(report, indent=2) if as_json else replay_command.show(report))
     if not report["match"]:
         raise typer.Exit(1)

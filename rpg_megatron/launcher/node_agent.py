@@ -27,7 +27,7 @@ from rpg_megatron.launcher.nodes import (
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.rank_env import RANK, RankLaunchSpec, cluster_environment, rank_starts
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
-from rpg_megatron.launcher.supervisor import Child, StopSignals, Supervisor
+from rpg_megatron.launcher.supervisor import Child, RunFailed, StopSignals, Supervisor
 
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -35,14 +35,10 @@ _POLL_SECONDS = 0.1
 _PROBE_SECONDS = 2.0
 
 
-class Ended(Exception):
-    """The first launcher stopped the run before it was finished, or is lost."""
-
-
 def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
     """Run this node's processes; returns when the first launcher says that the run is finished.
 
-    Raises UserError for user errors on this node, Ended if the run failed elsewhere, Interrupted after a
+    Raises UserError for user errors on this node, RunFailed if the run failed elsewhere, Interrupted after a
     signal before the connection to the first launcher; later signals are forwarded to it.
     """
     assignment = share_of(settings, nodes.rank, nodes.count)
@@ -69,12 +65,12 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             ) as agent:
                 agent.work()
         elif first["reason"]:
-            raise Ended(f"stopped by {nodes.name(0)}: {first['reason']}")
+            raise RunFailed(f"stopped by {nodes.name(0)}: {first['reason']}")
     except _ChannelLost as e:
-        raise Ended(f"{nodes.name(0)}, which leads the run, is lost: {e}") from None
+        raise RunFailed(f"{nodes.name(0)}, which leads the run, is lost: {e}") from None
     except _RunOver as e:
         if str(e):
-            raise Ended(f"stopped by {nodes.name(0)}: {e}") from None
+            raise RunFailed(f"stopped by {nodes.name(0)}: {e}") from None
     finally:
         channel.close()
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rpg_megatron.commands.exit_codes import exit_codes
+
 Suite = Annotated[
     list[str] | None,
     typer.Option("--suite", metavar="NAME[=FILE],...", help="Known benchmarks, such as aime24,aime25,amc23."),
@@ -60,7 +62,7 @@ def evaluate(
     from rpg_megatron.commands.eval.output_dir import open_folder
     from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
     from rpg_megatron.launcher.nodes import leave_to_first_node
-    from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+    from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("eval")
     request = EvalRequest(
@@ -76,24 +78,17 @@ def evaluate(
         ),
         *(seed, engines, tensor, device, tuple(overrides or ())),
     )
-    with StopSignals(resumable=True) as signals:
+    with StopSignals(resumable=True) as signals, exit_codes():
+        settings, label = make_request(request)
+        check_request(settings)
+        signals.raising = False  # from here on, resources must be cleaned up
+        folder = open_folder(out, settings, label)
         try:
-            settings, label = make_request(request)
-            check_request(settings)
-            signals.raising = False  # from here on, resources must be cleaned up
-            folder = open_folder(out, settings, label)
-            try:
-                if not folder.finished:
-                    run_evaluation(settings, signals, folder)
-                summary = folder.summary()
-            finally:
-                folder.close()
-        except Interrupted as e:
-            print(f"stopped: {e}", file=sys.stderr)
-            raise typer.Exit(e.exit_code) from None
-        except RunFailed as e:
-            print(f"error: {e}", file=sys.stderr)
-            raise typer.Exit(1) from None
+            if not folder.finished:
+                run_evaluation(settings, signals, folder)
+            summary = folder.summary()
+        finally:
+            folder.close()
     _print(summary, folder.path, as_json)
 
 
