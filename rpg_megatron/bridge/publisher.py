@@ -17,12 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from rpg_megatron.bridge.checksum import checksums
-from rpg_megatron.bridge.manifest import Manifest, PublishedBox, PublishedTensor, Shard
+from rpg_megatron.bridge.manifest import MANIFEST, Manifest, PublishedBox, PublishedTensor, Shard
 from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.dtypes import dtype_name
+from rpg_megatron.system.files import atomic_write_text
 
 Sums = dict[tuple[str, int], int]
 """Checksums of one rank's slices, by (HF tensor name, index in ``PublishPlan.owners`` of that tensor)."""
@@ -157,3 +158,30 @@ def build_manifest(
         for name, shape in mapping.hf_tensors().items()
     }
     return Manifest(shards=shards, tensors=tensors, **found_by)
+
+
+def write_manifest(
+    folder: Path,
+    plan: PublishPlan,
+    mapping: ModelMapping,
+    dtype: torch.dtype,
+    shards: tuple[Shard, ...],
+    where: Mapping[tuple[int, str], tuple[int, int]],
+    sums: Mapping[int, Sums],
+    *,
+    transport: str,
+    version: int,
+) -> Manifest | None:
+    """Write the manifest of transports that engines on the node read in place; called by ``plan.lead``.
+
+    folder: private folder of the node, the engines' RPG_BRIDGE_DIR. Otherwise as ``build_manifest``. Returns
+    the manifest on rank 0, else None.
+    """
+    path = folder / MANIFEST
+    # With several nodes, each engine reads the manifest in its own node's folder.
+    place = {"manifest": str(path) if plan.alone else MANIFEST}
+    manifest = build_manifest(
+        plan, mapping, dtype, shards, where, sums, transport=transport, place=place, version=version
+    )
+    atomic_write_text(path, manifest.to_json(), private=True)
+    return manifest if plan.rank == 0 else None

@@ -19,13 +19,12 @@ from pathlib import Path
 import torch
 
 from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
-from rpg_megatron.bridge.publisher import Sums, build_manifest, make_publish_plan, node_name
+from rpg_megatron.bridge.publisher import Sums, make_publish_plan, node_name, write_manifest
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
-from rpg_megatron.system.files import atomic_write_text
 
 _BYTES = (1, 4, 6)
 """Indices of the bytes in the result of ``UntypedStorage._share_cuda_()``; the rest are numbers and a bool.
@@ -92,21 +91,12 @@ class CudaIpcPublisher:
             for param, (index, offset) in self._known[rank].places.items():
                 where[rank, param] = len(shards) + index, offset
             shards += self._shards(rank)
-        path = self.folder / MANIFEST
-        manifest = build_manifest(
-            self._plan,
-            self.mapping,
-            self.dtype,
-            tuple(shards),
-            where,
-            {rank: found for rank, found, _ in gathered},
+        sums_by_rank = {rank: found for rank, found, _ in gathered}
+        return write_manifest(
+            *(self.folder, self._plan, self.mapping, self.dtype, tuple(shards), where, sums_by_rank),
             transport="cuda_ipc",
-            # With several nodes, each engine reads the manifest in its own node's folder.
-            place={"manifest": str(path) if self._plan.alone else MANIFEST},
             version=version,
         )
-        atomic_write_text(path, manifest.to_json(), private=True)
-        return manifest if self.coordinates.rank == 0 else None
 
     def retract(self) -> None:
         """From here on the weights may change; engines that are still reading detect it."""

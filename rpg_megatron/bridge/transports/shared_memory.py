@@ -23,12 +23,11 @@ import torch
 
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
-from rpg_megatron.bridge.publisher import Sums, build_manifest, make_publish_plan, node_name
+from rpg_megatron.bridge.publisher import Sums, make_publish_plan, node_name, write_manifest
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
-from rpg_megatron.system.files import atomic_write_text
 
 ALIGNMENT = 64
 """Byte alignment of parameters in a file (a cache line), so that any element type can be viewed in place."""
@@ -111,22 +110,13 @@ class SharedMemoryPublisher:
     def _write_manifest(self, version: int, sums: dict[int, Sums]) -> Manifest | None:
         if self.coordinates.rank != self._plan.lead:
             return None
-        path = self.folder / MANIFEST
         index = {f.rank: i for i, f in enumerate(self._files)}
-        manifest = build_manifest(
-            self._plan,
-            self.mapping,
-            self.dtype,
-            self._files,
-            {key: (index[key[0]], offset) for key, offset in self._offsets.items()},
-            sums,
+        where = {key: (index[key[0]], offset) for key, offset in self._offsets.items()}
+        return write_manifest(
+            *(self.folder, self._plan, self.mapping, self.dtype, self._files, where, sums),
             transport="shared_memory",
-            # With several nodes, each engine reads the manifest in its own node's folder.
-            place={"manifest": str(path) if self._plan.alone else MANIFEST},
             version=version,
         )
-        atomic_write_text(path, manifest.to_json(), private=True)
-        return manifest if self.coordinates.rank == 0 else None
 
     def retract(self) -> None:
         """From here on the weights may change; engines that are still reading detect it. Not collective."""
