@@ -1,4 +1,4 @@
-"""Layers that Megatron's local spec lacks: RMSNorm with sequence parallelism, and packed (THD) attention."""
+"""Layers that Megatron's local spec lacks: RMSNorm with sequence parallelism, packed attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rpg_megatron.policy.context_parallel import gather_places
+from rpg_megatron.policy.microbatch import PackedSequences
 
 
 class RMSNorm(torch.nn.Module):
@@ -34,12 +35,57 @@ class RMSNorm(torch.nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class PackedAttention(torch.nn.Module):
-    """Causal attention of each packed sequence to itself, by torch's scaled_dot_product_attention.
+class _Rotate(torch.autograd.Function):
+    """Rotates the pairs (i, i + d / 2) of the last dimension; the gradient is rotated back."""
 
-    Megatron's local attention does not support packed sequences. A loop over sequences computes only the
-    diagonal blocks: no mask over all tokens, no work on padding. Dropout is not supported. With context
-    parallelism a rank has two chunks of each sequence's queries and gathers all keys and values.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.angles = cos, sin
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.angles
+        return _rotated(gradient, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    (a, b), (c, d) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(a, cos, out=c).sub_(b * sin)
+    torch.mul(b, cos, out=d).add_(a * sin)
+    return out
+
+
+class Rotary(torch.nn.Module):
+    """Rotary position embedding of packed rows, bit-identical to Megatron's.
+
+    Megatron's unfused embedding loops over the sequences and takes cosines and sines for each. This one takes
+    them once for all sequences and layers.
+    """
+
+    def __init__(self, frequencies: Tensor) -> None:
+        """frequencies: radians per token, float32 [d / 2]."""
+        super().__init__()
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
+        """Rotate query [c, heads, d] and key [c, kv_heads, d] by their positions; shapes and dtypes stay."""
+        if packed.rotary is None:
+            angles = torch.outer(packed.positions.float(), self.frequencies)[:, None]
+            packed.rotary = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+        cos, sin = packed.rotary
+        return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)  # type: ignore[no-untyped-call]
+
+
+class PackedAttention(torch.nn.Module):
+    """Rotary embedding and causal attention of each packed sequence, by torch's scaled_dot_product_attention.
+
+    Megatron's local attention does not support packed sequences. Sequences of like length share a call, with
+    a few tokens of padding after each, which nothing attends to: no mask over all tokens. Dropout is not
+    supported. With context parallelism a rank has two chunks of each sequence's queries and gathers all keys
+    and values.
     """
 
     def __init__(
@@ -49,11 +95,15 @@ class PackedAttention(torch.nn.Module):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        *,
+        frequencies: Tensor,
         **_: Any,
     ) -> None:
+        """frequencies: see ``Rotary``. The rest as Megatron passes it."""
         super().__init__()
         if config.attention_dropout:
             raise ValueError("attention dropout is not supported with packed sequences; set it to 0")
+        self.rotary = Rotary(frequencies)
         self.scale = softmax_scale
         self.context = config.context_parallel_size
 
@@ -63,20 +113,28 @@ class PackedAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: None,
-        packed_seq_params: Any,
+        packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
         """Shapes: query [c, heads, d], key and value [c, kv_heads, d] -> [c, heads * d].
 
-        ``packed_seq_params``: a ``PackedSequences`` whose lengths sum to t = c x context ranks.
+        The row's lengths sum to t = c x context ranks.
         """
-        lengths: list[int] = packed_seq_params.lengths
+        row = packed_seq_params
+        query, key = self.rotary(query, key, row)
         if self.context > 1:
-            return self._attend_in_chunks(query, key, value, lengths, packed_seq_params.places)
+            return self._attend_in_chunks(query, key, value, row.lengths, row.places)
+        groups = row.groups
+        if groups.padded is not None:
+            query, key, value = (x.index_select(0, groups.padded) for x in (query, key, value))
         # split instead of slices: its backward is one concatenation, that of each slice a zero tensor of full
         # size.
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([self._attend(q, k, v) for q, k, v in parts]).flatten(1)
+        sizes = [n * longest for n, longest in groups.shapes]
+        parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), groups.shapes, strict=True)
+        out = torch.cat([self._attend(*(x.unflatten(0, g) for x in qkv)).flatten(0, 1) for *qkv, g in parts])
+        if groups.restored is not None:
+            out = out.index_select(0, groups.restored)
+        return out.flatten(1)
 
     def _attend_in_chunks(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], places: Tensor
@@ -107,11 +165,12 @@ class PackedAttention(torch.nn.Module):
     def _attend_from(self, first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of queries that start at position ``first`` of their sequence."""
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(first)
-        return self._attend(q, k, v, mask)
+        return self._attend(q[None], k[None], v[None], mask).squeeze(0)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        """Attention of sequences of one length: [sequences, length, heads, d]."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=self.scale
         )
-        return out.squeeze(0).transpose(0, 1)
+        return out.transpose(1, 2)

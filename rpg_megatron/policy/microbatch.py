@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,13 @@ from rpg_megatron.data.packing import fill_length, sequence_multiple
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.context_parallel import zigzag_places
 
+_MOST_PADDING = 4 / 3
+"""Largest ratio of padded to real tokens in a group of sequences that share a call of attention: for short
+sequences a call costs more than the padding.
+"""
+_LIKE = 64
+"""Lengths in a group differ by at most this many tokens, since the cost of attention is quadratic."""
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -23,8 +31,61 @@ class PackedSequences(PackedSeqParams):
 
     lengths: list[int] = field(kw_only=True)
     """Length of each sequence, padding included."""
+    positions: Tensor = field(kw_only=True)
+    """int64 [t / context]: position in its sequence of each of this context rank's tokens."""
     places: Tensor = field(kw_only=True)
     """int64 [context, t / context]: positions in the row that each context rank holds."""
+    rotary: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
+    """Cosines and sines of the positions; ``layers.Rotary`` of the first layer sets them for all layers."""
+
+    @cached_property
+    def groups(self) -> LikeLengths:
+        """The sequences in groups of like length, on the device of ``positions``."""
+        return group_like_lengths(self.lengths, self.positions.device)
+
+
+@dataclass(frozen=True)
+class LikeLengths:
+    """Sequences of a row in groups of like length, each group padded to its longest sequence."""
+
+    shapes: list[tuple[int, int]]
+    """(sequences, length of the longest) of each group."""
+    padded: Tensor | None
+    """int64 [n]: for each position of all groups, sequences x longest each, its position in the row. Padding
+    repeats a sequence's last position. None: the groups are the row's sequences, one by one.
+    """
+    restored: Tensor | None
+    """int64 [t]: for each position of the row, its index in ``padded``."""
+
+
+def group_like_lengths(lengths: Sequence[int], device: torch.device) -> LikeLengths:
+    """Group sequences of a row by length, the shortest first; see ``_MOST_PADDING`` and ``_LIKE``."""
+    sizes = np.array(lengths, np.int64)
+    starts = np.cumsum(sizes) - sizes
+    members: list[list[int]] = []
+    total = 0
+    for i in np.argsort(sizes, kind="stable").tolist():
+        n = lengths[i]
+        group = members[-1] if members else []
+        if group and n - lengths[group[0]] <= _LIKE and n * (len(group) + 1) <= _MOST_PADDING * (total + n):
+            group.append(i)
+            total += n
+        else:
+            members.append([i])
+            total = n
+    if all(len(m) == 1 for m in members):
+        return LikeLengths([(1, n) for n in lengths], None, None)
+    shapes, padded, restored, offset = [], [], np.empty(sizes.sum(), np.int64), 0
+    for m in members:
+        own = sizes[m, None]
+        column = np.arange(own.max())
+        rows = starts[m, None] + np.minimum(column, own - 1)
+        real = column < own
+        restored[rows[real]] = offset + np.flatnonzero(real)
+        shapes.append(rows.shape)
+        padded.append(rows.ravel())
+        offset += rows.size
+    return LikeLengths(shapes, _copy(np.concatenate(padded), device), _copy(restored, device))
 
 
 @dataclass(frozen=True)
@@ -153,30 +214,37 @@ def make_micro_batch(
             floats["old"][answer] = t.old
         if len(t.anchor):
             floats["anchor"][answer] = t.anchor
-    bounds = _copy(starts.astype(np.int32), device)
-    longest = max(lengths)
-    places = zigzag_places(lengths, context)
-    mine = places[context_rank]
-    packed = PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        lengths=lengths,
-        places=_copy(places, device),
-    )
-    positions = np.concatenate([np.arange(n) for n in lengths])
+    packed = pack_lengths(lengths, device, context=context, context_rank=context_rank)
+    mine = zigzag_places(lengths, context)[context_rank]
     return MicroBatch(
         trajectories=list(trajectories),
         **{name: _copy(ints[name][mine], device)[None] for name in ("tokens", "labels")},
         sequence=_copy(ints["sequence"], device),
-        positions=_copy(positions[mine], device)[None],
+        positions=packed.positions[None],
         mask=_copy(mask, device),
         learnt=_copy(np.flatnonzero(mask), device),
         label_range=(int(ints["labels"].min()), int(ints["labels"].max())),
         **{name: _copy(x, device) for name, x in floats.items()},
         packed=packed,
+    )
+
+
+def pack_lengths(
+    lengths: list[int], device: torch.device, *, context: int = 1, context_rank: int = 0
+) -> PackedSequences:
+    """A row of sequences of these lengths; with several context ranks, multiples of 2 x ``context``."""
+    bounds = _copy(np.cumsum([0, *lengths], dtype=np.int32), device)
+    places = zigzag_places(lengths, context)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        lengths=lengths,
+        positions=_copy(positions[places[context_rank]], device),
+        places=_copy(places, device),
     )
 
 

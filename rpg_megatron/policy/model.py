@@ -229,13 +229,24 @@ def _uneven_stages(shape: ModelShape, stages: int) -> list[list[str]] | None:
     return parts
 
 
+def rotary_frequencies(shape: ModelShape) -> torch.Tensor:
+    """Radians per token of each pair of a head's dimensions: [head_dim / 2], float32."""
+    if shape.rope_scaling is not None:
+        return llama3_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+    return _plain_frequencies(shape.head_dim, shape.rope_theta)
+
+
+def _plain_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
 def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Rope) -> torch.Tensor:
     """Rotary frequencies of Llama 3.1 and later, in radians per token: [head_dim / 2], float32.
 
     Same operations in the same order as transformers, for bitwise equal results: an angle is frequency times
     position, so a rounding error would grow with the position.
     """
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = _plain_frequencies(head_dim, theta)
     cycles = scaling.original_positions / (2 * math.pi / plain)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((cycles - low) / (high - low)).clamp(0, 1)
@@ -267,19 +278,17 @@ def build_model(
             max_sequence_length=shape.max_positions,
             pre_process=mesh.first_stage and number == 0,
             post_process=mesh.last_stage and number == (virtual or 1) - 1,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself
             rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             parallel_output=True,
             vp_stage=stage,
         )
-        if shape.rope_scaling is not None:
+        if fused and shape.rope_scaling is not None:
             # GPTModel(rope_scaling=True) accepts the factor only: Megatron 0.19.2 fixes the other values to
             # 1, 4 and 8192. This is a plain attribute, not a buffer; Megatron moves it to the device on first
             # use.
-            gpt.rotary_pos_emb.inv_freq = llama3_frequencies(
-                shape.head_dim, shape.rope_theta, shape.rope_scaling
-            )
+            gpt.rotary_pos_emb.inv_freq = rotary_frequencies(shape)
         chunks.append(gpt)
     return chunks
 
@@ -290,7 +299,7 @@ def _local_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(PackedAttention, params={"frequencies": rotary_frequencies(shape)})
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer, RMSNorm

@@ -5,8 +5,7 @@ a cluster, and a line that makes the host wait for the device is found there by 
 layout is run as one of its ranks (fake_cuda_worker): build, pack, score, anchor, updates, off-load and back;
 without pipeline stages a whole step on rank 0, checksums, publication by shared memory and export; alone, the
 plan of a save. What this cannot show, fake_cuda says: values, kernels, memory, the order of streams and
-messages. Layers are Megatron's own, and the waits of their rotary embedding are counted apart: Transformer
-Engine has none there.
+messages. Layers are the local ones, not Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ WAITS = {"score": 0, "step": 5, "anchor": 2, "park": 2, "checksums": 1}
 scores one micro-batch, with an anchor twice, and brings back log-probs of each and the entropy."""
 WAITS_PER_UPDATE = 2
 MEGATRONS = [
-    "/rope_utils.py",  # the rotary embedding of local layers
     "/p2p_communication.py",  # stages tell each other how long a micro-batch is
     "/clip_grads.py",  # the gradient norm, once an update
     "/cpu_offloading/hybrid_optimizer.py",  # gradients to the off-loaded part, once for each tensor

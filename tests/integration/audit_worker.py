@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.commands.audit import compare_engines as auditing
@@ -23,7 +22,7 @@ from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.layers import PackedAttention
-from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences
+from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences, group_like_lengths
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.run import RankRun
@@ -32,16 +31,15 @@ from rpg_megatron.training.run import RankRun
 @contextmanager
 def rope_base(run: RankRun, base: float) -> Iterator[None]:
     """The trainer rotates with another base."""
-    rotary = [c.rotary_pos_emb for c in run.policy.chunks]
-    before = [r.inv_freq for r in rotary]
+    layers = [layer for chunk in run.policy.chunks for layer in chunk.decoder.layers]
+    rotary = [layer.self_attention.core_attention.rotary for layer in layers]
+    before = [r.frequencies for r in rotary]
     for r in rotary:
-        d = 2 * r.inv_freq.numel()
-        r.inv_freq = base ** (-torch.arange(0, d, 2, dtype=torch.float32) / d)
-    RotaryEmbedding.forward.cache_clear()
+        d = 2 * r.frequencies.numel()
+        r.frequencies = base ** (-torch.arange(0, d, 2, dtype=torch.float32) / d)
     yield
     for r, frequencies in zip(rotary, before, strict=True):
-        r.inv_freq = frequencies
-    RotaryEmbedding.forward.cache_clear()
+        r.frequencies = frequencies
 
 
 @contextmanager
@@ -77,7 +75,7 @@ def leak(run: RankRun) -> Iterator[None]:
         self: PackedAttention, *inputs: object, packed_seq_params: PackedSequences, **more: object
     ) -> torch.Tensor:
         row = copy.copy(packed_seq_params)
-        row.lengths = [sum(row.lengths)]
+        row.groups = group_like_lengths([sum(row.lengths)], row.positions.device)
         return plain(self, *inputs, packed_seq_params=row, **more)
 
     PackedAttention.forward = forward
@@ -87,9 +85,7 @@ def leak(run: RankRun) -> Iterator[None]:
 
 def run_on(pack: MicroBatch) -> None:
     """Positions go on from one sequence to the next."""
-    bounds = torch.tensor([0, pack.size], dtype=torch.int32)
-    pack.packed.cu_seqlens_q = pack.packed.cu_seqlens_kv = bounds
-    pack.packed.max_seqlen_q = pack.packed.max_seqlen_kv = pack.size
+    pack.packed.positions = torch.arange(pack.size)
 
 
 @contextmanager

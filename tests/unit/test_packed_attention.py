@@ -2,6 +2,7 @@
 
 Why: a dense mask over 8,192 tokens, or scores of all heads kept for backward, undo what packing saves.
 With context ranks, whose chunks need masks, none of them is kept for backward.
+Sequences of like length share a call, and rotary embeddings are taken once a row: no number may change.
 Not covered: the numbers in a model (tests/distributed/test_layouts.py), GPUs.
 """
 
@@ -11,16 +12,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy import layers
-from rpg_megatron.policy.context_parallel import zigzag_places
-from rpg_megatron.policy.layers import PackedAttention
+from rpg_megatron.policy.layers import PackedAttention, Rotary
+from rpg_megatron.policy.microbatch import group_like_lengths, pack_lengths
+
+CPU = torch.device("cpu")
 
 
 def attention(context: int) -> PackedAttention:
     config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=context)
-    return PackedAttention(config, 1, None, "self")  # type: ignore[arg-type]
+    still = torch.zeros(16)  # nothing is rotated: the test of rotation is below
+    return PackedAttention(config, 1, None, "self", frequencies=still)  # type: ignore[arg-type]
 
 
 def heads(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -33,9 +41,9 @@ def heads(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]
 def test_memory_is_linear_in_the_tokens(dtype: torch.dtype, lengths: list[int]) -> None:
     q, k, v = heads(sum(lengths), dtype)
     with AllocationWatch() as watch:
-        out = attention(1)(q, k, v, None, SimpleNamespace(lengths=lengths))
+        out = attention(1)(q, k, v, None, pack_lengths(lengths, CPU))
         out.sum().backward()
-    assert torch.Size(watch.largest).numel() <= q.numel()
+    assert torch.Size(watch.largest).numel() <= 4 / 3 * q.numel()
     assert watch.peak <= 16 * q.numel() * q.element_size()
 
 
@@ -44,16 +52,16 @@ def test_chunks_of_context_ranks(monkeypatch: pytest.MonkeyPatch, rank: int) -> 
     """A rank's chunks get what whole sequences give at their places; no mask outlives the forward pass."""
     lengths, context = [6, 1200, 12], 3
     q, k, v = heads(sum(lengths))
-    whole = attention(1)(q, k, v, None, SimpleNamespace(lengths=lengths))
-    places = torch.from_numpy(zigzag_places(lengths, context))
-    mine = places[rank]
+    whole = attention(1)(q, k, v, None, pack_lengths(lengths, CPU))
+    packed = pack_lengths(lengths, CPU, context=context, context_rank=rank)
+    mine = packed.places[rank]
     weight = torch.zeros_like(whole).index_fill(0, mine, 1.0) * torch.randn_like(whole)
     wanted = torch.autograd.grad((whole * weight).sum(), (q, k, v))
     monkeypatch.setattr(layers.mpu, "get_context_parallel_rank", lambda: rank)
-    monkeypatch.setattr(layers, "gather_places", lambda x, _, *, summed: k if x is keys else v)
+    gathered = iter((k, v))
+    monkeypatch.setattr(layers, "gather_places", lambda x, _, *, summed: next(gathered))
     keys, values = k[mine], v[mine]
     with AllocationWatch() as watch:
-        packed = SimpleNamespace(lengths=lengths, places=places)
         out = attention(context)(q[mine], keys, values, None, packed)
         kept = watch.live
         got = torch.autograd.grad((out * weight[mine]).sum(), (q, k, v))
@@ -61,3 +69,48 @@ def test_chunks_of_context_ranks(monkeypatch: pytest.MonkeyPatch, rank: int) -> 
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b)
     assert kept <= 8 * q[mine].numel() * q.element_size()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
+def test_groups_hold_every_token_once(lengths: list[int]) -> None:
+    groups = group_like_lengths(lengths, CPU)
+    assert sum(n for n, _ in groups.shapes) == len(lengths)
+    assert sum(n * longest for n, longest in groups.shapes) <= 4 / 3 * sum(lengths)
+    if groups.padded is not None:
+        assert torch.equal(groups.padded[groups.restored], torch.arange(sum(lengths)))
+
+
+@pytest.mark.parametrize("lengths", [[20, 9, 12, 10, 200, 8, 190], [5, 5, 5], [3]])
+def test_groups_change_no_result(lengths: list[int]) -> None:
+    """Sequences attended to together get what each gets alone, gradients included."""
+    q, k, v = heads(sum(lengths))
+    weight = torch.randn(sum(lengths), 128)
+    out = attention(1)(q, k, v, None, pack_lengths(lengths, CPU))
+    got = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    alone = torch.cat([attention(1)(*x, None, pack_lengths([len(x[0])], CPU)) for x in parts])
+    wanted = torch.autograd.grad((alone * weight).sum(), (q, k, v))
+    torch.testing.assert_close(out, alone, rtol=0, atol=2e-6)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("context", [1, 2])
+def test_rotation_is_megatrons(dtype: torch.dtype, context: int) -> None:
+    """Bit for bit, gradients included."""
+    lengths, head_dim = [12, 4, 400, 8], 32
+    q, k, _ = heads(sum(lengths) // context, dtype)
+    megatron = RotaryEmbedding(head_dim, 1.0, rotary_base=10_000, use_cpu_initialization=True)
+    frequencies = megatron.get_freqs_non_repeated(max(lengths))
+    angles = torch.cat([frequencies, frequencies], -1)[:, None, None]
+    for rank in range(context):
+        packed = pack_lengths(lengths, CPU, context=context, context_rank=rank)
+        group = SimpleNamespace(size=lambda: context, rank=lambda rank=rank: rank)
+        wanted = [_apply_rotary_pos_emb_thd(x, packed.cu_seqlens_q, angles, cp_group=group) for x in (q, k)]
+        got = Rotary(megatron.inv_freq)(q, k, packed)
+        for a, b, x in zip(got, wanted, (q, k), strict=True):
+            assert torch.equal(a, b)
+            weight = torch.randn_like(a)
+            assert torch.equal(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (a, b)))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import FINAL_INPUT, FINAL_NORM, Trace, layer_site, split_site
+from rpg_megatron.policy.layers import PackedAttention
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.collectives import gather_on_first
@@ -79,6 +80,10 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
         """The output; linear layers also return a bias."""
         return lambda args, out: {site: out[0] if isinstance(out, tuple) else out}
 
+    def both(*sites: str) -> Callable[[Any, Any], dict[str, Tensor]]:
+        """The two outputs."""
+        return lambda args, out: dict(zip(sites, out, strict=True))
+
     def entering(*sites: str) -> Callable[[Any, Any], dict[str, Tensor]]:
         """The inputs and the output."""
         *before, after = sites
@@ -108,7 +113,13 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
             if not isinstance(attention.q_layernorm, IdentityOp | None):
                 yield keep(attention.q_layernorm, first(at("query_norm")))
                 yield keep(attention.k_layernorm, first(at("key_norm")))
-            yield keep(attention.core_attention, entering(at("query_rope"), at("key_rope"), at("attention")))
+            core = attention.core_attention
+            rotated = at("query_rope"), at("key_rope")
+            if isinstance(core, PackedAttention):  # which rotates by itself; Transformer Engine's does not
+                yield keep(core.rotary, both(*rotated))
+                yield keep(core, first(at("attention")))
+            else:
+                yield keep(core, entering(*rotated, at("attention")))
             yield keep(attention.linear_proj, first(at("attention_output")))
             before = layer.pre_mlp_layernorm
             yield keep(before, norm(before, at("middle"), at("mlp_norm")))

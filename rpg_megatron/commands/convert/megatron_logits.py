@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rpg_megatron.policy.microbatch import PackedSequences
+from rpg_megatron.policy.microbatch import pack_lengths
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) 
             torch.arange(tokens.size(1), device=tokens.device)[None],
             None,
             labels=tokens,
-            packed_seq_params=_pack_one(tokens),
+            packed_seq_params=pack_lengths([tokens.size(1)], tokens.device),
             output_processor=_logits_head,
             output_processor_context=vocab,
         )
@@ -47,20 +47,6 @@ def raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) 
         collect_non_loss_data=True,
     )
     return list(outputs)
-
-
-def _pack_one(tokens: Tensor) -> PackedSequences:
-    length = tokens.size(1)
-    bounds = torch.tensor([0, length], dtype=torch.int32, device=tokens.device)
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-        lengths=[length],
-        places=torch.arange(length, device=tokens.device)[None],
-    )
 
 
 def _logits_head(

@@ -62,7 +62,8 @@ def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> Widths:
 def layer_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool, recompute: Recompute) -> float:
     """Bytes that one transformer layer saves for its backward pass.
 
-    lengths: tokens of the micro-batch's sequences, before sharding over context ranks.
+    lengths: tokens of the micro-batch's sequences, before sharding over context ranks. Sequences of like
+    length, which share a call of attention, save less than is counted here.
     """
     tokens = sum(lengths) / w.context
     if recompute == "full":  # its input
@@ -81,7 +82,6 @@ def _attention_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool) -> flo
     if qk_norm:
         each += _WIDE * w.query + _WIDE * w.heads + w.item * w.query
         each += (_WIDE * w.key if wide_input else 0) + _WIDE * w.kv_heads + w.item * w.key
-    each += w.item * 4 * w.head_dim  # cosines and sines for queries and for keys, on every TP rank
     each += w.item * w.query  # rotated
     each += w.item * w.query  # the concatenated outputs of the sequences, read by the projection
     qkv, keys = w.item * (w.query + 2 * w.key), w.item * w.key
