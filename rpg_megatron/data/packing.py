@@ -47,6 +47,11 @@ def plan_batches(
     return plan
 
 
+def pack_rows(lengths: Sequence[int], budget: int, context: int = 1) -> list[list[int]]:
+    """Indices of sequences, packed into rows of ``budget`` tokens by first-fit-decreasing."""
+    return _pack(range(len(lengths)), [fill_length(n, context) for n in lengths], budget)
+
+
 def fill_length(length: int, context: int) -> int:
     """Length of a sequence, padded to a multiple of ``sequence_multiple(context)``."""
     multiple = sequence_multiple(context)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.data.packing import Plan, plan_batches
+from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.objectives import group_advantages
@@ -23,8 +23,8 @@ from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.optimizer import learning_rate
 from rpg_megatron.policy.policy import Policy, UpdateStats
-from rpg_megatron.system.collectives import barrier, gather_objects
-from rpg_megatron.training.batch_scatter import BatchScatter, Share
+from rpg_megatron.system.collectives import barrier, control_group, gather_objects
+from rpg_megatron.training.batch_scatter import BatchScatter, Share, each
 from rpg_megatron.training.checkpoint_saver import load_run
 from rpg_megatron.training.loss import build_aggregator, build_loss
 
@@ -102,7 +102,7 @@ class Trainer:
 
     def compute_log_probs(self, batch: Batch) -> None:
         """Set ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
-        micro_batches = [self.policy.pack(micro) for mini in batch.minibatches for micro in mini]
+        micro_batches = [self.policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
         old = self.policy.logprobs(micro_batches)
         anchor = old
         if self.anchor:
@@ -126,6 +126,20 @@ class Trainer:
         else:
             for t in batch.all:
                 t.anchor = t.old
+
+    def _rows_to_score(self, minibatches: Share) -> list[list[Trajectory]]:
+        """This rank's trajectories in rows of the token budget, whatever mini-batch they are in.
+
+        Every data rank has the same number of rows, some of them empty.
+        """
+        if len(minibatches) == 1:
+            return minibatches[0]
+        mine = list(each(minibatches))
+        budget, context = self.settings.training.tokens_per_microbatch, self.mesh.context
+        rows = [[mine[i] for i in row] for row in pack_rows([t.length for t in mine], budget, context)]
+        most = torch.tensor(len(rows))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control_group())
+        return rows + [[] for _ in range(int(most) - len(rows))]
 
     def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
         """One optimizer update for each mini-batch, then the anchor's refresh if it is due.

@@ -7,6 +7,7 @@ import pickle
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -15,6 +16,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import gather_objects
+from rpg_megatron.training.batch_scatter import each
 from rpg_megatron.training.trainer import Trainer
 
 
@@ -29,6 +31,17 @@ def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
     trainer.compute_log_probs(batch)
     trainer.update(step, batch, lambda done, total: None)
     return batch.metrics
+
+
+def scored_apart(trainer: Trainer, folder: Path) -> float:
+    """The largest difference of a step's log-probs to those of each sequence in a row of its own."""
+    everything = pickle.loads((folder / "batch.pkl").read_bytes()) if trainer.mesh.rank == 0 else []
+    batch = trainer.prepare_batch(everything)
+    trainer.compute_log_probs(batch)
+    mine = list(each(batch.minibatches))
+    rows = [trainer.policy.pack([t]) for t in mine]
+    alone = [row.split(out[0]) for row, out in zip(rows, trainer.policy.logprobs(rows), strict=True)]
+    return max(np.abs(t.old - logp.numpy()).max() for ((t, logp),) in alone)
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor | int]:
@@ -56,6 +69,7 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
     trainer, other = start(case, mesh, device), start(case, mesh, device)
     for one in (trainer, other):
         train(one, 1, folder)
+    scored = scored_apart(trainer, folder)
     before = state(trainer)
     name, poisoned = next((n, p) for n, p in trainer.policy.named_parameters() if case["parameter"] in n)
     hook = poisoned.register_hook(lambda g: g * torch.inf) if mesh.rank == case["rank"] else None
@@ -76,6 +90,7 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
         said = str(e)
     everyone = gather_objects(
         {"metrics": metrics, "changed": changed, "after": after, "apart": apart, "said": said, "name": name}
+        | {"scored": float(scored)}
     )
     mpu.destroy_model_parallel()
     return {"ranks": everyone}

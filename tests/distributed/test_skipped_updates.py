@@ -7,7 +7,9 @@ norm's, of which the gradient norm counts the first rank's copy only, or one tha
 weights, master weights, both moments and step counts of every rank are the same bits after a step of two such
 updates, both are counted, and the next step is the one of a trainer that never saw them; three in a row end
 the run with a message, on every rank, that names step, parameter and rank. For TP2, PP2 and DP2, plain and
-distributed, and Schedule-Free (its weights, but not its state, to rounding). Not covered: GPUs, bfloat16.
+distributed, and Schedule-Free (its weights, but not its state, to rounding).
+Log-probs scored in rows that join the mini-batches are those of each sequence alone. Not covered: GPUs,
+bfloat16.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ def test_one_bad_rank_and_nothing_changes_on_any(tmp_path: Path) -> None:
                 moved = [key for key in moved if not key.startswith(("weight ", "master "))]
             assert moved == [], name
             assert rank["apart"] == [], name
+            assert rank["scored"] < 1e-5, name
             assert rank["after"][0] == rank["after"][1] > 0, name
             assert "step 5, update 1 of 2: the gradient is not finite (norm " in rank["said"], name
             assert f"{culprit} on rank 1" in rank["said"], (name, rank["said"])

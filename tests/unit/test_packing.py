@@ -7,6 +7,7 @@ Not covered: whether the numbers come out right (tests/distributed).
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpg_megatron.data.packing import Plan, plan_batches
+from rpg_megatron.data.packing import Plan, fill_length, pack_rows, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.microbatch import make_micro_batch
 
@@ -68,6 +69,19 @@ def test_every_trajectory_once_and_ranks_in_step(
                 assert micro == sorted(micro)
                 pack = make_micro_batch([trajectory(lengths[i]) for i in micro], CPU, context=context)
                 assert len(micro) <= 1 or pack.size <= budget
+
+
+@given(
+    lengths=st.lists(st.integers(2, 200), max_size=40),
+    budget=st.integers(50, 400),
+    context=st.sampled_from([1, 2]),
+)
+def test_rows_to_score(lengths: list[int], budget: int, context: int) -> None:
+    rows = pack_rows(lengths, budget, context)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    totals = [sum(fill_length(lengths[i], context) for i in row) for row in rows]
+    assert all(total <= budget or len(row) == 1 for row, total in zip(rows, totals, strict=True))
+    assert all(a + b > budget for a, b in itertools.pairwise(totals))  # no two of them fit into one
 
 
 def test_balance_and_packing() -> None:
