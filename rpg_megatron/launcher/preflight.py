@@ -120,8 +120,8 @@ def check_head_dim(settings: Settings, shape: ModelShape) -> None:
     """Check that engines on a CPU support the model's head size."""
     if settings.device == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
         raise UserError(
-            f"model.path: {settings.model.path} has heads of {shape.head_dim} (head_dim in config.json); on a "
-            f"CPU vLLM supports {', '.join(map(str, CPU_HEAD_DIMS))}; use another model, or device=cuda"
+            f"model.path: {settings.model.path} has heads of {shape.head_dim} (head_dim in config.json); on "
+            f"a CPU vLLM supports {', '.join(map(str, CPU_HEAD_DIMS))}; use another model, or device=cuda"
         )
 
 

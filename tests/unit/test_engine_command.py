@@ -163,9 +163,13 @@ def test_a_head_size_that_engines_on_a_cpu_do_not_have_is_refused(
     config_file: Path, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     model = make_checkpoint(tmp_path / "model", head_dim=16)
-    settings = load_settings(config_file, [f"model.path={model}", f"evaluation={{data: {{path: {tmp_path}}}}}"])
+    settings = load_settings(
+        config_file, [f"model.path={model}", f"evaluation={{data: {{path: {tmp_path}}}}}"]
+    )
     for checked in (check, check_request):  # before training, and before an evaluation
-        with pytest.raises(UserError, match=r"model has heads of 16 .* on a CPU vLLM supports 32, 64, 80, .*"):
+        with pytest.raises(
+            UserError, match=r"model has heads of 16 .* on a CPU vLLM supports 32, 64, 80, .*"
+        ):
             checked(settings)
     check_head_dim(settings.model_copy(update={"device": "cuda"}), read_model_shape(model))
     check_head_dim(load_settings(config_file), read_model_shape(load_settings(config_file).model.path))

@@ -194,9 +194,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         """The transport's reader, created on first use. Raises ShardError if the transport is unknown."""
         if transport not in self._readers:
             if transport in ("shared_memory", "cuda_ipc"):
-                self._readers[transport] = ShardReader(
-                    self.folder, gpu_of(self.device), self._progress.mark
-                )
+                self._readers[transport] = ShardReader(self.folder, gpu_of(self.device), self._progress.mark)
             elif transport == "process_group":
                 self._readers[transport] = GroupReader(
                     self.device, node_name(self.folder), self._progress.mark
