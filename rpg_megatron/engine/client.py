@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH
 from rpg_megatron.data.trajectory import Floats, Tokens
 from rpg_megatron.engine.command import KEEP_ALIVE_SECONDS
 
@@ -126,12 +127,14 @@ class EngineClient:
         return await self._send("POST", path, json, self._timeout if timeout is None else timeout)
 
     async def health(self, timeout: float = 5.0) -> bool:
-        """Whether the engine answers. A partly loaded engine answers too."""
-        try:
-            status, _ = await self._send("GET", "/health", None, timeout)
-        except EngineError:
-            return False
-        return status == 200
+        """Whether the server answers. A partly loaded engine answers too, and so does one that hangs."""
+        return await self._is_well("/health", timeout)
+
+    async def progresses(self, timeout: float) -> bool:
+        """Whether the engine core answers within ``timeout`` seconds, or its workers make progress: with a
+        weight update or, on a CPU, with a step. Also True for an engine that is asleep or paused.
+        """
+        return await self._is_well(CORE_HEALTH, timeout)
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until the engine answers. Raises EngineError after ``timeout`` seconds."""
@@ -144,6 +147,13 @@ class EngineClient:
     async def close(self) -> None:
         """Close the connections; pending requests fail."""
         await self._http.aclose()
+
+    async def _is_well(self, path: str, timeout: float) -> bool:
+        try:
+            status, _ = await self._send("GET", path, None, timeout)
+        except EngineError:
+            return False
+        return status == 200
 
     async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> str:
         status, text = await self._send(method, path, body, timeout)

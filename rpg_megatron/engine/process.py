@@ -185,9 +185,9 @@ class EngineProcess:
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether the engine answers."""
         well = health(self.address, self._token, timeout) == 200
+        if self._process and not self._answered:  # also of an engine that fails later in its start
+            self._segments |= process_groups.leftover_segments([self._process.pid])
         self._answered |= well
-        if well and not self._segments:
-            self._segments = process_groups.leftover_segments([self._process.pid]) if self._process else set()
         return well
 
     def sleep(self) -> None:
@@ -232,6 +232,8 @@ class EngineProcess:
             while not self._exited() and time.monotonic() < deadline:
                 time.sleep(0.05)
         if self._process.returncode is None:
+            # Stopped processes create no more of them.
+            process_groups.send([leader], signal.SIGSTOP, trackers=False)
             self._segments |= process_groups.leftover_segments([leader])
             process_groups.end_groups([leader], grace=0)
         self._process.wait()

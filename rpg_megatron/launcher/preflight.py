@@ -31,6 +31,8 @@ FP8_EMULATED = (
     "precision.fp8 is emulated: on a CPU, operands are rounded to FP8 and multiplied in float32, which shows "
     "the numerics of a recipe, but not the kernels or the speed of a GPU"
 )
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM's attention on a CPU. With another one an engine starts, and dies at each request."""
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
 
@@ -43,6 +45,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
+    check_head_dim(settings, shape)
     check_precision(settings, shape)
     check_batch(settings, shape)
     if settings.device == "cuda":
@@ -111,6 +114,15 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
             check_layout(shape, tensor, pipeline, virtual)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
+
+
+def check_head_dim(settings: Settings, shape: ModelShape) -> None:
+    """Check that engines on a CPU support the model's head size."""
+    if settings.device == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
+        raise UserError(
+            f"model.path: {settings.model.path} has heads of {shape.head_dim} (head_dim in config.json); on "
+            f"a CPU vLLM supports {', '.join(map(str, CPU_HEAD_DIMS))}; use another model, or device=cuda"
+        )
 
 
 def check_precision(settings: Settings, shape: ModelShape) -> None:

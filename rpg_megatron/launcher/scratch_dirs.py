@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rpg_megatron.config import UserError
 from rpg_megatron.launcher.reaper import remove
 from rpg_megatron.system import process_groups
+from rpg_megatron.system.files import atomic_write_text
 
 PREFIX = "rpg-"
 OWNER = "owner.json"
+SEGMENTS = "segments.json"
 _LONGEST_FOLDER = 107 - len("/12345678-1234-1234-1234-123456789012.sock")
 
 
@@ -28,6 +32,17 @@ class Workspace:
 
     work: Path
     bridge: Path
+
+    def note_segments(self, segments: Iterable[Path]) -> None:
+        """Add files in shared memory to those that the next job removes if all processes of this one are
+        killed at the same time.
+        """
+        noted = dict(_noted_segments(self.bridge))
+        for segment in segments:
+            with suppress(FileNotFoundError):
+                noted[str(segment)] = segment.stat().st_ino
+        with suppress(OSError):  # a full shared memory
+            atomic_write_text(self.bridge / SEGMENTS, json.dumps(noted))
 
     def remove(self) -> None:
         """Delete both folders."""
@@ -66,9 +81,21 @@ def remove_abandoned(parent: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if dead:
+            for segment, inode in _noted_segments(folder).items():
+                with suppress(OSError):
+                    if os.stat(segment).st_ino == inode:  # else the name is used again, by another process
+                        os.unlink(segment)
             remove(folder)
             removed.append(folder)
     return removed
+
+
+def _noted_segments(folder: Path) -> dict[str, int]:
+    """Files of ``Workspace.note_segments``, and their inodes."""
+    try:
+        return dict(json.loads((folder / SEGMENTS).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
 
 
 def _pid_namespace() -> str:

@@ -220,8 +220,11 @@ class Supervisor:
 
         Call once the engine is up: after a kill, the workers' memory maps may be gone.
         """
-        for segment in process_groups.leftover_segments([engine.pid] if engine.pid else []):
+        segments = process_groups.leftover_segments([engine.pid] if engine.pid else [])
+        for segment in segments:
             self._reaper.guard_path(segment)
+        if segments:  # for the next job, if the reaper is killed too
+            self.workspace.note_segments(segments)
 
     def close(self, grace: float) -> None:
         """End all processes and remove the private folders.

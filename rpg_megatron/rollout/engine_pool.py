@@ -25,6 +25,9 @@ logger = logging.getLogger("rpg_megatron.sampler")
 
 _POLL_SECONDS = 0.2
 _PROBE_SECONDS = 2.0
+_LEAST_SECONDS = 0.5
+_LATE_SECONDS = 10.0
+"""If a time limit ends that much too late, this process was stopped itself, and the answer may be waiting."""
 _RETURN_SECONDS = 0.3
 """How long a sync waits for a restarting engine that may be ready already."""
 
@@ -43,6 +46,8 @@ class Replica:
         self.restart: asyncio.Task[None] | None = None
         """Ends when a failed engine answers again, without weights. None if it never failed."""
         self.watch: asyncio.Task[None] | None = None
+        self.link_timeout = 0.0
+        """During a sync, how long it may wait for a message of a trainer, in seconds."""
 
     @property
     def index(self) -> int:
@@ -100,8 +105,7 @@ class EnginePool:
                 await replica.client.wait_ready(self._settings.start_timeout)
                 replica.incarnation = incarnation_of(self._work, replica.index)
                 note_answer(self._work, replica.index, replica.incarnation)
-            if replica.watch is None:
-                replica.watch = asyncio.create_task(self._watch(replica))
+            self._start_watch(replica)
             incarnation = replica.incarnation
             if not self.check(replica, incarnation):
                 return
@@ -122,14 +126,18 @@ class EnginePool:
         return result
 
     async def _sync_one(self, replica: Replica, manifest: Manifest, version: int) -> SyncReport:
-        return await sync_engine(
-            replica.client.post,
-            manifest,
-            version=version,
-            engine_tensor=self._settings.tensor,
-            timeout=self._settings.request_timeout,
-            asleep=self._settings.colocated,
-        )
+        replica.link_timeout = float(manifest.place.get("timeout", 0.0))
+        try:
+            return await sync_engine(
+                replica.client.post,
+                manifest,
+                version=version,
+                engine_tensor=self._settings.tensor,
+                timeout=self._settings.request_timeout,
+                asleep=self._settings.colocated,
+            )
+        finally:
+            replica.link_timeout = 0.0
 
     async def sleep(self, level: int) -> None:
         """Put all engines to sleep, which frees their GPU memory.
@@ -188,6 +196,7 @@ class EnginePool:
             for replica in self.replicas:
                 if not replica.is_away:
                     replica.serving.set()
+                    self._start_watch(replica)
         elif version is not None and version != self.version:
             raise EngineError(f"weights {version} requested, but version {self.version} was synced last")
         self.refresh()
@@ -222,6 +231,9 @@ class EnginePool:
             return
         if not self._settings.restarts:
             raise EngineError(reason)
+        self._ask_restart(replica, incarnation, reason)
+
+    def _ask_restart(self, replica: Replica, incarnation: int, reason: str) -> None:
         logger.warning("%s; requesting a restart", reason)
         ask_restart(self._work, replica.index, incarnation, reason)
         self._mark_away(replica)
@@ -246,22 +258,31 @@ class EnginePool:
             replica.serving.set()
         self.returned.set()
 
+    def _start_watch(self, replica: Replica) -> None:
+        if replica.watch is None:
+            replica.watch = asyncio.create_task(self._watch(replica))
+
     async def _watch(self, replica: Replica) -> None:
-        """Detect an engine that does not answer; the launcher detects one that exits."""
-        limit = self._settings.health_timeout
-        last_answer = time.monotonic()
+        """Detect an engine that hangs; the launcher detects one that exits.
+
+        If restarts are not allowed, the launcher ends the run instead of restarting the engine.
+        """
+        await replica.client.wait_ready(self._settings.start_timeout)
+        answered = time.monotonic()
         while True:
-            await asyncio.sleep(min(_PROBE_SECONDS, limit))
-            incarnation = replica.incarnation
-            if (
-                replica.is_away
-                or await replica.client.health(timeout=limit)
-                or incarnation != replica.incarnation
-            ):
-                last_answer = time.monotonic()
-            elif time.monotonic() - last_answer > limit and self._settings.restarts:
-                reason = f"engine {replica.index} did not answer for {limit:.0f} s (engine.health_timeout)"
-                self.mark_failed(replica, incarnation, reason)
+            await asyncio.sleep(min(_PROBE_SECONDS, self._settings.health_timeout / 4))
+            incarnation, asked = replica.incarnation, time.monotonic()
+            left = max(answered + self._settings.health_timeout - asked, _LEAST_SECONDS)
+            well = replica.is_away or await replica.client.progresses(left)
+            now = time.monotonic()
+            # A worker may wait for a trainer's message as long as the transport allows.
+            limit = max(self._settings.health_timeout, replica.link_timeout)
+            if well or incarnation != replica.incarnation or now > asked + left + _LATE_SECONDS:
+                answered = now
+            elif now >= answered + limit and self.check(replica, incarnation):
+                key = "bridge.timeout" if limit == replica.link_timeout else "engine.health_timeout"
+                reason = f"engine {replica.index} hangs: its core did not answer for {limit:.0f} s ({key})"
+                self._ask_restart(replica, incarnation, reason)
 
 
 async def run_all(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,17 @@ def test_many_syncs_leave_nothing_behind(rig, syncs):
         assert after[2][pid] <= before[2][pid] + 30_000_000, "memory leaks"
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_sync_leaves_marks_of_progress(rig, transport):
+    """A long one would be taken for a hang without them: the core answers nothing meanwhile."""
+    mark = rig.engine.bridge / f"progress-{rig.engine.process.pid}"
+    manifest = rig.trainers.publish(2, 30, transport)
+    mark.unlink(missing_ok=True)
+    time.sleep(1.0)  # one mark a second at most
+    rig.engine.sync(30, manifest)
+    assert mark.exists()
+
+
 def test_every_route_asks_for_the_token(rig):
     for method, path in (
         ("POST", "/pause"),
@@ -253,6 +265,7 @@ def test_every_route_asks_for_the_token(rig):
         ("POST", "/invocations"),
         ("POST", "/v1/completions"),
         ("GET", "/health"),
+        ("GET", "/health/core"),
         ("GET", "/metrics"),
         ("GET", "/nowhere"),
     ):

@@ -4,11 +4,13 @@ Why: an engine that is gone, stuck, deaf to SIGTERM or orphaned must neither han
 Not covered: its command line (tests/unit/test_engine_command.py), vLLM itself (test_rollout_engine).
 """
 
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,6 +27,15 @@ print("starting in mode", mode, flush=True)
 if mode == "broken":
     print("RuntimeError: no such weights", flush=True)
     sys.exit(0)  # as vLLM does
+if mode == "leaves":
+    import mmap
+    name = f"/dev/shm/psm_test_{os.getpid()}"
+    with open(name, "w+b") as f:
+        f.truncate(4096)
+        mapped = mmap.mmap(f.fileno(), 4096)
+    print("made", name, flush=True)
+    time.sleep(1.5)
+    os._exit(0)  # all of its processes end, and nothing maps the file any more
 if mode == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -125,6 +136,22 @@ def test_broken_and_stuck_engines_say_why(
         engine.wait_healthy(timeout=1.0)
     assert "starting in mode stuck" in str(error.value)
     assert not members(group)
+
+
+def test_shared_memory_of_an_engine_that_ends_while_it_starts_is_removed(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of vLLM's workers are; the files of other processes, of whatever name, are not touched."""
+    with tempfile.NamedTemporaryFile(prefix="psm_", dir="/dev/shm") as foreign:
+        foreign.truncate(4096)
+        with mmap.mmap(foreign.fileno(), 4096):
+            engine = make(settings, tmp_path, "leaves", monkeypatch)
+            engine.start()
+            with pytest.raises(UserError, match="ended while starting"):
+                engine.wait_healthy()
+        assert Path(foreign.name).exists()
+    made = (tmp_path / "e.log").read_text().split("made ")[1].split()[0]
+    assert not Path(made).exists()
 
 
 def test_wrong_token_is_a_bug_of_ours(

@@ -163,20 +163,72 @@ EVALUATION = [
 ]
 
 
-def test_an_engine_killed_in_an_evaluation(start: Callable[..., Run], undisturbed: Run) -> None:
+@pytest.fixture(scope="module")
+def evaluating(start: Callable[..., Run]) -> Run:
+    """A run with evaluations, left alone."""
+    one = start("evaluating", *EVALUATION)
+    code, err = one.finish(900)
+    assert code == 0, one.out.read_text() + err
+    return one
+
+
+def scores(run: Run) -> list[dict]:
+    return [{k: v for k, v in row.items() if k.startswith("eval/")} for row in run.rows()]
+
+
+def test_an_engine_killed_in_an_evaluation(
+    start: Callable[..., Run], undisturbed: Run, evaluating: Run
+) -> None:
     """Its problems are asked again, and the scores are those of a run whose engine lived."""
-    reference, one = start("evaluating", *EVALUATION), start("killed-evaluating", *EVALUATION)
+    one = start("killed-evaluating", *EVALUATION)
     engine = one.wait_for_engine()
     one.wait(lambda: "evaluation" in one.out.read_text().splitlines())
     kill_at_work(engine)
     one.wait_for_restart(1)
     one.assert_done_like(undisturbed, restarts=1)
-    rows, (code, err) = one.rows(), reference.finish(900)
-    assert code == 0, err
-    assert [row["engine/requests_resent"] > 0 for row in rows] == [True, False, False, False]
-    scores = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in rows]
-    assert scores == [{k: v for k, v in row.items() if k.startswith("eval/")} for row in reference.rows()]
-    assert [bool(row) for row in scores] == [True, False, True, True]
+    assert [row["engine/requests_resent"] > 0 for row in one.rows()] == [True, False, False, False]
+    assert scores(one) == scores(evaluating)
+    assert [bool(row) for row in scores(one)] == [True, False, True, True]
+
+
+LIMIT = 30
+
+
+def test_a_core_that_hangs_in_an_evaluation_a_rollout_and_a_sync(
+    start: Callable[..., Run], evaluating: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its server goes on answering, which is no evidence. The engine is restarted each time."""
+    one = start("hung-core", *EVALUATION, f"engine.health_timeout={LIMIT}")
+
+    def hang(number: int, moment: str) -> None:
+        began = time.monotonic()
+        os.kill(one.core(), signal.SIGSTOP)
+        if moment == "sync":
+            os.kill(one.sampler(), signal.SIGCONT)
+        one.wait_for_restart(number)
+        noticed = time.monotonic() - began
+        one.wait(lambda: one.out.read_text().count("engine 0 is up") == number + 1)
+        up = time.monotonic() - began
+        with capsys.disabled():
+            print(f"\nhung in the {moment}: noticed after {noticed:.0f} s, engine up after {up:.0f} s")
+        assert noticed < 2 * LIMIT, "of a limit that is exact; the rest is for a busy machine"
+
+    one.wait_for_engine()
+    one.wait(lambda: "evaluation" in one.out.read_text().splitlines())
+    hang(1, "evaluation")
+    one.wait(lambda: len(one.rows()) == 1)  # of step 0: now the first rollout begins
+    hang(2, "rollout")
+    one.wait_for_sync(1)
+    hang(3, "sync")
+    said = one.out.read_text()
+    reason = (
+        f"warning: engine 0 hangs: its core did not answer for {LIMIT} s (engine.health_timeout); restart"
+    )
+    assert said.count(reason) == 3, said
+    one.assert_done_like(evaluating, restarts=3)
+    assert scores(one) == scores(evaluating)
+    resent = [row["engine/requests_resent"] for row in one.rows()]
+    assert [count > 0 for count in resent] == [True, True, False, False]
 
 
 def test_a_warning_in_an_evaluation_puts_it_off(start: Callable[..., Run], undisturbed: Run) -> None:

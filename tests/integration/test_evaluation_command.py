@@ -21,6 +21,7 @@ import pytest
 
 from rpg_megatron.rewards import grade
 from tests.support.commands import Command
+from tests.support.runs import find_core
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -141,7 +142,7 @@ def test_ended_in_the_middle_it_goes_on_and_its_figures_are_right(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["launcher", "evaluator", "engine"])
+@pytest.mark.parametrize("victim", ["launcher", "evaluator", "engine", "core"])
 def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
     command, options: list[str], tmp_path: Path, victim: str
 ) -> None:
@@ -151,7 +152,7 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
     assert "avg@4" in whole.out.read_text()
     out = tmp_path / "out"
     options += ["--out", str(out)]
-    one: Command = command(*options)
+    one: Command = command(*options, "engine.health_timeout=20")
     wait_for_results(one, out, 3)
     pids = {"launcher": one.process.pid}
     for pid in one.processes():
@@ -160,12 +161,16 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
             pids["evaluator"] = pid
         if b"vllm.entrypoints.openai.api_server" in words:
             pids["engine"] = pid
-    os.kill(pids[victim], signal.SIGKILL)
+    if victim == "core":  # it hangs, and its server goes on answering
+        os.kill(find_core(pids["engine"]), signal.SIGSTOP)
+    else:
+        os.kill(pids[victim], signal.SIGKILL)
     code, told = one.finish(timeout=120)
     assert code == (-9 if victim == "launcher" else 1), told
     if victim != "launcher":
         assert "rerun the same command to resume" in told
-        assert ("engine 0 died" if victim == "engine" else "evaluator was killed") in told
+        reasons = {"engine": "engine 0 died", "evaluator": "evaluator was killed", "core": "engine 0 hangs: "}
+        assert reasons[victim] in told
     one.assert_nothing_left(30)
     again: Command = command(*options, "--engines", "2")
     code, told = again.finish(timeout=600)

@@ -238,14 +238,21 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
 
 def test_folders_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path: Path):
     code = (
-        "import sys; from pathlib import Path; from rpg_megatron.launcher.scratch_dirs import _make; "
-        "_make(Path(sys.argv[1]))"
+        "import sys; from pathlib import Path; from rpg_megatron.launcher.scratch_dirs import *\n"
+        "from rpg_megatron.launcher.scratch_dirs import _make\n"
+        "parent = Path(sys.argv[1]); folder = _make(parent)\n"
+        "for name in 'psm_engine', 'psm_reused':\n"
+        "    (parent / name).touch()\n"
+        "    Workspace(folder, folder).note_segments([parent / name, parent / 'gone'])"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     (tmp_path / "rpg-foreign").mkdir()
+    (tmp_path / "new").touch()
+    (tmp_path / "new").replace(tmp_path / "psm_reused")  # another process's file of the same name
     mine = create_workspace(tmp_path)
     assert mine.bridge.stat().st_mode & 0o777 == 0o700
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["rpg-foreign", mine.bridge.name])
+    kept = ["rpg-foreign", mine.bridge.name, "psm_reused"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)
     assert remove_abandoned(tmp_path) == []
     mine.remove()
     assert not mine.work.exists()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rpg_megatron.engine.restarts import ask_restart
 from tests.support.launcher import wait_for
 from tests.support.launcher_pair import DRIVER, Pair
 
@@ -147,6 +148,22 @@ def test_an_engine_on_the_other_node_is_restarted_there(pair) -> None:
     one.go()
     wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
     assert "warning: engine 1 died; restart 1 of 3" in one.out(0)
+    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
+    one.launchers[0].send_signal(signal.SIGINT)
+    assert one.finish() == [130, 1]
+
+
+def test_an_engine_that_hangs_on_the_other_node_is_ended_there(pair) -> None:
+    """The sampler, a stand-in here, reports it; a stopped process is deaf to anything but SIGKILL."""
+    one = pair(engine_1="(here / 'go').unlink(); os.kill(os.getpid(), signal.SIGSTOP)")
+    one.begin()
+    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.told)
+    work = next(f for f in one.folders() if (f / "engines.json").exists())
+    one.go()
+    wait_for(lambda: not (one.folder / "go").exists(), 30, one.told)
+    ask_restart(work, 1, 0, "engine 1 hangs")
+    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
+    assert "warning: engine 1 hangs; restart 1 of 3" in one.out(0)
     wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
     one.launchers[0].send_signal(signal.SIGINT)
     assert one.finish() == [130, 1]

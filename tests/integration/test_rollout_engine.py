@@ -37,6 +37,7 @@ from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
 from rpg_megatron.system.process_groups import members
 from tests.support.engine import Engine, running_engines
+from tests.support.runs import find_core
 
 EOS = 256
 ALONE = RankCoordinates(
@@ -283,6 +284,36 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path,
         running_engines(tmp_path, [settings_in(tmp_path, model)], plugins=[], weights="checkpoint"),
     ):
         pass
+
+
+def test_a_core_that_hangs_is_told_from_one_that_works(engine: Engine) -> None:
+    """The server answers either way. A worker's marks stand for the core while it computes."""
+    leader = engine.process.pid
+    assert leader is not None
+    core = find_core(leader)
+
+    async def probe(timeout: float) -> tuple[bool, bool]:
+        client = EngineClient(0, engine.process.socket, engine.token, timeout=120)
+        try:
+            return await client.health(), await client.progresses(timeout)
+        finally:
+            await client.close()
+
+    assert asyncio.run(probe(60)) == (True, True)
+    for path in ("/pause?mode=keep", "/resume"):  # as in a sync
+        assert engine.call("POST", path)[0] == 200
+        assert asyncio.run(probe(60)) == (True, True)
+    mark = engine.bridge / f"progress-{leader}"
+    mark.unlink(missing_ok=True)
+    time.sleep(1.0)  # one mark a second at most
+    ask(engine, request(PROMPTS[0]))
+    assert mark.exists()
+    os.kill(core, signal.SIGSTOP)
+    try:
+        assert asyncio.run(probe(2.0)) == (True, False)
+    finally:
+        os.kill(core, signal.SIGCONT)
+    assert asyncio.run(probe(60)) == (True, True)
 
 
 def test_killed_engine_is_noticed_and_cleaned_up(engine: Engine) -> None:

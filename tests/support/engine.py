@@ -28,8 +28,9 @@ from rpg_megatron.bridge.manifest import Manifest, read_manifest
 from rpg_megatron.config import Settings
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
-from rpg_megatron.system.process_groups import members
+from rpg_megatron.system.process_groups import leftover_segments, members
 from tests.support.ranks import run_to_end
 
 FORKED = """
@@ -114,8 +115,12 @@ def running_engines(
     paths = [install_plugin(folder / f"plugin_{i}", f"plugin_{i}", code) for i, code in enumerate(plugins)]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     with ExitStack() as stack:
+        reaper = Reaper()  # tests may be killed too
+        stack.callback(reaper.dismiss)
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpg-test-")))
         bridge = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpg-test-", dir="/dev/shm")))
+        reaper.guard_path(work)
+        reaper.guard_path(bridge)
         engines = []
         for index, own in enumerate(settings):
             process = EngineProcess(
@@ -129,15 +134,21 @@ def running_engines(
                 extra={"PYTHONPATH": os.pathsep.join(map(str, paths))},
             )
             process.start()
+            assert process.pid is not None
+            reaper.guard_group(process.pid)
             stack.callback(_end, process, process.pid)
             engines.append(Engine(process, own.engine.tensor, bridge, token))
         for engine in engines:
             engine.process.wait_healthy()
+            for segment in leftover_segments([engine.process.pid or 0]):
+                reaper.guard_path(segment)
         yield engines
 
 
 def _end(process: EngineProcess, leader: int) -> None:
+    segments = leftover_segments([leader])
     process.stop()
+    assert [segment for segment in segments if segment.exists()] == []
     assert members(leader) == []
     assert process.pid is None
     assert not process.socket.exists()

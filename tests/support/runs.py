@@ -132,6 +132,10 @@ class TrainCommand(Command):
     def engine(self, index: int = 0) -> int:
         return self.find("vllm.entrypoints", f"engine-{index}.sock")
 
+    def core(self, index: int = 0) -> int:
+        """The core of an engine that is up, by its title."""
+        return find_core(self.engine(index))
+
     def sampler(self) -> int:
         return self.find("rpg_megatron.rollout.sampler")
 
@@ -164,6 +168,13 @@ class TrainCommand(Command):
         assert "last words of rank 1" in err
         self.assert_nothing_left()
         assert [file for file in files if file.exists()] == []
+
+
+def find_core(engine: int) -> int:
+    """The process that computes (here with its only worker), of a server that is up."""
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process_groups.members(engine)}
+    (core,) = [pid for pid, title in titles.items() if b"EngineCore" in title]
+    return core
 
 
 def kill(leader: int) -> None:

@@ -5,14 +5,17 @@ on it. Not covered: an engine that runs (tests/integration/test_engine_process.p
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.commands.eval.settings import check_request
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.engine.command import context_length, engine_command, engine_environment
 from rpg_megatron.engine.process import first_error, tail_of
 from rpg_megatron.launcher.nodes import share_of
+from rpg_megatron.launcher.preflight import check, check_head_dim
 
 
 @pytest.fixture
@@ -154,3 +157,19 @@ def test_the_first_error_of_a_log_is_the_cause(tmp_path: Path) -> None:
     assert first_error(log, start=log.read_text().index("ValueError")) == "ValueError: later"
     log.write_text(lines[0])
     assert first_error(log) is None
+
+
+def test_a_head_size_that_engines_on_a_cpu_do_not_have_is_refused(
+    config_file: Path, tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    model = make_checkpoint(tmp_path / "model", head_dim=16)
+    settings = load_settings(
+        config_file, [f"model.path={model}", f"evaluation={{data: {{path: {tmp_path}}}}}"]
+    )
+    for checked in (check, check_request):  # before training, and before an evaluation
+        with pytest.raises(
+            UserError, match=r"model has heads of 16 .* on a CPU vLLM supports 32, 64, 80, .*"
+        ):
+            checked(settings)
+    check_head_dim(settings.model_copy(update={"device": "cuda"}), read_model_shape(model))
+    check_head_dim(load_settings(config_file), read_model_shape(load_settings(config_file).model.path))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Engine:
     def __init__(self, index: int, work: Path):
         self.index, self.work = index, work
         self.weights, self.up, self.slow = -1, True, 0.0
+        self.core_answers = True
         self.asked = 0
         self.fail: Callable[[int], str | None] = lambda request: None
         self.sync_error: Exception | None = None
@@ -65,6 +67,12 @@ class Engine:
 
     async def health(self, timeout: float = 5.0) -> bool:
         return self.up
+
+    async def progresses(self, timeout: float) -> bool:
+        if self.up and self.core_answers:
+            return True
+        await asyncio.sleep(timeout if self.up else 0)  # nobody listens, or nobody answers
+        return False
 
     async def wait_ready(self, timeout: float) -> None:
         assert self.up
@@ -299,6 +307,81 @@ def test_a_silent_engine_is_lost(tmp_path: Path) -> None:
         engines[0].up = False
         await until(lambda: fleet.replicas[0].is_away)
         assert "engine.health_timeout" in (take_request(tmp_path, 0, 0) or "")
+
+    play(scene)
+
+
+@pytest.mark.parametrize("restarts", [3, 0])
+def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, restarts: int) -> None:
+    """With ``engine.restarts`` 0 the request ends the run: the launcher refuses it. Also one never synced."""
+
+    async def scene() -> None:
+        for synced in (True, False):
+            engines = [Engine(int(synced), tmp_path)]
+            fleet = EnginePool(EngineSettings(health_timeout=0.05, restarts=restarts), engines, tmp_path)
+            if synced:
+                await fleet.sync(NOTHING, 5, again=False)
+            else:
+                fleet.expect(None)
+            await asyncio.sleep(0.2)
+            assert not fleet.replicas[0].is_away
+            engines[0].core_answers = False
+            await until(lambda fleet=fleet: fleet.replicas[0].is_away)
+            reason = take_request(tmp_path, int(synced), 0) or ""
+            assert reason.startswith(f"engine {int(synced)} hangs: its core did not answer for 0 s")
+            engines[0].core_answers = True
+            engines[0].restart()
+            await until(lambda fleet=fleet: not fleet.replicas[0].is_away)
+
+    play(scene)
+
+
+def test_a_worker_may_wait_for_a_trainer_as_long_as_the_transport_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "_LEAST_SECONDS", 0.01)
+    links = Manifest("process_group", {"timeout": 1.0}, 0, (), {})
+
+    async def sync_engine(post: Any, manifest: Manifest, **_: Any) -> SyncReport:
+        post.__self__.core_answers = False
+        await asyncio.sleep(0.5)
+        post.__self__.core_answers = manifest is links
+        await asyncio.sleep(600 * (manifest is not links))
+        return SyncReport(5)
+
+    monkeypatch.setattr(fleet_module, "sync_engine", sync_engine)
+
+    async def scene() -> None:
+        engines = [Engine(0, tmp_path)]
+        fleet = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
+        assert len((await fleet.sync(links, 5, again=False)).reports) == 1
+        assert take_request(tmp_path, 0, 0) is None
+        syncing = asyncio.create_task(fleet.sync(NOTHING, 6, again=False))  # weights in shared memory
+        await until(lambda: fleet.replicas[0].is_away)
+        syncing.cancel()
+
+    play(scene)
+
+
+def test_a_sampler_that_was_stopped_itself_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "_LATE_SECONDS", 0.2)
+
+    class Stopped(Engine):
+        async def progresses(self, timeout: float) -> bool:
+            self.asked += 1
+            if self.asked == 1:
+                time.sleep(timeout + 0.3)  # the whole process; its time is up before it sees the answer
+                return False
+            return True
+
+    async def scene() -> None:
+        engines = [Stopped(0, tmp_path)]
+        fleet = EnginePool(EngineSettings(health_timeout=0.1), engines, tmp_path)
+        await fleet.sync(NOTHING, 5, again=False)
+        await until(lambda: engines[0].asked > 2)
+        assert take_request(tmp_path, 0, 0) is None
 
     play(scene)
 

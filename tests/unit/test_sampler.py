@@ -56,6 +56,12 @@ class FakeEngine:
             raise EngineError(f"engine {self.index} is gone")
         return [self.sample(request["seed"] + i, request["logprobs"]) for i in range(request["n"])]
 
+    async def wait_ready(self, timeout: float) -> None:
+        """At once."""
+
+    async def progresses(self, timeout: float) -> bool:
+        return True
+
     def sample(self, seed: int, logprobs: bool) -> Sample:
         draw = random.Random(seed)
         tokens = np.frombuffer(f"Answer: {draw.randint(0, 9)}".encode() + b"\0", np.uint8).astype(np.int32)

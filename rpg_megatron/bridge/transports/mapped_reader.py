@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -121,11 +121,11 @@ class _Mapped:
 class ShardReader:
     """``Reader`` of manifests in one folder, with shards in mapped files or in GPU memory."""
 
-    def __init__(self, root: Path, gpu: str = "") -> None:
+    def __init__(self, root: Path, gpu: str = "", on_progress: Callable[[], None] = lambda: None) -> None:
         """root: the only folder that manifests are read from (the engine's RPG_BRIDGE_DIR). gpu: UUID of the
-        worker's GPU, to find trainer ranks on it.
+        worker's GPU, to find trainer ranks on it. on_progress: called for each slice.
         """
-        self.root, self._gpu = root.resolve(), gpu
+        self.root, self._gpu, self._on_progress = root.resolve(), gpu, on_progress
         self.manifest: Manifest | None = None
         self._maps: dict[Path, _Mapped] = {}
         self._files: list[torch.Tensor] = []
@@ -191,7 +191,13 @@ class ShardReader:
         """Compute the checksums of exactly what will be read."""
         sums: Sums = {name: (0, 0) for name, _ in wanted}
         parts = [(name, *cut) for name, box in wanted for cut in self.cut(name, box)]
-        found = checksums((part, where.start) for _, part, where in parts)
+
+        def slices() -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
+            for _, part, where in parts:
+                self._on_progress()
+                yield part, where.start
+
+        found = checksums(slices())
         for (name, part, _), number in zip(parts, found, strict=True):
             total, nbytes = sums[name]
             sums[name] = (total + number) % MODULUS, nbytes + part.nbytes
@@ -218,6 +224,7 @@ class ShardReader:
         for box in self._opened().tensors[name].boxes:
             common = box.hf.intersect(wanted)
             if common is not None:
+                self._on_progress()
                 yield self._view(name, box, common), common
 
     def whole(self, name: str) -> torch.Tensor:

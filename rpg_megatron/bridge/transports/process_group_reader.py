@@ -13,7 +13,7 @@ import os
 import secrets
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,14 @@ from rpg_megatron.system.dtypes import torch_dtype
 class GroupReader:
     """``Reader`` of weights that a ``GroupPublisher`` serves."""
 
-    def __init__(self, device: torch.device, node: str = "") -> None:
+    def __init__(
+        self, device: torch.device, node: str = "", on_progress: Callable[[], None] = lambda: None
+    ) -> None:
         """device: the engine's, where slices go. node: its ``node_name``, to find trainer ranks on the same
-        node.
+        node. on_progress: called for each answer of a rank and each slice.
         """
         self.manifest: Manifest | None = None
-        self._device, self._node = device, node
+        self._device, self._node, self._on_progress = device, node, on_progress
         self._rendezvous: Rendezvous | None = None
         self._name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._links: dict[int, _Receiver] = {}
@@ -95,8 +97,10 @@ class GroupReader:
         try:
             for shard, buckets in streams.items():
                 self._connect(shard, buckets)
+                self._on_progress()
             for shard in streams:
                 self._links[shard].finish_handshake(manifest.version)
+                self._on_progress()
         except BaseException as e:
             # Links may be in the middle of a transfer; the next check opens new ones.
             self._close_links()
@@ -129,6 +133,7 @@ class GroupReader:
                 raw = self._links[shard].take(part).to(self._device)  # with gloo it is in host memory
             except LinkError as e:
                 raise ShardError(f"{manifest.shards[shard]} broke off at {hf_name}: {e}") from None
+            self._on_progress()
             values = raw.view(torch_dtype(manifest.tensors[hf_name].dtype)).view(part.box.extent)
             total, nbytes = self._sums[hf_name]
             self._sums[hf_name] = (

@@ -35,12 +35,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
+from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, Progress, wait_for_progress
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
 
@@ -84,6 +86,10 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
                 f"{DIR_VARIABLE} is not set: set it to the folder that weights are published in"
             )
         self.folder = Path(folder).resolve()
+        self._progress = Progress(self.folder)
+        if self.device.type == "cpu":  # only there a step can take minutes
+            for layer in getattr(getattr(self.model, "model", None), "layers", ()):
+                layer.register_forward_pre_hook(self._progress.mark)
         self._readers: dict[str, Reader] = {}
         self.version: int | None = None
         self.unsettled = False
@@ -188,9 +194,11 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         """The transport's reader, created on first use. Raises ShardError if the transport is unknown."""
         if transport not in self._readers:
             if transport in ("shared_memory", "cuda_ipc"):
-                self._readers[transport] = ShardReader(self.folder, gpu_of(self.device))
+                self._readers[transport] = ShardReader(self.folder, gpu_of(self.device), self._progress.mark)
             elif transport == "process_group":
-                self._readers[transport] = GroupReader(self.device, node_name(self.folder))
+                self._readers[transport] = GroupReader(
+                    self.device, node_name(self.folder), self._progress.mark
+                )
             else:
                 raise ShardError(
                     f"unknown transport {transport!r}; engine and trainer run different versions"
@@ -267,7 +275,8 @@ class WorkerExtension:
 class BearerAuth:
     """ASGI middleware: every route, also health and unknown ones, requires the token in RPG_ENGINE_TOKEN.
 
-    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate.
+    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. One more route,
+    ``CORE_HEALTH``, is answered when the engine makes progress: 200, or 503 if its core is dead.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -278,7 +287,7 @@ class BearerAuth:
         self._digest = hashlib.sha256(b"Bearer " + token.encode()).digest()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Forward the request, or answer 401."""
+        """Forward the request, or answer 401; answers ``CORE_HEALTH`` itself."""
         if scope["type"] in ("http", "websocket"):
             given = dict(scope["headers"]).get(b"authorization", b"")
             # Digests have equal length, so the comparison's time reveals nothing about the token.
@@ -286,11 +295,24 @@ class BearerAuth:
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 4401})
                     return
-                headers = [(b"content-length", b"0"), (b"www-authenticate", b"Bearer")]
-                await send({"type": "http.response.start", "status": 401, "headers": headers})
-                await send({"type": "http.response.body", "body": b""})
+                await _answer(send, 401, (b"www-authenticate", b"Bearer"))
+                return
+            if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
+                try:
+                    progress = Progress(Path(os.environ[DIR_VARIABLE]))
+                    await wait_for_progress(scope["app"].state.engine_client, progress)
+                    await _answer(send, 200)
+                except EngineDeadError:
+                    await _answer(send, 503)
                 return
         await self.app(scope, receive, send)
+
+
+async def _answer(send: Any, status: int, *headers: tuple[bytes, bytes]) -> None:
+    """An answer without content."""
+    headers = ((b"content-length", b"0"), *headers)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def register() -> None:

@@ -20,7 +20,13 @@ from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_appli
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count, gib
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launcher.preflight import check_batch, check_data, check_model, check_parallel
+from rpg_megatron.launcher.preflight import (
+    check_batch,
+    check_data,
+    check_head_dim,
+    check_model,
+    check_parallel,
+)
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -47,7 +53,7 @@ def probe_model(subject: Subject) -> Iterator[Check]:
     yield ok(
         "model", f"{settings.model.path}: {shape.family}, {count(worker_parameters(shape, 1))}, complete"
     )
-    for name, check in (("layout", check_parallel), ("batch", check_batch)):
+    for name, check in (("layout", check_parallel), ("head size", check_head_dim), ("batch", check_batch)):
         try:
             check(settings, shape)
             yield ok(name, "fits the model")

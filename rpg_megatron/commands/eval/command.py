@@ -13,6 +13,7 @@ from rich.console import Console
 from rpg_megatron.commands.eval.output_dir import Folder
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.engine.restarts import take_request
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
 from rpg_megatron.launcher.run import GRACE
@@ -109,13 +110,14 @@ class Evaluation:
     def _check_engines(self, closely: bool = False) -> None:
         self._probed = time.monotonic()
         for engine in self._engines:
-            if engine.index in self._healthy:
-                if engine.alive() and (not closely or engine.healthy()):
+            hung = take_request(self._workspace.work, engine.index, 0)
+            if hung or engine.index in self._healthy:
+                if not hung and engine.alive() and (not closely or engine.healthy()):
                     continue
                 time.sleep(1.0)  # a signal to all processes may be the cause
                 self._signals.check()
                 log = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
-                raise RunFailed(self._keep(f"engine {engine.index} died; {log}"))
+                raise RunFailed(self._keep(f"{hung or f'engine {engine.index} died'}; {log}"))
             if not engine.alive():
                 time.sleep(1.0)
                 self._signals.check()
