@@ -11,6 +11,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.preflight import check
+from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.remote_nodes import RemoteNodes
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.summary import summarise
@@ -44,7 +45,9 @@ def train(
                 run.explain(e)
                 raise
     _report(run.folder)
-    print(summarise(run.folder), flush=True)
+    summary = summarise(run.folder)
+    append_to_log(run.log, f"finished\n{summary}")
+    print(summary, flush=True)
     return run.folder
 
 

@@ -18,6 +18,8 @@ CONFIG = "config.yaml"
 _EARLIER = re.compile(r"config_until_(\d{6,})\.yaml")
 """Settings of the steps up to that one, if a run was resumed with other settings."""
 LOGS = "logs"
+LAUNCHER_LOG = "launcher.log"
+"""In ``logs``: what the launcher printed, whether or not anyone could read it."""
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 REPORT = "report.html"

@@ -16,7 +16,7 @@ from rpg_megatron.engine.process import EngineProcess, engine_socket
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
 from rpg_megatron.launcher.run import GRACE
-from rpg_megatron.launcher.run_dir import LOGS
+from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import (
     Interrupted,
@@ -47,7 +47,11 @@ class Evaluation:
             undo.callback(self._supervisor.close, GRACE)
             self._workspace = self._supervisor.workspace
             self._progress = Progress(
-                self._workspace.work, steps=0, console=Console(stderr=True), line_seconds=_LINE_SECONDS
+                self._workspace.work,
+                steps=0,
+                log=folder.path / LOGS / LAUNCHER_LOG,
+                console=Console(stderr=True),
+                line_seconds=_LINE_SECONDS,
             )
             undo.pop_all()
 
