@@ -10,6 +10,9 @@ import typer
 
 from rpg_megatron.system.terminal import without_full_disk_errors
 
+UNSAVED = 74
+"""Exit code of a run that ended without a checkpoint of its last step; EX_IOERR of sysexits.h."""
+
 
 @contextmanager
 def exit_codes(*, failed: int = 1) -> Iterator[None]:

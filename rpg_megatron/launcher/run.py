@@ -184,7 +184,7 @@ class RunLauncher:
             self._started[index], self._restarts[index] = time.monotonic(), 0
         self._check_signals()
         folders = [str(self.folder), str(self._workspace.work), str(self._workspace.bridge)]
-        sampler = [sys.executable, "-m", SAMPLER, *folders]
+        sampler = [sys.executable, "-P", "-m", SAMPLER, *folders]
         self._supervisor.start("sampler", sampler, base_environment(settings, token))
 
     def _put_engines_to_sleep(self) -> None:

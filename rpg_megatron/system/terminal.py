@@ -41,20 +41,20 @@ def protect_streams() -> None:
 
     Without effect on streams that something else has replaced.
     """
-    for name, own in (("stdin", sys.__stdin__), ("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+    for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # the lowest free descriptor is the one that is missing
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False))
-        elif stream is own and name != "stdin":
+        elif name != "stdin" and stream is getattr(sys, f"__{name}__"):
+            stream.flush()
             protected = io.TextIOWrapper(
                 io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False)),
                 encoding=stream.encoding,
                 errors=stream.errors,
                 line_buffering=stream.line_buffering or stream.write_through,
             )
-            stream.flush()
             setattr(sys, name, protected)
 
 

@@ -73,7 +73,7 @@ class Evaluation:
             f"evaluation {shown(self._folder.path)}\n"
             f"starting (takes about a minute): engines {settings.engine.replicas}"
         )
-        command = [sys.executable, "-m", EVALUATOR, str(self._folder.path), str(work)]
+        command = [sys.executable, "-P", "-m", EVALUATOR, str(self._folder.path), str(work)]
         self._evaluator = self._supervisor.start("evaluator", command, base_environment(settings, token))
         for index in range(settings.engine.replicas):
             self._signals.check()
