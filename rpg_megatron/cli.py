@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-import typer.core
+from rpg_megatron.system.terminal import exit_on_interrupt, protect_streams
 
-import rpg_megatron
-from rpg_megatron.commands.convert.options import convert
-from rpg_megatron.commands.eval.options import evaluate
-from rpg_megatron.commands.exit_codes import exit_codes
-from rpg_megatron.config.errors import UserError
+with exit_on_interrupt():
+    import typer
+    import typer.core
+
+    import rpg_megatron
+    from rpg_megatron.commands.convert.options import convert
+    from rpg_megatron.commands.eval.options import evaluate
+    from rpg_megatron.commands.exit_codes import exit_codes
+    from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -332,6 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     User errors print one message and exit with code 2; internal errors keep their traceback.
     """
+    protect_streams()
     try:
         app(args=arguments, prog_name="rpg-megatron")
     except UserError as e:

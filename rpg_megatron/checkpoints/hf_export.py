@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rpg_megatron.checkpoints.hf_files import COPIED, INDEX, SINGLE
@@ -56,8 +58,8 @@ def export_hf(
     initialised process group, the caller must hold the whole model. The folder gets its name only when it is
     complete; a killed export leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace
     an existing ``out_dir``.
-    Raises UserError on every rank if ``out_dir`` exists or cannot be written, MappingError if tensors are
-    incomplete.
+    Raises UserError or OSError on every rank if ``out_dir`` exists or cannot be written, MappingError if
+    tensors are incomplete.
     """
     if dtype_name(dtype) not in WEIGHT_DTYPES:
         raise UserError(f"export dtype {dtype_name(dtype)} is not supported; use {', '.join(WEIGHT_DTYPES)}")
@@ -71,19 +73,35 @@ def export_hf(
     names = _file_names(len(plan.shards))
 
     run_together(lambda: _prepare(out_dir, part, replace) if rank == 0 else None)
-    for first in range(0, len(plan.shards), world):
-        mine = first + rank
-        tensors = _assemble_round(plan, first, world, rank, params, dtype)
+    try:
+        for first in range(0, len(plan.shards), world):
+            mine = first + rank
+            tensors = _assemble_round(plan, first, world, rank, params, dtype)
 
-        def write(mine: int = mine, tensors: dict[str, torch.Tensor] = tensors) -> None:
-            if mine < len(plan.shards):
-                save_file(tensors, part / names[mine], metadata={"format": "pt"})
+            def write(mine: int = mine, tensors: dict[str, torch.Tensor] = tensors) -> None:
+                if mine < len(plan.shards):
+                    _save(tensors, part / names[mine])
 
-        run_together(write)
-        del tensors, write  # free this round's file before the next one is assembled
-    run_together(
-        lambda: _finish(out_dir, part, source_dir, plan, sizes, dtype, replace) if rank == 0 else None
-    )
+            run_together(write)
+            del tensors, write  # free this round's file before the next one is assembled
+        run_together(
+            lambda: _finish(out_dir, part, source_dir, plan, sizes, dtype, replace) if rank == 0 else None
+        )
+    except (UserError, OSError):
+        if rank == 0:  # the disk may be full
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file. Raises OSError, where the library has an error of its own."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as e:
+        code = re.search(r"\(os error (\d+)\)", str(e))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from None
 
 
 def _assemble_round(

@@ -132,6 +132,8 @@ def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str,
                 f"{file}: format {raw['format']}, this version reads {_FORMAT}; update the package"
             )
         metadata = CheckpointMetadata(**{name: raw[name] for name in CheckpointMetadata.__dataclass_fields__})
+        if not raw["files"]:
+            raise ValueError("it lists no files")
         return metadata, {
             str(n): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for n, f in raw["files"].items()
         }

@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.megatron_folder import MANIFEST, find_damage, read_manifest
+from rpg_megatron.checkpoints.megatron_folder import MANIFEST, MEGATRON, find_damage, read_manifest
 from rpg_megatron.config import UserError
 
 CHECKPOINTS = "checkpoints"
@@ -41,24 +41,31 @@ def part_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.part")
 
 
-def list_steps(run: Path) -> dict[int, Path]:
-    """Step -> folder of the run's checkpoints that have a manifest, newest first."""
+def list_folders(run: Path) -> dict[int, Path]:
+    """Step -> folder of the run's checkpoints, complete or not, newest first."""
     try:
         entries = list((run / CHECKPOINTS).iterdir())
     except OSError:
         return {}
-    found = {int(m[1]): e for e in entries if (m := _NAME.fullmatch(e.name)) and (e / MANIFEST).is_file()}
+    found = {int(m[1]): e for e in entries if (m := _NAME.fullmatch(e.name))}
     return dict(sorted(found.items(), reverse=True))
 
 
+def list_steps(run: Path) -> dict[int, Path]:
+    """Step -> folder of the run's checkpoints that have a manifest, newest first."""
+    return {step: folder for step, folder in list_folders(run).items() if (folder / MANIFEST).is_file()}
+
+
 def find_problems(folder: Path) -> list[str]:
-    """One line for each missing or damaged file of a checkpoint. Reads every byte."""
+    """One line for each missing or damaged file of a run's checkpoint. Reads every byte."""
     try:
         manifest = read_manifest(folder)
     except UserError as e:
         return [str(e)]
     if manifest is None:
         return [f"{MANIFEST} is missing"]
+    if missing := [name for name in (STATE, RNG, CONFIG, f"{MODEL}/{MEGATRON}") if name not in manifest[1]]:
+        return [f"{MANIFEST} does not list {', '.join(missing)}"]
     try:
         return find_damage(folder, manifest[1])
     except OSError as e:
@@ -87,10 +94,15 @@ def publish(part: Path, folder: Path, step: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # an incomplete one of the same step
     os.replace(part, folder)
     os.replace(draft, latest)
+    directory = os.open(folder.parent, os.O_RDONLY)  # or a power cut may undo the renames
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def remove_parts(run: Path) -> None:
-    """Remove the leftovers of interrupted saves. Raises OSError."""
+    """Remove the leftovers of interrupted saves and removals. Raises OSError."""
     for old in (run / CHECKPOINTS).glob(".*.part"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
 
@@ -99,6 +111,6 @@ def remove_old(run: Path, keep: int, milestone: int | None) -> None:
     """Remove all but the ``keep`` newest checkpoints and those at multiples of ``milestone`` steps."""
     for step, folder in list(list_steps(run).items())[keep:]:
         if milestone is None or step % milestone:
-            # The manifest first: if this is killed, the rest must not look complete.
-            (folder / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            # Renamed first: if this is killed, ``remove_parts`` removes the rest.
+            os.replace(folder, part_folder(folder))
+            shutil.rmtree(part_folder(folder), ignore_errors=True)

@@ -8,20 +8,27 @@ from contextlib import contextmanager
 
 import typer
 
+from rpg_megatron.system.terminal import without_full_disk_errors
+
+UNSAVED = 74
+"""Exit code of a run that ended without a checkpoint of its last step; EX_IOERR of sysexits.h."""
+
 
 @contextmanager
 def exit_codes(*, failed: int = 1) -> Iterator[None]:
     """Turn a failure or a signal within the block into one message and an exit code.
 
     failed: the code of RunFailed, a process that died. After a signal the code is ``Interrupted.exit_code``.
+    Output that cannot be written does not end the block.
     """
     from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
 
-    try:
-        yield
-    except RunFailed as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(failed) from None
-    except Interrupted as e:
-        print(f"stopped: {e}", file=sys.stderr)
-        raise typer.Exit(e.exit_code) from None
+    with without_full_disk_errors():  # what is printed is in files too
+        try:
+            yield
+        except RunFailed as e:
+            print(f"error: {e}", file=sys.stderr)
+            raise typer.Exit(failed) from None
+        except Interrupted as e:
+            print(f"stopped: {e}", file=sys.stderr)
+            raise typer.Exit(e.exit_code) from None

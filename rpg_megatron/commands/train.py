@@ -6,13 +6,18 @@ import contextlib
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import typer
+
+from rpg_megatron.commands.exit_codes import UNSAVED
 from rpg_megatron.commands.report import write_report
 from rpg_megatron.config import Settings
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.preflight import check
+from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.remote_nodes import RemoteNodes
 from rpg_megatron.launcher.run import RunLauncher
+from rpg_megatron.launcher.run_dir import is_finished
 from rpg_megatron.launcher.summary import summarise
 from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
@@ -29,8 +34,9 @@ def train(
 
     fresh: do not resume an unfinished run of this name. source: a checkpoint to start a new run from.
     nodes: the nodes of the run, of which this is the first; None: there is only this node.
-    Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal. No process is
-    left in any case, and no folder but the run's, which is kept only if it holds information.
+    Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal, typer.Exit if
+    the last checkpoint could not be written. No process is left in any case, and no folder but the run's,
+    which is kept only if it holds information.
     """
     with _gather(settings, signals, nodes) as remote:
         check(settings, remote.assignment if remote else None)
@@ -44,7 +50,11 @@ def train(
                 run.explain(e)
                 raise
     _report(run.folder)
-    print(summarise(run.folder), flush=True)
+    summary = summarise(run.folder)
+    append_to_log(run.log, f"finished\n{summary}")
+    print(summary, flush=True)
+    if not is_finished(run.folder):
+        raise typer.Exit(UNSAVED)
     return run.folder
 
 

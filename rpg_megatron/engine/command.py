@@ -125,6 +125,7 @@ def engine_environment(
     environment |= {
         TOKEN_VARIABLE: token,
         BRIDGE_VARIABLE: str(bridge_dir),
+        "PYTHONSAFEPATH": "1",  # also for vLLM's own processes: no imports from the working directory
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes that pause an engine and change its weights
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
         "VLLM_NO_USAGE_STATS": "1",

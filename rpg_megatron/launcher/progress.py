@@ -46,10 +46,15 @@ class Progress:
         *,
         steps: int,
         metrics: Path | None = None,
+        log: Path | None = None,
         console: Console | None = None,
         line_seconds: float | None = None,
     ):
-        """line_seconds: interval of progress lines without a terminal; None: one line when a phase begins."""
+        """log: file that gets all lines too, with the time, also those that a live display does not show.
+
+        line_seconds: interval of progress lines without a terminal; None: one line when a phase begins.
+        """
+        self._log = log
         self._line_seconds = line_seconds
         self._said = 0.0
         self._begun = (0.0, 0)
@@ -105,8 +110,7 @@ class Progress:
         """Show the current activity. Warnings stay on the terminal."""
         if text != self.text:
             self.text, self._phase = text, None
-            if self._live is None or text.startswith("warning"):
-                self._print(text)
+            self._tell(text, always=text.startswith("warning"))
 
     def close(self) -> None:
         """Restore the terminal; the last rows stay on it."""
@@ -146,14 +150,14 @@ class Progress:
         now = time.monotonic()
         if new:
             self._begun, self._said = (now, done), now
-        if self._live is not None or self.started_training:
+        if self.started_training:
             return
         if new:
-            self._print(name)
+            self._tell(name)
         elif self._line_seconds is not None and now - self._said >= self._line_seconds:
             self._said = now
             pace = (now - self._begun[0]) / max(done - self._begun[1], 1)
-            self._print(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
+            self._tell(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
 
     def _read_metrics(self) -> None:
         """Read the rows whose events were lost, as datagrams are when the queue is full."""
@@ -181,20 +185,22 @@ class Progress:
         ]
         if found:
             self._evaluation = "  ".join(found)
-            if self._live is None:
-                self._print(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
+            self._tell(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
         if self.step > 0:
             self.started_training = True
             self._rows.append(row)
-            if self._live is None:
-                self._print(self._line(row))
+            self._tell(self._line(row))
 
     # -- rendering -----------------------------------------------------------------------------------------
 
-    def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-            self.console.file.flush()
+    def _tell(self, text: str, *, always: bool = False) -> None:
+        """Print and log a line. always: print it above a live display too."""
+        if self._log is not None:
+            append_to_log(self._log, text)
+        if self._live is None or always:
+            with contextlib.suppress(OSError):
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self.console.file.flush()
 
     def _line(self, row: dict[str, Any]) -> str:
         parts = [f"step {self.step}/{self.steps}"]
@@ -233,6 +239,12 @@ class Progress:
         else:
             bars.add_row(Text(self.text))
         return Group(self._table(), Text(""), bars) if self._rows else Group(bars)
+
+
+def append_to_log(log: Path, text: str) -> None:
+    """Append a line to the launcher's log. A disk that is full does not end the run."""
+    with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
 
 def clock(seconds: float) -> str:

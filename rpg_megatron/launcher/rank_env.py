@@ -67,7 +67,7 @@ def rank_starts(
 
     work, bridge: this node's private folders. address: as for ``cluster_environment``. module: what they run.
     """
-    command = [sys.executable, "-m", module, start.folder, str(work), str(bridge)]
+    command = [sys.executable, "-P", "-m", module, start.folder, str(work), str(bridge)]
     if start.checkpoint is not None:
         command.append(start.checkpoint)
     for rank in share.ranks:

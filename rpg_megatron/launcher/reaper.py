@@ -21,7 +21,7 @@ class Reaper:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rpg_megatron.launcher.reaper"],
+            [sys.executable, "-P", "-m", "rpg_megatron.launcher.reaper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

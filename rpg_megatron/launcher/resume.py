@@ -1,7 +1,7 @@
 """Which run a command resumes: the newest unfinished one of its name; otherwise it creates a new one.
 
-A launcher holds a lock on a file in the run's folder, so that a second launcher with the same settings
-creates another run instead of writing into this one.
+A launcher holds a lock on a file in the run's folder, so that a second launcher does not write into it: with
+the same settings it is refused, with others it creates a run of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +20,21 @@ from typing import IO, Any
 
 import yaml
 
-from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, CONFIG, find_problems, list_steps, read_state
+from rpg_megatron.checkpoints.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    find_problems,
+    list_folders,
+    read_state,
+    remove_parts,
+)
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher.run_dir import (
+    LOGS,
     METRICS,
     SUMMARY,
     create_run,
+    is_finished,
     list_runs,
     replace_settings,
     resolved_yaml,
@@ -33,6 +44,8 @@ from rpg_megatron.launcher.summary import shown
 LOCK = ".lock"
 ORIGIN = ".origin"
 """File in runs created with --fresh or --from: the checkpoint they start from, or nothing."""
+_CHECK_SECONDS = 2.0
+"""How long another process may hold a folder just to look at it."""
 _LARGE = 10**9
 """Bytes of a checkpoint above which a message says that it is being checked."""
 _STEP = re.compile(r"step_(\d{6,})")
@@ -40,6 +53,7 @@ _FREE = (
     *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge", "cluster"),
     *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
     *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
+    *("profile", "reward.workers"),
 )
 """Keys and sections that may change when a run is resumed: they affect placement, length and logging, and
 results by rounding at most. All others affect the training."""
@@ -67,18 +81,35 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
     """The run that these settings resume, or a new one.
 
     fresh: always a new one. source: a new one that starts from this checkpoint, or from the newest of this
-    run. Raises UserError if settings have changed that affect the training.
+    run. Raises UserError if settings have changed that affect the training, if a process is working on the
+    run, or if its folder cannot be written.
     """
+    try:
+        return _open(settings, fresh, source)
+    except OSError as e:
+        raise UserError(
+            f"{e.filename or settings.runs}: {e.strerror}; make the run's folder writable, or choose another "
+            "with runs=..."
+        ) from None
+
+
+def _open(settings: Settings, fresh: bool, source: Path | None) -> OpenRun:
     if source is not None:
         return _start_from(settings, source.absolute())
     if fresh:
         return _make(settings, origin="")
     notes: list[str] = []
     for folder in list_runs(settings):
-        lock = hold_folder(folder)
+        try:
+            lock = hold_folder(folder, seconds=_CHECK_SECONDS)
+        except PermissionError:
+            continue  # another user's
         if lock is None:
-            continue  # in use by another process
-        if (folder / SUMMARY).exists():
+            if not is_finished(folder):
+                _refuse_second(settings, folder)
+                notes.append(f"{shown(folder)} is running with other settings")
+            continue
+        if is_finished(folder):
             lock.close()
             break  # finished; older runs are not resumed
         try:
@@ -94,6 +125,7 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
             run = _start_from(settings, Path(origin)) if origin else _make(settings, origin="")
             run.notes = [*notes, *(run.notes or [f"run {shown(run.folder)}"])]
             return run
+        notes.append(f"{shown(folder)} is unfinished and has no complete checkpoint: starting at step 0")
     run = _make(settings)
     if notes:
         run.notes = [*notes, f"run {shown(run.folder)}"]
@@ -102,10 +134,9 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
 
 def _make(settings: Settings, origin: str | None = None) -> OpenRun:
     folder = create_run(settings)
-    lock = hold_folder(folder)
-    if lock is None:  # another launcher is checking it right now, and will release it
-        lock = (folder / LOCK).open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = hold_folder(folder, seconds=_CHECK_SECONDS)
+    if lock is None:
+        raise UserError(f"{shown(folder)} was just created, and is locked by another process; start again")
     if origin is not None:
         (folder / ORIGIN).write_text(origin, encoding="utf-8")
     return OpenRun(folder, lock)
@@ -118,7 +149,10 @@ def _continue(settings: Settings, folder: Path, lock: IO[str], notes: list[str])
     changes = _compare(settings, checkpoint)
     state = read_state(checkpoint)
     _check_length(settings, checkpoint, state["step"])
-    _rewind(folder, state)
+    if not (folder / CONFIG).exists():
+        shutil.copyfile(checkpoint / CONFIG, folder / CONFIG)
+    (folder / LOGS).mkdir(exist_ok=True)
+    _rewind(folder, state, notes)
     replace_settings(folder, settings, state["step"])
     notes.append(f"resuming {shown(folder)} from step {state['step']}; --fresh starts over{changes}")
     return OpenRun(folder, lock, checkpoint, notes, made=False)
@@ -142,15 +176,16 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
     _check_length(settings, checkpoint, state["step"])
     run = _make(settings, origin=str(checkpoint))
     with suppress(OSError):  # the metrics before the checkpoint, if they still exist
-        rows = (checkpoint.parents[1] / METRICS).read_bytes()[: state["metrics_bytes"]]
-        (run.folder / METRICS).write_bytes(rows)
+        shutil.copyfile(checkpoint.parents[1] / METRICS, run.folder / METRICS)
+        _cut_metrics(run.folder / METRICS, state, notes)
     run.checkpoint = checkpoint
     run.notes = [*notes, f"starting {shown(run.folder)} from {shown(checkpoint)}{changes}"]
     return run
 
 
 def _newest_whole(folder: Path, notes: list[str]) -> Path | None:
-    for checkpoint in list_steps(folder).values():
+    """The newest complete checkpoint of a run; those that are newer and incomplete are noted."""
+    for checkpoint in list_folders(folder).values():
         size = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
         if size > _LARGE:
             print(f"checking {shown(checkpoint)}, {size / 1e9:,.1f} GB", flush=True)
@@ -171,18 +206,35 @@ def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _changes(settings: Settings, file: Path) -> tuple[list[str], list[str]]:
+    """Lines for the settings that differ from a file's: those that affect the training, and all."""
+    plain = [yaml.safe_load(resolved_yaml(each)) for each in (load_settings(file), settings)]
+    lines = list_changes(plain[0], plain[1])
+    bad = [line for key, line in lines.items() if not any(key == f or key.startswith(f"{f}.") for f in _FREE)]
+    return bad, list(lines.values())
+
+
 def _compare(settings: Settings, checkpoint: Path) -> str:
     """Describes the changed settings. Raises UserError if one of them affects the training."""
-    then, now = load_settings(checkpoint / CONFIG), settings
-    lines = list_changes(*(yaml.safe_load(resolved_yaml(each)) for each in (then, now)))
-    bad = [line for key, line in lines.items() if not any(key == f or key.startswith(f"{f}.") for f in _FREE)]
+    bad, lines = _changes(settings, checkpoint / CONFIG)
     if bad:
         raise UserError(
             f"{shown(checkpoint)} was written with other settings, which affect the training\n  "
             + "\n  ".join(bad)
             + "\nset them back to resume from it, or start a new run with --fresh"
         )
-    return "; changed: " + ", ".join(lines.values()) if lines else ""
+    return "; changed: " + ", ".join(lines) if lines else ""
+
+
+def _refuse_second(settings: Settings, folder: Path) -> None:
+    """Raise UserError if the run that a process is working on has these settings."""
+    with suppress(UserError):  # settings that cannot be read
+        if _changes(settings, folder / CONFIG)[0]:
+            return
+    holder = (folder / LOCK).read_text(encoding="utf-8").strip() or "another process"
+    raise UserError(
+        f"{shown(folder)} is running ({holder}); wait until it ends, or start another run with --fresh"
+    )
 
 
 def _check_length(settings: Settings, checkpoint: Path, step: int) -> None:
@@ -193,31 +245,65 @@ def _check_length(settings: Settings, checkpoint: Path, step: int) -> None:
         )
 
 
-def _rewind(folder: Path, state: dict[str, Any]) -> None:
-    """Remove the files of steps after the checkpoint: they will be repeated."""
-    metrics = folder / METRICS
-    if metrics.exists() and metrics.stat().st_size > state["metrics_bytes"]:
-        os.truncate(metrics, state["metrics_bytes"])
-    for part in ("rollouts", "evaluation", "hf", CHECKPOINTS):
+def _rewind(folder: Path, state: dict[str, Any], notes: list[str]) -> None:
+    """Remove the files of steps after the checkpoint: they will be repeated. Damaged checkpoints are kept."""
+    (folder / SUMMARY).unlink(missing_ok=True)
+    _cut_metrics(folder / METRICS, state, notes)
+    for part in ("rollouts", "evaluation", "hf"):
         for file in (folder / part).glob("step_*"):
             match = _STEP.match(file.name)
             if match and int(match[1]) > state["step"]:
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
+    remove_parts(folder)
+    for step, damaged in list_folders(folder).items():
+        if step > state["step"]:
+            aside = damaged.with_name(f"damaged_{damaged.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            damaged.rename(aside)
+            notes.append(f"warning: renamed it to {shown(aside)}; delete it if you do not need it")
 
 
-def hold_folder(folder: Path) -> IO[str] | None:
-    """Lock a folder; None if another process has locked it."""
-    try:
-        lock = (folder / LOCK).open("w")
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    except OSError:
-        pass  # a file system without locks: the user must avoid two launchers per run
+def _cut_metrics(file: Path, state: dict[str, Any], notes: list[str]) -> None:
+    """Cut the rows after the checkpoint, and a row that is not whole. Notes rows before it that are lost."""
+    last = state["step"] - (state.get("row") is not None)  # that row is written when the run resumes
+    end, kept = 0, -1
+    if file.exists():
+        with file.open("rb+") as rows:
+            for row in rows:
+                step = kept
+                with suppress(ValueError, KeyError, TypeError):  # a damaged row stays as it is
+                    step = int(json.loads(row)["step"])
+                if step > last or not row.endswith(b"\n"):
+                    break
+                end, kept = end + len(row), step
+            rows.truncate(end)
+    if end < state["metrics_bytes"] and kept < last:
+        notes.append(f"warning: {shown(file)} was shortened; the rows of steps {kept + 1} to {last} are lost")
+
+
+def hold_folder(folder: Path, seconds: float = 0.0) -> IO[str] | None:
+    """Lock a folder and write into the lock who holds it; None if another process does.
+
+    seconds: how long to wait, since other launchers and reports hold it briefly to look at the folder.
+    Raises OSError if the lock file cannot be written.
+    """
+    lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w")
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                lock.close()
+                return None
+            time.sleep(0.05)
+        except OSError:
+            break  # a file system without locks: the user must avoid two launchers per run
+    with suppress(OSError):  # a full disk
+        lock.truncate()
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
     return lock
 
 

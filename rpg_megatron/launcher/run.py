@@ -24,7 +24,7 @@ from rpg_megatron.engine.restarts import (
     take_request,
 )
 from rpg_megatron.launcher.nodes import free_port, share_of, transport_note
-from rpg_megatron.launcher.progress import Progress
+from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
     RANK,
     RankLaunchSpec,
@@ -34,7 +34,7 @@ from rpg_megatron.launcher.rank_env import (
 )
 from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes, RemoteRank
 from rpg_megatron.launcher.resume import ORIGIN, open_run
-from rpg_megatron.launcher.run_dir import LOGS, METRICS
+from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS, METRICS
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import (
     Child,
@@ -86,6 +86,7 @@ class RunLauncher:
         self._signals = signals
         self._opened = open_run(settings, fresh=fresh, source=source)
         self.folder = self._opened.folder
+        self.log = self.folder / LOGS / LAUNCHER_LOG
         self._ranks: list[Child | RemoteRank] = []
         self._engines: list[EngineProcess | RemoteEngine] = []
         self._healthy: set[int] = set()
@@ -110,6 +111,7 @@ class RunLauncher:
                 self._workspace.work,
                 steps=settings.training.steps if self._trains else 0,
                 metrics=self.folder / METRICS,
+                log=self.log,
                 console=console,
             )
             undo.pop_all()
@@ -122,6 +124,8 @@ class RunLauncher:
     ) -> None:
         with contextlib.suppress(Exception):  # the processes must end even if the terminal fails
             self._progress.close()
+        if error is not None:
+            append_to_log(self.log, f"{type(error).__name__}: {error}")
         if self._remote:  # other nodes end their processes at the same time
             self._remote.dismiss(error)
         self._supervisor.close(GRACE)
@@ -180,7 +184,7 @@ class RunLauncher:
             self._started[index], self._restarts[index] = time.monotonic(), 0
         self._check_signals()
         folders = [str(self.folder), str(self._workspace.work), str(self._workspace.bridge)]
-        sampler = [sys.executable, "-m", SAMPLER, *folders]
+        sampler = [sys.executable, "-P", "-m", SAMPLER, *folders]
         self._supervisor.start("sampler", sampler, base_environment(settings, token))
 
     def _put_engines_to_sleep(self) -> None:

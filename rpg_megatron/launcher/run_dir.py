@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -18,8 +19,11 @@ CONFIG = "config.yaml"
 _EARLIER = re.compile(r"config_until_(\d{6,})\.yaml")
 """Settings of the steps up to that one, if a run was resumed with other settings."""
 LOGS = "logs"
+LAUNCHER_LOG = "launcher.log"
+"""In ``logs``: what the launcher printed, whether or not anyone could read it."""
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+"""Results of a run that has ended. ``unsaved``: why there is no checkpoint of the last step, if so."""
 REPORT = "report.html"
 
 
@@ -49,6 +53,17 @@ def create_run(settings: Settings) -> Path:
             f"runs: {e.filename or runs}: {e.strerror}; choose another folder with runs=..."
         ) from None
     return folder
+
+
+def is_finished(run: Path) -> bool:
+    """Whether a run has ended, with its last checkpoint on disk."""
+    try:
+        facts = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True  # it is written at the end
+    return "unsaved" not in facts
 
 
 def resolved_yaml(settings: Settings, *, explained: bool = False) -> str:

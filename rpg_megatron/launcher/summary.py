@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.data.problems import read_counted
 from rpg_megatron.launcher.progress import clock
@@ -33,6 +34,10 @@ def summarise(run: Path) -> str:
         rows.append(("steps", f"{facts['steps']}" + (f" in {clock(seconds)}" if seconds is not None else "")))
     if facts.get("tokens_per_second") is not None:
         rows.append(("tokens/s", f"{facts['tokens_per_second']:,.0f}"))
+    if facts.get("unsaved"):
+        newest = next((shown(folder) for folder in list_steps(run).values()), "the beginning")
+        rows.append(("last checkpoint", f"NOT WRITTEN: {facts['unsaved']}"))
+        rows.append(("", f"fix this and rerun the same command: it resumes from {newest}"))
     rows.append(("run", shown(run)))
     rows.append(("metrics", shown(Path(facts.get("metrics") or run / METRICS))))
     if (run / REPORT).exists():

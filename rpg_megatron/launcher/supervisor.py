@@ -65,6 +65,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup
             self._before[number] = signal.signal(number, self._receive)
         return self
 

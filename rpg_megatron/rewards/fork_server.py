@@ -39,7 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def load_function(name: str) -> Callable[..., Any]:
     """Import ``module:function``. Raises ValueError if that fails, or if it is not callable."""
     module, _, attribute = name.partition(":")
-    if "" not in sys.path:
+    if "" not in sys.path and not module.startswith("rpg_megatron."):
         sys.path.insert(0, "")  # the working directory, for a function in a file next to the config
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)

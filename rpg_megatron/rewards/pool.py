@@ -1,7 +1,8 @@
 """Worker pool with a deadline and a memory limit per input: runs one function in killable processes.
 
 One thread per worker sends it inputs, one at a time. Whatever a worker does (hang, crash, run out of memory,
-raise), its input gets an ``Outcome``, and a new worker starts in milliseconds (see ``fork_server``).
+raise), its input gets an ``Outcome``, and a new worker starts in milliseconds (see ``fork_server``). Only the
+input of a worker that died is tried a second time.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class WorkerPool:
     def _start_fork_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "rpg_megatron.rewards.fork_server", self._function]
+            command = [sys.executable, "-P", "-m", "rpg_megatron.rewards.fork_server", self._function]
             command += [str(self._memory), str(os.getpid()), str(theirs.fileno())]
             # Its own process group, so that Ctrl-C does not reach it, in this process's session.
             process = subprocess.Popen(
@@ -210,14 +211,17 @@ class WorkerPool:
                 future.set_result(Outcome(None, "crash", "the pool was closed"))
                 continue
             try:
-                worker = worker or self._fork()
-                outcome, ended = self._call(worker, arguments)
+                for _ in range(2):  # a worker may have been killed whatever its input was
+                    worker = worker or self._fork()
+                    outcome, ended = self._call(worker, arguments)
+                    if ended:
+                        self._remove(worker)
+                        worker = None
+                    if outcome.failure != "crash" or self._closed:
+                        break
             except Exception as e:
                 future.set_exception(e)
                 continue
-            if ended:
-                self._remove(worker)
-                worker = None
             if outcome.failure:
                 with self._lock:
                     self._counts[outcome.failure] += 1

@@ -1,1 +1,1 @@
-"""CPU collectives, OS process groups, progress events, atomic files."""
+"""CPU collectives, OS process groups, progress events, atomic files, standard streams."""

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 def with_parent_death_signal(command: list[str], number: signal.Signals) -> list[str]:
     """Command line that runs ``command`` as a child that gets signal ``number`` when this process ends."""
-    return [sys.executable, "-m", __spec__.name, str(os.getpid()), str(int(number)), *command]
+    return [sys.executable, "-P", "-m", __spec__.name, str(os.getpid()), str(int(number)), *command]
 
 
 def main() -> None:

@@ -93,6 +93,7 @@ class RankRun:
         # What a checkpoint would hold now: the last step whose updates are done, its row of metrics until
         # that is written, and the sampler's state after it.
         self._step = self._saved_step = 0
+        self._save_problem = ""
         self._row: dict[str, Any] | None = {}
         self._sampler_state: dict[str, Any] = {}
 
@@ -173,7 +174,7 @@ class RankRun:
             return {
                 "skipped_updates": self._trainer.skipped_updates,
                 "sampler": self._sampler_state,
-                "metrics_bytes": self._metrics.position,
+                "metrics_bytes": self._metrics.sync_to_disk(),
                 "row": None if self._row is None else self._row | self._times,
                 "summary": self._summary,
                 "seconds": time.monotonic() - self._started,
@@ -200,6 +201,7 @@ class RankRun:
         results = self._saver.outcomes()
         for result in results:
             if result.problem:
+                self._save_problem = result.problem
                 self.warn(
                     f"step {result.step}: no checkpoint, {result.folder} cannot be written "
                     f"({result.problem}); {_free_space(self._run_dir)}training continues"
@@ -335,8 +337,11 @@ class RankRun:
             out.parent.mkdir(exist_ok=True)
             shard_bytes = int(settings.max_shard_gib * 1024**3)
             self.write_checkpoint(out, dtype=settings.dtype, max_shard_bytes=shard_bytes)
-        self.finish_saving()
+        self._saver.wait()
+        saves = self._report_saves()
         if self.mesh.rank == 0:
+            if saves["checkpoint/failed"]:  # the last step's row is written already
+                self._metrics.write({"step": self.steps, **saves})
             rates = self._summary.pop("rates")
             self._summary |= {
                 "steps": self.steps,
@@ -345,6 +350,8 @@ class RankRun:
                 "metrics": str(self._run_dir / "metrics.jsonl"),
                 "seconds": time.monotonic() - self._started,
             }
+            if self.settings.checkpoint.every is not None and self._saved_step != self._step:
+                self._summary["unsaved"] = self._save_problem
             atomic_write_text(self._run_dir / "summary.json", json.dumps(self._summary, indent=2) + "\n")
 
     def write_checkpoint(

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def launch(tmp_path: Path, config_file: Path) -> Iterator[Callable[..., Launch]]
     """Start a launcher with stand-ins, which follow the plan given; the end of the test ends it."""
     started: list[Launch] = []
 
-    def start(*options: str, **plan: str) -> Launch:
+    def start(*options: str, **plan: Any) -> Launch:
         started.append(Launch(tmp_path, config_file, *options, **plan))
         return started[-1]
 

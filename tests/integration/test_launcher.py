@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -194,6 +195,25 @@ def test_ctrl_c_at_any_moment_of_the_start(launch, tmp_path: Path, delay: float)
     assert one.folders() == []
 
 
+@pytest.mark.long  # a process for each moment
+def test_ctrl_c_after_the_interpreter_has_started_shows_no_traceback(config_file: Path):
+    code = "import rpg_megatron.system.terminal; print(flush=True); from rpg_megatron.cli import main; main()"
+    for moment in range(30):
+        one = subprocess.Popen(
+            [sys.executable, "-c", code, "train", str(config_file), "model.path=/nowhere"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert one.stdout is not None
+        one.stdout.readline()
+        time.sleep(0.05 + 0.07 * moment)
+        one.send_signal(signal.SIGINT)
+        _, err = one.communicate(timeout=60)
+        assert one.returncode in (130, 2, -signal.SIGINT), err
+        assert "Traceback" not in err
+
+
 def test_kill_9_of_the_launcher_leaves_nothing(launch):
     one = launch()
     one.wait_until_up()
@@ -203,6 +223,62 @@ def test_kill_9_of_the_launcher_leaves_nothing(launch):
     one.process.wait()
     wait_for(lambda: not living(one.stand_ins()), 10)
     wait_for(lambda: not any(folder.exists() for folder in folders), 10)
+
+
+DONE = """
+while not (here / 'go').exists(): time.sleep(0.05)
+pathlib.Path(sys.argv[1], 'summary.json').write_text('{"steps": 2, "seconds": 61}')
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("lost", ["pipe", "terminal", "closed"])
+def test_a_run_without_readers_of_its_output_goes_on_to_its_end(launch, tmp_path: Path, lost: str):
+    """``| head``, a terminal that is gone, ``>&- 2>&-`` under nohup; the log of the run has what it told."""
+    if lost == "closed":
+        prefix = ("sh", "-c", 'trap "" HUP; exec "$@" <&- >&- 2>&-', "sh")
+        one = launch(rank_0=DONE, rank_1=DONE, prefix=prefix)
+    elif lost == "terminal":
+        ours, theirs = pty.openpty()
+        one = launch(rank_0=DONE, rank_1=DONE, streams={"stdout": theirs, "stderr": theirs})
+        os.close(theirs)
+    else:
+        one = launch(rank_0=DONE, rank_1=DONE)
+        one.process.stdout.close()
+        one.process.stderr.close()
+        one.process.stdout = one.process.stderr = None
+    one.wait_until_up()
+    if lost == "terminal":
+        os.close(ours)
+    if lost == "closed":
+        one.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    assert one.process.wait(60) == 0
+    log = (tmp_path / "runs/tiny-001/logs/launcher.log").read_text()
+    assert "starting (takes about a minute)" in log
+    assert "2 in 1:01" in log
+    assert_nothing_left(one)
+
+
+def test_a_signal_to_a_run_without_readers_has_its_exit_code(launch):
+    saves = SAVES + "os._exit(75)"
+    one = launch(rank_0=saves, rank_1=saves)
+    one.process.stdout.close()
+    one.process.stderr.close()
+    one.process.stdout = one.process.stderr = None
+    warn(one, signal.SIGTERM)
+    assert one.process.wait(60) == 75
+    assert_nothing_left(one)
+
+
+def test_a_run_without_its_last_checkpoint_is_not_a_success(launch, tmp_path: Path):
+    facts = '{"unsaved": "the disk is full"}'
+    write = f"pathlib.Path(sys.argv[1], 'summary.json').write_text({facts!r}); os._exit(0)"
+    code, out, _ = launch(rank_0=write, rank_1="os._exit(0)").finish()
+    assert code == 74
+    assert re.search(r"last checkpoint +NOT WRITTEN: the disk is full", out)
+    assert "rerun the same command: it resumes from the beginning" in out
 
 
 def test_a_closed_pipe_does_not_end_a_run_and_a_closed_terminal_does(launch):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rpg_megatron.system import process_groups
 
@@ -69,7 +70,17 @@ cli.main()
 class Launch:
     """A launcher in a process of its own, with stand-ins that follow a plan."""
 
-    def __init__(self, folder: Path, config: Path, *options: str, command: str = "train", **plan: str):
+    def __init__(
+        self,
+        folder: Path,
+        config: Path,
+        *options: str,
+        command: str = "train",
+        streams: dict[str, Any] | None = None,
+        prefix: tuple[str, ...] = (),
+        **plan: str,
+    ):
+        """streams: standard streams other than pipes. prefix: a command that starts the launcher."""
         self.folder = folder
         (folder / "stand_in.py").write_text(STAND_IN)
         for name in ("engine", "sampler"):
@@ -83,10 +94,10 @@ class Launch:
         temporary.mkdir()
         path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": "/tmp"}
+        words = (str(folder / "driver.py"), command, str(config), "parallel.tensor=2", *options)
         self.process = subprocess.Popen(
-            [sys.executable, str(folder / "driver.py"), command, str(config), "parallel.tensor=2", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            [*prefix, sys.executable, *words],
+            **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | (streams or {})),
             text=True,
             env=environment,
             cwd=folder,

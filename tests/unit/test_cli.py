@@ -56,6 +56,29 @@ def test_output_that_finds_no_room_is_one_line(config_file: Path, arguments: tup
     assert done.stderr == "error: standard output: No space left on device; free space there\n"
 
 
+@pytest.mark.parametrize("streams", ["| true", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_without_readers_ends_quietly(config_file: Path, streams: str):
+    command = f"{sys.executable} -m rpg_megatron.cli config {config_file} --explain {streams}"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("imported", ["typer", "pydantic"])
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line(config_file: Path, imported: str):
+    code = f"""
+import signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {imported!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from rpg_megatron.cli import main
+main(["config", {str(config_file)!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped: Ctrl-C\n")
+
+
 def test_ctrl_c_says_that_it_stopped(monkeypatch, capsys, config_file: Path):
     """Also where a command is still importing what it needs, before any handler of its own."""
     monkeypatch.setattr("rpg_megatron.config.load_settings", lambda *_: signal.raise_signal(signal.SIGINT))

@@ -6,7 +6,11 @@ are made by hand here; their contents are real in tests/integration and tests/di
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -18,9 +22,11 @@ from rpg_megatron.checkpoints.run_folder import (
     part_folder,
     publish,
     remove_old,
+    remove_parts,
     step_folder,
 )
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.launcher import resume
 from rpg_megatron.launcher.resume import OpenRun, open_run
 from rpg_megatron.launcher.run_dir import CONFIG, settings_file
 
@@ -30,12 +36,15 @@ def make_settings(folder: Path, **sections: dict) -> Settings:
     return Settings.model_validate(plain | sections)
 
 
-def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0) -> Path:
+def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0, **more: object) -> Path:
     folder = step_folder(run.folder, step)
     part = part_folder(folder)
     part.mkdir(parents=True)
-    state = {"format": FORMAT, "step": step, "metrics_bytes": metrics_bytes}
+    state = {"format": FORMAT, "step": step, "metrics_bytes": metrics_bytes, **more}
     (part / "state.json").write_text(json.dumps(state))
+    (part / "model").mkdir()
+    for name in ("rng.pt", "model/metadata.json"):
+        (part / name).write_text("{}")
     (part / CONFIG).write_text((run.folder / CONFIG).read_text())
     write_manifest(part, CheckpointMetadata("0.0", "float32", 1, 1))
     publish(part, folder, step)
@@ -46,9 +55,9 @@ def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0) -> Path:
 def killed(tmp_path: Path) -> Path:
     """A run that was killed in step 5, with checkpoints of steps 2 and 4."""
     run = open_run(make_settings(tmp_path))
-    add_checkpoint(run, 2, 10)
-    add_checkpoint(run, 4, 20)
-    (run.folder / "metrics.jsonl").write_text('{"step":1}' * 2 + '{"step":5')
+    add_checkpoint(run, 2, 11)
+    add_checkpoint(run, 4, 22)
+    (run.folder / "metrics.jsonl").write_text('{"step":2}\n{"step":4}\n{"step":5')
     for part in ("rollouts", "evaluation"):
         (run.folder / part).mkdir()
         for step in (4, 5):
@@ -63,17 +72,31 @@ def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) 
     assert "resuming" in run.notes[0]
     assert "from step 4" in run.notes[0]
     # What the redone steps will write again is gone, and nothing else.
-    assert (killed / "metrics.jsonl").read_text() == '{"step":1}' * 2
+    assert (killed / "metrics.jsonl").read_text() == '{"step":2}\n{"step":4}\n'
     for part in ("rollouts", "evaluation"):
         assert [f.name for f in (killed / part).iterdir()] == ["step_000004.jsonl"]
-    # While it is at work, the same command makes a run of its own.
-    other = open_run(make_settings(tmp_path))
+
+
+def test_a_run_that_is_at_work_is_not_started_twice(
+    tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "_CHECK_SECONDS", 0.1)
+    run = open_run(make_settings(tmp_path))
+    assert run.folder == killed
+    said = rf"r-001 is running \(process {os.getpid()} on {socket.gethostname()}\); wait until it ends, or"
+    for same in (make_settings(tmp_path), make_settings(tmp_path, parallel={"data": 2})):
+        with pytest.raises(UserError, match=said):
+            open_run(same)
+    # Two runs of one name that learn something else may work side by side, as in a search for a rate.
+    other = open_run(make_settings(tmp_path, optimizer={"lr": 1.0}))
     assert (other.folder.name, other.checkpoint, other.made) == ("r-002", None, True)
+    assert other.notes[0].endswith("r-001 is running with other settings")
+    assert open_run(make_settings(tmp_path), fresh=True).folder.name == "r-003"
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, killed: Path) -> None:
     state = step_folder(killed, 4) / "state.json"
-    state.write_text(state.read_text().replace("20", "21"))
+    state.write_text(state.read_text().replace("22", "23"))
     run = open_run(make_settings(tmp_path))
     assert run.checkpoint == step_folder(killed, 2)
     assert "damaged" in run.notes[0]
@@ -93,7 +116,7 @@ def test_a_new_run_where_nothing_is_to_be_continued(tmp_path: Path, killed: Path
 def test_from_a_checkpoint_of_another_run(tmp_path: Path, killed: Path) -> None:
     run = open_run(make_settings(tmp_path, name="fork"), source=step_folder(killed, 2))
     assert (run.folder.name, run.checkpoint, run.made) == ("fork-001", step_folder(killed, 2), True)
-    assert (run.folder / "metrics.jsonl").read_text() == '{"step":1}'
+    assert (run.folder / "metrics.jsonl").read_text() == '{"step":2}\n'
     assert step_folder(killed, 4).exists()
     assert open_run(make_settings(tmp_path, name="fork"), source=killed).checkpoint == step_folder(killed, 4)
     with pytest.raises(UserError, match="not a complete checkpoint"):
@@ -167,3 +190,106 @@ def test_each_step_keeps_the_settings_that_it_was_made_with(tmp_path: Path, kill
     open_run(make_settings(tmp_path, parallel={"tensor": 4})).close()  # from step 2
     assert [layout(step) for step in (2, 3, 4, 9)] == [1, 4, 4, 4]
     assert sorted(p.name for p in killed.glob("config*")) == [CONFIG, "config_until_000002.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "lost"),
+    [
+        ('{"step":2}\n{"st', '{"step":2}\n', "steps 3 to 4 are lost"),
+        ("", "", "steps 0 to 4 are lost"),
+        (None, None, "steps 0 to 4 are lost"),
+        ('{"step":2}\n{"step":6}\n{"step":7}\n', '{"step":2}\n', "steps 3 to 4 are lost"),
+        ('{"step":2}\n{"step":4, "loss": 0.1}\n{"step":5}\n', '{"step":2}\n{"step":4, "loss": 0.1}\n', None),
+    ],
+)
+def test_metrics_that_do_not_fit_the_checkpoint_lose_no_more_than_is_said(
+    tmp_path: Path, killed: Path, rows: str | None, kept: str | None, lost: str | None
+) -> None:
+    file = killed / "metrics.jsonl"
+    file.unlink() if rows is None else file.write_text(rows)
+    run = open_run(make_settings(tmp_path))
+    assert run.checkpoint == step_folder(killed, 4)
+    assert (file.read_text() if file.exists() else None) == kept
+    warned = [note for note in run.notes if "metrics.jsonl was shortened" in note]
+    assert [lost is None or lost in note for note in warned] == [True] * (lost is not None)
+
+
+def test_a_row_that_is_written_again_is_removed(tmp_path: Path, killed: Path) -> None:
+    """A signal came between the updates of step 6 and its row, which was then written, and the run killed."""
+    run = open_run(make_settings(tmp_path))
+    folder = add_checkpoint(run, 6, 22, row={"loss": 1})
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step":6}\n')
+    run.close()
+    assert open_run(make_settings(tmp_path)).checkpoint == folder
+    assert (killed / "metrics.jsonl").read_text() == '{"step":2}\n{"step":4}\n'
+
+
+@pytest.mark.parametrize("harm", ["no manifest", "no files", "not all files"])
+def test_a_newer_checkpoint_that_is_not_whole_is_named_and_kept(
+    tmp_path: Path, killed: Path, harm: str
+) -> None:
+    manifest = step_folder(killed, 4) / "manifest.json"
+    listed = json.loads(manifest.read_text())
+    manifest.unlink()
+    if harm != "no manifest":
+        del listed["files"]["model/metadata.json"]
+        listed["files"] = {} if harm == "no files" else listed["files"]
+        manifest.write_text(json.dumps(listed))
+    run = open_run(make_settings(tmp_path))
+    assert run.checkpoint == step_folder(killed, 2)
+    assert "step_000004 is damaged and not used" in run.notes[0]
+    assert "damaged_step_000004" in run.notes[1]
+    assert (killed / "checkpoints" / "damaged_step_000004" / "state.json").exists()
+    run.close()
+    assert open_run(make_settings(tmp_path)).checkpoint == step_folder(killed, 2)
+    assert (killed / "checkpoints" / "damaged_step_000004").exists()
+
+
+def test_a_run_that_begins_anew_says_why(tmp_path: Path) -> None:
+    open_run(make_settings(tmp_path)).close()
+    run = open_run(make_settings(tmp_path))
+    assert run.folder.name == "r-002"
+    assert "r-001 is unfinished and has no complete checkpoint: starting at step 0" in run.notes[0]
+
+
+def test_a_run_without_its_last_checkpoint_is_resumed(tmp_path: Path, killed: Path) -> None:
+    (killed / "summary.json").write_text('{"unsaved": "the disk is full"}')
+    assert open_run(make_settings(tmp_path)).checkpoint == step_folder(killed, 4)
+    assert not (killed / "summary.json").exists()
+
+
+def test_settings_and_logs_that_were_removed_are_made_again(tmp_path: Path, killed: Path) -> None:
+    (killed / CONFIG).unlink()
+    shutil.rmtree(killed / "logs")
+    assert open_run(make_settings(tmp_path)).checkpoint == step_folder(killed, 4)
+    assert load_settings(killed / CONFIG).name == "r"
+    assert (killed / "logs").is_dir()
+
+
+def test_what_does_not_affect_the_training_may_change(tmp_path: Path, killed: Path) -> None:
+    run = open_run(make_settings(tmp_path, profile={"steps": [5]}, reward={"workers": 7}))
+    assert run.checkpoint == step_folder(killed, 4)
+
+
+def test_the_rest_of_a_killed_removal_is_removed_later(
+    tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **how: None)  # killed before it
+        remove_old(killed, keep=1, milestone=None)
+    assert list(list_steps(killed)) == [4]
+    assert not step_folder(killed, 2).exists()
+    remove_parts(killed)  # as every save does, and every resume
+    assert sorted(f.name for f in (killed / "checkpoints").iterdir()) == ["latest.json", "step_000004"]
+
+
+def test_a_read_only_folder_is_one_message(
+    tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, seconds: float = 0.0) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder / ".lock"))
+
+    monkeypatch.setattr(resume, "hold_folder", fail)
+    with pytest.raises(UserError, match=r"\.lock: Read-only file system; make the run's folder writable"):
+        open_run(make_settings(tmp_path))

@@ -215,7 +215,7 @@ def start_child(module: str, log: Path, share: int, **environment: str) -> subpr
     }
     with log.open("w") as errors:
         return subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

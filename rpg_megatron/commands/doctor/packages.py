@@ -100,7 +100,7 @@ def import_torch() -> dict[str, Any]:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TORCH],
+            [sys.executable, "-P", "-c", _TORCH],
             capture_output=True,
             text=True,
             timeout=IMPORT_SECONDS,

@@ -17,7 +17,7 @@ from rpg_megatron.engine.restarts import take_request
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
 from rpg_megatron.launcher.run import GRACE
-from rpg_megatron.launcher.run_dir import LOGS
+from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import (
     Interrupted,
@@ -48,7 +48,11 @@ class Evaluation:
             undo.callback(self._supervisor.close, GRACE)
             self._workspace = self._supervisor.workspace
             self._progress = Progress(
-                self._workspace.work, steps=0, console=Console(stderr=True), line_seconds=_LINE_SECONDS
+                self._workspace.work,
+                steps=0,
+                log=folder.path / LOGS / LAUNCHER_LOG,
+                console=Console(stderr=True),
+                line_seconds=_LINE_SECONDS,
             )
             undo.pop_all()
 
@@ -70,7 +74,7 @@ class Evaluation:
             f"evaluation {shown(self._folder.path)}\n"
             f"starting (takes about a minute): engines {settings.engine.replicas}"
         )
-        command = [sys.executable, "-m", EVALUATOR, str(self._folder.path), str(work)]
+        command = [sys.executable, "-P", "-m", EVALUATOR, str(self._folder.path), str(work)]
         self._evaluator = self._supervisor.start("evaluator", command, base_environment(settings, token))
         for index in range(settings.engine.replicas):
             self._signals.check()

@@ -78,7 +78,6 @@ def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
         path.mkdir(parents=True, exist_ok=True)
         lock = hold_folder(path)
         if lock is None:
-            (path / LOCK).open("a").close()  # raises if it cannot be written
             raise UserError(
                 f"--out: {shown(path)}: another evaluation is running there; wait, or choose another folder"
             )

@@ -126,4 +126,7 @@ def _unscored(t: Trajectory) -> Trajectory:
 
 def _read_rows(run: Path) -> dict[int, dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return {int(row["step"]): row for row in map(json.loads, lines)}
+    rows: dict[int, dict[str, Any]] = {}
+    for row in map(json.loads, lines):  # the last step may have a second row, of its checkpoint
+        rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
+    return rows
