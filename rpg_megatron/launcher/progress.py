@@ -31,8 +31,8 @@ _REDRAW_SECONDS = 0.2
 _COLUMNS = (
     ("reward", "reward/mean", "{:+.3f}"),
     ("accuracy", "reward/accuracy", "{:.1%}"),
-    ("no signal", "groups/equal_rewards", "{:.0%}"),
     ("entropy", "policy/entropy", "{:.3f}"),
+    ("no signal", "groups/equal_rewards", "{:.0%}"),
     ("mismatch", "mismatch/logp_max", "{:.1e}"),
     ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
 )
