@@ -50,7 +50,7 @@ class RPGSettings(Section):
 
 
 class GRPOSettings(Section):
-    """GRPO (arXiv 2402.03300)."""
+    """GRPO (arXiv 2402.03300). Needs advantage.type grpo, and an anchor unless beta is 0."""
 
     type: Literal["grpo"]
     """The loss."""
@@ -63,7 +63,7 @@ class GRPOSettings(Section):
 
 
 class DAPOSettings(Section):
-    """DAPO (arXiv 2503.14476): raised upper bound, no KL."""
+    """DAPO (arXiv 2503.14476): raised upper bound, no KL. Needs advantage.type grpo."""
 
     type: Literal["dapo"]
     """The loss."""
@@ -81,7 +81,10 @@ class PPOSettings(Section):
 
 
 class ReinforcePlusPlusSettings(Section):
-    """REINFORCE++ as in the scripts of arXiv 2505.17508: additive k1, which pushes away from the anchor."""
+    """REINFORCE++ as in the scripts of arXiv 2505.17508: additive k1, which pushes away from the anchor.
+
+    Needs advantage.type reinforce_plus_plus or reinforce_plus_plus_baseline.
+    """
 
     type: Literal["reinforce_plus_plus"]
     """The loss."""
@@ -92,7 +95,10 @@ class ReinforcePlusPlusSettings(Section):
 
 
 class CISPOSettings(Section):
-    """CISPO (arXiv 2506.13585): clamped and detached ratio; every token keeps its gradient."""
+    """CISPO (arXiv 2506.13585): clamped and detached ratio; every token keeps its gradient.
+
+    Needs advantage.type grpo.
+    """
 
     type: Literal["cispo"]
     """The loss."""
@@ -103,7 +109,10 @@ class CISPOSettings(Section):
 
 
 class GSPOSettings(Section):
-    """GSPO (arXiv 2507.18071): one length-normalised ratio per sequence; use aggregation sequence_mean."""
+    """GSPO (arXiv 2507.18071): one length-normalised ratio per sequence.
+
+    Needs advantage.type grpo and aggregation.type sequence_mean.
+    """
 
     type: Literal["gspo"]
     """The loss."""

@@ -15,10 +15,17 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 class OverlongSettings(Section):
     """DAPO's soft penalty on long responses: 0 until ``buffer`` tokens are left, then linear to -factor."""
 
-    buffer: int = Field(512, ge=1)
-    """Length, in tokens before rollout.max_response_tokens, over which the penalty grows."""
+    buffer: int | None = Field(None, ge=1)
+    """Length, in tokens before rollout.max_response_tokens, over which the penalty grows. null: 512, or a
+    quarter of rollout.max_response_tokens if that is less than 512."""
     factor: float = Field(1.0, gt=0)
     """Penalty of a truncated response."""
+
+    def buffer_for(self, longest: int) -> int:
+        """``buffer`` for responses of at most ``longest`` tokens."""
+        if self.buffer is not None:
+            return self.buffer
+        return 512 if longest >= 512 else max(longest // 4, 1)
 
 
 BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")

@@ -22,6 +22,7 @@ from rpg_megatron.config.objective import (
     AggregationSettings,
     AnchorSettings,
     CorrectionSettings,
+    GRPOSettings,
     GuardSettings,
     ObjectiveSettings,
     RPGSettings,
@@ -112,7 +113,7 @@ class Settings(Section):
                 f"try {prompts - prompts % parts or parts}"
             )
         overlong, longest = self.reward.overlong, self.rollout.max_response_tokens
-        if overlong is not None and overlong.buffer > longest:
+        if overlong is not None and overlong.buffer is not None and overlong.buffer > longest:
             raise ValueError(
                 f"reward.overlong.buffer ({overlong.buffer}) is longer than a response "
                 f"(rollout.max_response_tokens {longest}); try {max(longest // 4, 1)}"
@@ -130,8 +131,9 @@ class Settings(Section):
             yield f"objective.type {kind} has no KL term, so anchor.type has no effect; set it to old"
         if self.aggregation.constant is not None and self.aggregation.type != "constant":
             yield "aggregation.constant has no effect unless aggregation.type is constant"
-        if kind == "gspo" and self.aggregation.type != "sequence_mean":
-            yield "objective.type gspo gives each sequence one loss; set aggregation.type to sequence_mean"
+        if missing := self._missing_of_baseline():
+            lines = " and ".join(f"{key} to {value}" for key, value in missing.items())
+            yield f"objective.type {kind} alone is not the published algorithm; set {lines}"
         if self.bridge.transport == "cuda_ipc" and self.device != "cuda":
             yield "bridge.transport cuda_ipc needs device cuda; use shared_memory"
         workers = self.engine.replicas * self.engine.tensor
@@ -158,6 +160,20 @@ class Settings(Section):
         unused = CorrectionSettings.model_fields["low"].default
         if correction is not None and correction.type == "truncate" and correction.low != unused:
             yield "correction.low has no effect with type truncate; remove it, or use icepop"
+
+    def _missing_of_baseline(self) -> dict[str, str]:
+        """What the objective's published algorithm needs besides its loss: key -> value.
+
+        Only defaults are refused: they are RPG's, and would otherwise run under another algorithm's name.
+        """
+        kind, missing = self.objective.type, {}
+        if self.advantage.type == "rpg" and kind not in ("rpg", "ppo"):
+            missing["advantage.type"] = "reinforce_plus_plus" if kind == "reinforce_plus_plus" else "grpo"
+        if isinstance(self.objective, GRPOSettings) and self.objective.beta and self.anchor.type == "old":
+            missing["anchor.type"] = "fixed (or objective.beta to 0: no KL)"
+        if kind == "gspo" and self.aggregation.type != "sequence_mean":
+            missing["aggregation.type"] = "sequence_mean"
+        return missing
 
     def _offloading_problems(self) -> Iterator[str]:
         if self.device != "cuda":

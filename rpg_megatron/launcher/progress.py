@@ -32,6 +32,7 @@ _COLUMNS = (
     ("reward", "reward/mean", "{:+.3f}"),
     ("accuracy", "reward/accuracy", "{:.1%}"),
     ("entropy", "policy/entropy", "{:.3f}"),
+    ("no signal", "groups/equal_rewards", "{:.0%}"),
     ("mismatch", "mismatch/logp_max", "{:.1e}"),
     ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
 )

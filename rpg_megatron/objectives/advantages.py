@@ -28,7 +28,8 @@ def group_advantages(
     - ``reinforce_plus_plus_baseline``: reward minus group mean, whitened likewise.
 
     A group of one has nothing to compare with: its baseline is 0 (and its deviation 1), so the reward counts
-    as it is. A group of equal rewards has advantage 0, exactly.
+    as it is. A group of equal rewards has advantage exactly 0 with ``rpg``, ``grpo`` and ``leave_one_out``,
+    which compare within a group only.
     Raises ValueError if shapes differ or lengths are missing.
     Source: arXiv 2505.17508's released code (its estimator ``rpg`` and its baselines); leave-one-out arXiv
     2402.14740.

@@ -111,4 +111,5 @@ class Scorer:
 
 def overlong_penalty(settings: OverlongSettings, length: int, max_tokens: int) -> float:
     """DAPO's soft penalty: 0 up to ``max_tokens - buffer``, then linear to ``-factor`` at ``max_tokens``."""
-    return min(0.0, -settings.factor * (length - (max_tokens - settings.buffer)) / settings.buffer)
+    buffer = settings.buffer_for(max_tokens)
+    return min(0.0, -settings.factor * (length - (max_tokens - buffer)) / buffer)

@@ -1,7 +1,8 @@
 """Dynamic sampling (DAPO): drop groups without a learning signal, sample prompts until the step is full.
 
-A group whose responses are all right or all wrong has advantage 0, so it is dropped. Surplus groups come
-first in the next step, or are dropped (``rollout.dynamic.surplus``).
+A group whose responses are all right or all wrong is dropped: its rewards are equal, unless a penalty or a
+dense reward tells them apart. Surplus groups come first in the next step, or are dropped
+(``rollout.dynamic.surplus``).
 """
 
 from __future__ import annotations

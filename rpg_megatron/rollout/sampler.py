@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Coroutine
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
@@ -252,7 +253,17 @@ class Sampler:
 
 
 def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Metrics ``reward/*`` and ``response/*`` of a batch."""
+    """Metrics ``reward/*``, ``groups/*`` and ``response/*`` of a batch.
+
+    ``groups/*`` are shares of the batch's groups, after dynamic sampling: all responses right, all wrong
+    (``Trajectory.correct``: for a reward function that returns a number, above 0), and all rewards equal,
+    whatever they are. The last are those without a learning signal, also under dense rewards.
+    """
+    groups: dict[int, list[Trajectory]] = defaultdict(list)
+    for t in trajectories:
+        groups[t.group].append(t)
+    right = [sum(t.correct for t in group) / len(group) for group in groups.values()]
+    equal = [len({t.reward for t in group}) == 1 for group in groups.values()]
     rewards = np.array([t.reward for t in trajectories], np.float64)
     lengths = np.array([len(t.response) for t in trajectories], np.float64)
     parts = {
@@ -263,6 +274,9 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/accuracy": float(np.mean([t.correct for t in trajectories])),
         "reward/std": float(rewards.std()),
+        "groups/all_right": float(np.mean([share == 1 for share in right])),
+        "groups/all_wrong": float(np.mean([share == 0 for share in right])),
+        "groups/equal_rewards": float(np.mean(equal)),
         "response/length_mean": float(lengths.mean()),
         "response/length_p50": float(np.quantile(lengths, 0.5)),
         "response/length_p95": float(np.quantile(lengths, 0.95)),

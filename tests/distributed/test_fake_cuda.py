@@ -38,6 +38,7 @@ VIRTUAL = {"pipeline": 4, "virtual": 2, "data": 2}
 SCHEDULE_FREE = {"optimizer": {"type": "schedule_free_adamw", "distributed": False}}
 SEQUENCES = {
     "objective": {"type": "gspo"},
+    "advantage": {"type": "grpo"},
     "aggregation": {"type": "sequence_mean"},
     "correction": {"type": "icepop", "level": "sequence"},
 }

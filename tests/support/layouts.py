@@ -21,6 +21,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "rpg": {"objective": {"beta": 0.05}, "anchor": {"type": "fixed"}},
     "gspo": {
         "objective": {"type": "gspo", "low": 0.1, "high": 0.1},
+        "advantage": {"type": "grpo"},
         "aggregation": {"type": "sequence_mean"},
     },
 }

@@ -9,6 +9,7 @@ any way gives one gradient. Not covered: training with them (benchmarks), Megatr
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpg_megatron.objectives import (
+    AdvantageKind,
     Clip,
     aggregate,
     cispo_loss,
@@ -189,6 +191,12 @@ def test_advantages_within_the_group() -> None:
         ],
         abs=1e-12,
     )
+
+
+@pytest.mark.parametrize("kind", get_args(AdvantageKind))
+def test_a_group_of_equal_rewards_has_no_advantage_where_only_its_group_counts(kind: AdvantageKind) -> None:
+    found = group_advantages(REWARDS, GROUPS, kind=kind, lengths=torch.arange(1, len(REWARDS) + 1))[3:6]
+    assert (found.tolist() == [0.0] * 3) == (kind in ("rpg", "grpo", "leave_one_out"))
 
 
 def test_advantages_over_the_batch() -> None:

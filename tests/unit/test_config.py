@@ -20,6 +20,7 @@ import rpg_megatron
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.explanation import valid_keys
 from rpg_megatron.launcher.run_dir import create_run, resolved_yaml
+from rpg_megatron.rewards.reward import overlong_penalty
 
 PACKAGE = Path(rpg_megatron.__file__).parent
 
@@ -194,7 +195,12 @@ def test_every_key_is_read_somewhere():
         ("objective.type=rgp", "'rgp' is unknown; use one of rpg, grpo"),
         ("objective={type: grpo, clip: {hgh: 2}}", "did you mean 'objective.clip.high'?"),
         ("objective={type: grpo, divergence: fkl}", "does not exist for the chosen objective.type"),
-        ("objective={type: gspo}", "set aggregation.type to sequence_mean"),
+        ("objective={type: gspo}", "set advantage.type to grpo and aggregation.type to sequence_mean"),
+        ("objective={type: grpo}", "set advantage.type to grpo and anchor.type to fixed"),
+        ("objective={type: grpo, beta: 0}", "set advantage.type to grpo"),
+        ("objective={type: dapo}", "set advantage.type to grpo"),
+        ("objective={type: cispo}", "set advantage.type to grpo"),
+        ("objective={type: reinforce_plus_plus}", "set advantage.type to reinforce_plus_plus"),
         ("aggregation.constant=5", "no effect unless aggregation.type is constant"),
         ("correction={type: truncate, low: 0.1}", "correction.low has no effect"),
         ("rollout.temperature=0", "greater than or equal to 0.01"),
@@ -248,6 +254,38 @@ def test_explained_settings_are_the_settings_with_each_keys_meaning(config_file:
     assert "Keys: type, level, low, high." in comments, "of a block that is null"
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective.type=grpo", "advantage.type=grpo", "anchor.type=fixed"],
+        ["objective={type: grpo, beta: 0}", "advantage.type=grpo"],
+        ["objective.type=grpo", "advantage.type=leave_one_out", "anchor.type=every"],
+        ["objective.type=dapo", "advantage.type=grpo"],
+        ["objective.type=cispo", "advantage.type=grpo"],
+        ["objective.type=reinforce_plus_plus", "advantage.type=reinforce_plus_plus"],
+        ["objective.type=reinforce_plus_plus", "advantage.type=reinforce_plus_plus_baseline"],
+        ["objective.type=ppo"],
+        ["advantage.type=leave_one_out"],
+    ],
+)
+def test_a_whole_baseline_is_accepted(tmp_path: Path, overrides: list[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {path: d}\n")
+    load_settings(file, overrides)
+
+
+@pytest.mark.parametrize("longest", [64, 2048])
+def test_the_overlong_penalty_needs_no_numbers(tmp_path: Path, longest: int) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {path: m}\ndata: {path: d}\n")
+    overlong = load_settings(
+        file, ["reward.overlong={}", f"rollout.max_response_tokens={longest}"]
+    ).reward.overlong
+    assert overlong is not None
+    assert overlong_penalty(overlong, longest, longest) == -1.0
+    assert overlong_penalty(overlong, longest * 3 // 4, longest) == 0.0
+
+
 def test_anchor_without_a_kl_term_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\ndata: {path: d}\nobjective: {type: dapo}\nanchor: {type: fixed}\n")
@@ -267,7 +305,9 @@ def test_resolved_settings_can_be_read_again(tmp_path: Path) -> None:
     file.write_text(
         "model: {path: m}\ndata: {path: d}\nguards: {mismatch: off}\ncorrection: {type: truncate}\n"
     )
-    first = load_settings(file, ["objective={type: gspo}", "aggregation.type=sequence_mean"])
+    first = load_settings(
+        file, ["objective={type: gspo}", "advantage.type=grpo", "aggregation.type=sequence_mean"]
+    )
     assert first.guards.mismatch == "off"
     file.write_text(first.to_yaml())
     again = load_settings(file)
@@ -284,6 +324,7 @@ def test_a_file_on_top_of_others(tmp_path: Path) -> None:
     write(tmp_path / "base/model.yaml", "model: {path: weights}\nprecision: {dtype: float32}\n")
     write(tmp_path / "base/data.yaml", "data: {path: train.jsonl, max_prompt_tokens: 7}\nseed: 3\n")
     objective = "objective: {type: grpo, beta: 0.5, clip: {high: 0.4}}"
+    objective += "\nadvantage: {type: grpo}\nanchor: {type: fixed}"
     write(tmp_path / "base/both.yaml", f"extends: [model.yaml, data.yaml]\nseed: 4\n{objective}\n")
     top = write(tmp_path / "a.yaml", "extends: base/both.yaml\nobjective: {clip: {low: 0.1}}\n")
     settings = load_settings(top, ["data.limit=9"])

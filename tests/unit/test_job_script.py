@@ -20,6 +20,7 @@ from rpg_megatron.commands.launch import job_script
 from rpg_megatron.commands.launch.job_script import (
     REQUEUE,
     SETUP,
+    SLURM,
     check_job,
     gpus_a_node,
     read_options,
@@ -213,3 +214,11 @@ def test_the_end_of_a_job(tmp_path: Path, code: int, array: bool, state: str, en
     assert done.returncode == ends, done.stderr
     assert ((tmp_path / "did").read_text() if (tmp_path / "did").exists() else "") == did
     assert ("saved; requeued" in done.stdout) == did.startswith("scontrol")
+
+
+def test_a_job_gets_all_memory_of_its_nodes() -> None:
+    # --exclusive gives all cores; memory stays at the partition's default for one job.
+    scripts = list((Path(__file__).parents[2] / "slurm").glob("*.sbatch"))
+    assert scripts
+    assert [file.name for file in scripts if "#SBATCH --mem=0\n" not in file.read_text()] == []
+    assert SLURM["mem"] == "0"

@@ -96,8 +96,10 @@ def knows_an_anchor(block: dict[str, Any]) -> bool:
 
 
 def settings_for(block: dict[str, Any], anchor: str) -> Settings:
-    aggregation = {"type": "sequence_mean" if block.get("type") == "gspo" else "token_mean"}
-    return settings(objective=block, anchor={"type": anchor}, aggregation=aggregation)
+    kind = block.get("type", "rpg")
+    aggregation = {"type": "sequence_mean" if kind == "gspo" else "token_mean"}
+    advantage = {"type": kind if kind in ("rpg", "reinforce_plus_plus") else "grpo"}
+    return settings(objective=block, anchor={"type": anchor}, aggregation=aggregation, advantage=advantage)
 
 
 @pytest.mark.parametrize(("name", "block", "direct"), CASES, ids=[c[0] for c in CASES])
@@ -108,6 +110,10 @@ def test_a_block_is_its_function(name: str, block: dict[str, Any], direct: Any, 
         with pytest.raises(ValueError, match="has no KL term"):
             settings_for(block, anchor)
         return
+    if anchor == "old" and block.get("type") == "grpo":  # its KL is to a reference model
+        with pytest.raises(ValueError, match=r"set anchor\.type to fixed"):
+            settings_for(block, anchor)
+        return
     got = build_loss(settings_for(block, anchor))(logp, t).per_token
     extra = {"anchor_logp": t.anchor} if anchor == "fixed" else {}
     torch.testing.assert_close(got, direct(logp, t.old, t.advantages, **extra).per_token, rtol=0, atol=0)
@@ -115,7 +121,11 @@ def test_a_block_is_its_function(name: str, block: dict[str, Any], direct: Any, 
 
 def test_blocks_differ() -> None:
     logp, t = tokens()
-    losses = [build_loss(settings_for(block, "old"))(logp, t).per_token for _, block, _ in CASES]
+    anchors = ["fixed" if block.get("type") == "grpo" else "old" for _, block, _ in CASES]
+    losses = [
+        build_loss(settings_for(block, anchor))(logp, t).per_token
+        for (_, block, _), anchor in zip(CASES, anchors, strict=True)
+    ]
     for i, one in enumerate(losses):
         for j, other in enumerate(losses[:i]):
             assert not torch.equal(one, other), (CASES[i][0], CASES[j][0])

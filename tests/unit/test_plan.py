@@ -7,6 +7,7 @@ ranks (tests/distributed/test_plan_memory); whatever a GPU adds was never measur
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -335,7 +336,9 @@ def test_an_unknown_card_is_one_message() -> None:
         card_bytes("h100")
 
 
-def test_the_tables_fit_80_columns_and_carry_no_colour_codes_in_a_pipe(write: Callable[..., Path]) -> None:
+def test_the_tables_fit_80_columns_and_are_plain_unwrapped_rows_in_a_pipe(
+    write: Callable[..., Path],
+) -> None:
     file = write(QWEN3_8B, parallel={"tensor": 4, "data": 2, "sequence": True})
     # As on a login node: no torch, no vLLM, no Megatron.
     code = (
@@ -343,20 +346,27 @@ def test_the_tables_fit_80_columns_and_carry_no_colour_codes_in_a_pipe(write: Ca
         "for name in ('torch', 'vllm', 'megatron', 'transformers', 'numpy'): sys.modules[name] = None\n"
         "from rpg_megatron import cli; cli.main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "plan", str(file), "--sweep"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("best:")]
-    assert max(map(len, lines)) <= 80
-    for word in ("activations", "KV cache", "exact", "estimated", "layouts, best first"):
-        assert word in done.stdout
-    assert "…" not in done.stdout
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    printed = {}
+    for columns in ("80", ""):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "plan", str(file), "--sweep"],
+            env=environment | ({"COLUMNS": columns} if columns else {}),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "\x1b" not in done.stdout
+        for word in ("activations", "KV cache", "exact", "estimated", "layouts, best first"):
+            assert word in done.stdout
+        assert "…" not in done.stdout
+        printed[columns] = [line for line in done.stdout.splitlines() if not line.startswith("best:")]
+    assert max(map(len, printed["80"])) <= 80
+    # Without a width a row is one line, so that grep and a log show it whole.
+    facts = ("model ", "policy ", "layers ", "engines ", "GPUs ", "step ", "update ")
+    assert [line.partition(" ")[0] + " " for line in printed[""][: len(facts)]] == list(facts)
 
 
 def test_the_quickstart_fits_this_machine(capsys) -> None:

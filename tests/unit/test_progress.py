@@ -7,6 +7,7 @@ covered: a launcher that shows it (tests/integration/test_launcher.py).
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: 
             "step": 1,
             "reward/mean": -0.5,
             "reward/accuracy": 0.25,
+            "groups/equal_rewards": 0.5,
             "policy/entropy": 1.0,
             "time/step": 30.0,
         }
@@ -42,7 +44,8 @@ def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: 
     lines = file.read_text().splitlines()
     assert lines[:2] == ["loading", "step 0/4  evaluation: heldout/avg@1 25.0%"]
     assert lines[2:] == [
-        "step 1/4  reward -0.500  accuracy 25.0%  entropy 1.000  mismatch 1.0e-05  tokens/s 8,000  left 1:30"
+        "step 1/4  reward -0.500  accuracy 25.0%  entropy 1.000  no signal 50%  mismatch 1.0e-05  "
+        "tokens/s 8,000  left 1:30"
     ]
     assert progress.started_training
 
@@ -53,14 +56,16 @@ def test_a_narrow_terminal_shows_fewer_numbers_and_those_whole(tmp_path: Path, w
         console = Console(file=out, width=width, force_terminal=True, color_system=None)
         progress = Progress(tmp_path, steps=10, console=console)
         row = {"reward/mean": -0.281, "reward/accuracy": 0.359, "policy/entropy": 0.151}
+        row |= {"groups/equal_rewards": 0.25}
         row |= {"step": 9, "mismatch/logp_max": 5.0e-6, "throughput/tokens_per_second": 1837.0}
         EventSender(tmp_path / EVENTS).send({"kind": "step", "row": row, "steps": 10})
         progress.pump(0.5)
         progress.close()
     *_, head, numbers = (tmp_path / "out").read_text().splitlines()
-    whole = ["9/10", "-0.281", "35.9%", "0.151", "5.0e-06", "1,837"]
-    assert head.split()[-1] == last
-    assert numbers.split() == whole[: len(head.split())]
+    whole = ["9/10", "-0.281", "35.9%", "0.151", "25%", "5.0e-06", "1,837"]
+    names = re.split(r"  +", head.strip())
+    assert names[-1] == last
+    assert numbers.split() == whole[: len(names)]
 
 
 def test_a_long_phase_says_how_far_it_is_where_that_is_asked(tmp_path: Path):

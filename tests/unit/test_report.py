@@ -22,7 +22,8 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands import train
 from rpg_megatron.commands.report import write_report
-from rpg_megatron.commands.report.health import check_health, find_changes
+from rpg_megatron.commands.report.changes import find_changes, wilson
+from rpg_megatron.commands.report.health import check_health
 from rpg_megatron.commands.report.run_files import name_runs, read_run, thin_rows
 from rpg_megatron.commands.report.samples import _parse_rollout, choose_samples
 from rpg_megatron.config import UserError
@@ -216,12 +217,72 @@ def test_a_good_run_is_called_good(run: Path) -> None:
     assert changes["reward/mean"].after == pytest.approx(sum(r["reward/mean"] for r in rows[-10:]) / 10)
 
 
-def test_held_out_change_within_two_standard_errors_is_no_change(tmp_path: Path) -> None:
+def test_held_out_change_within_its_error_is_no_change(tmp_path: Path) -> None:
     folder = rows_of(tmp_path / "run", [{"step": s, "eval/e/avg@1": v} for s, v in ((0, 0.50), (9, 0.55))])
     run = read_run(folder)
     (small,), (large,) = find_changes(run, {"e": 100}), find_changes(run, {"": 10_000})
-    assert small.error == pytest.approx(math.sqrt((0.25 + 0.2475) / 100))
+    assert small.margin == pytest.approx(2 * math.sqrt((0.25 + 0.2475) / 100), rel=0.05)
+    assert large.margin == pytest.approx(2 * math.sqrt((0.25 + 0.2475) / 10_000), rel=0.05)
     assert (small.verdict, large.verdict) == ("flat", "up")
+    (unknown,) = find_changes(run, {})  # nobody knows how many problems it has
+    assert (unknown.verdict, unknown.margin) == ("unknown", None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problems", "verdict"),
+    [
+        (1 / 64, 0.0, 64, "flat"),  # one response
+        (0.0, 1.0, 1, "flat"),
+        (0.0, 0.0, 64, "flat"),
+        (0.0, 1.0, 8, "up"),
+        (0.6, 0.3, 200, "down"),
+    ],
+)
+def test_few_problems_prove_little(
+    tmp_path: Path, before: float, after: float, problems: int, verdict: str
+) -> None:
+    """Held out, and in a short training run, whose steps are too few for an error from their scatter."""
+    values = ((1, before), (4, after))
+    held_out = rows_of(tmp_path / "a", [{"step": s, "eval/e/avg@1": v} for s, v in values])
+    (change,) = find_changes(read_run(held_out), {"e": problems})
+    assert change.verdict == verdict
+    rows = [
+        {"step": s, "reward/accuracy": v, "reward/mean": 2 * v - 1, "reward/std": 2 * (v * (1 - v)) ** 0.5}
+        for s, v in values
+    ]
+    training = rows_of(tmp_path / "b", rows, f"rollout: {{prompts_per_step: {problems}}}\n")
+    assert find_changes(read_run(training), {})[0].verdict == verdict
+    assert {c.verdict for c in find_changes(read_run(rows_of(tmp_path / "c", rows)), {})} == {"unknown"}
+
+
+def test_intervals_are_wilsons() -> None:
+    # Newcombe, Statistics in Medicine 17 (1998), table I: 81 of 263, and 0 of 20; his z is 1.96.
+    assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=2e-3)
+    assert wilson(0.0, 20) == pytest.approx((0.0, 0.1611), abs=6e-3)
+
+
+def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
+    def row(step: int, silent: bool) -> dict[str, float]:
+        found = {"reward/std": 0.0, "groups/equal_rewards": 1.0, "policy/grad_norm": 1e-7}
+        return {"step": step, **(found if silent else {"reward/std": 0.5, "groups/equal_rewards": 0.4})}
+
+    rows = [row(s, silent=s > 3) for s in range(1, 11)]
+    for r, norm in zip(rows, (1.0, 1.2, 0.9), strict=False):
+        r["policy/grad_norm"] = norm
+    config = "advantage: {type: grpo}\nrollout: {samples_per_prompt: 8}\n"
+    checks = {c.name: c for c in check_health(read_run(rows_of(tmp_path / "run", rows, config)))}
+    assert "spike" not in checks["gradient"].text
+    assert checks["gradient"].verdict == "good"
+    assert checks["signal"].verdict == "warn"
+    assert checks["signal"].text == (
+        "100% of the last groups had equal rewards; none in 7 steps (4, 5, 6, …): all rewards of a group were "
+        "equal"
+    )
+    # Rewards of another group may still tell a group of equal ones apart from it.
+    for r in rows:
+        r["reward/std"] = 0.5
+    batch = rows_of(tmp_path / "batch", rows, config.replace("grpo", "batch_mean"))
+    assert verdicts(batch)["signal"] == "good"
 
 
 @pytest.mark.parametrize(

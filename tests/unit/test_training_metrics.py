@@ -6,6 +6,7 @@ Not covered: the loop itself (tests/integration).
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.rollout.sampler import batch_metrics
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
 
 
@@ -47,6 +49,23 @@ def test_only_tokens_of_the_present_weights_count() -> None:
     assert row["mismatch/tokens"] == 2
     assert row["mismatch/stale_tokens"] == 1
     assert row["mismatch/logp_max"] == pytest.approx(2e-5, rel=0.05)
+
+
+def test_groups_without_a_signal_are_counted() -> None:
+    groups = [
+        [(1.0, True), (1.0, True)],
+        [(1.0, True), (0.6, True)],  # all right, but a penalty tells them apart
+        [(-1.0, False), (-1.0, False)],
+        [(0.3, True), (-1.0, False)],
+    ]
+    batch = [
+        replace(trajectory([0.0], [7]), group=number, reward=reward, correct=correct)
+        for number, group in enumerate(groups)
+        for reward, correct in group
+    ]
+    row = batch_metrics(batch)
+    assert (row["groups/all_right"], row["groups/all_wrong"]) == (0.5, 0.25)
+    assert row["groups/equal_rewards"] == 0.5
 
 
 @pytest.mark.parametrize("gap", [[0.0, 2e-3, 0.0], [0.0, float("nan"), 0.0]])

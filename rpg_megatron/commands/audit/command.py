@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from rpg_megatron.commands.audit import RANK, REPORT, REQUEST
+from rpg_megatron.commands.console import table_console
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.run import RunLauncher
@@ -80,7 +81,7 @@ def audit(
     report = json.loads((run.folder / REPORT).read_text(encoding="utf-8"))
     if copy is not None:
         shutil.copyfile(run.folder / REPORT, copy)
-    show(report, Console())
+    show(report, table_console())
     print(f"\nreport: {shown(run.folder / REPORT)}", flush=True)
     return bool(report["clean"])
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from rich.console import Console
-
+from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.doctor import gpu, machine, packages, run_inputs
 from rpg_megatron.commands.doctor.gather import (
     NodeReport,
@@ -62,5 +61,5 @@ def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
     if as_json:
         print(to_json(reports))
     else:
-        print_reports(reports, Console())
+        print_reports(reports, table_console())
     return not failures(reports)

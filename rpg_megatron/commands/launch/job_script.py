@@ -57,6 +57,7 @@ SLURM: dict[str, Any] = {
     "time": "04:00:00",
     "signal": "USR1@600",
     "exclusive": True,
+    "mem": "0",  # all memory of the node: many clusters give a job a share of it otherwise
     # Launchers stop each other; NeMo-Run's defaults would kill them when the first one exits.
     "srun_args": ["--kill-on-bad-exit=0", "--wait=0"],
     "setup_lines": SETUP,

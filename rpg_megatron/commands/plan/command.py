@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
+from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import table
 from rpg_megatron.commands.plan.plan import find_target, make_plan
 from rpg_megatron.commands.plan.sweep import lighter as find_lighter
@@ -28,7 +27,7 @@ def run_plan(settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool)
     if as_json:
         print(table.to_json(plan, layout=layout, engine=engine, sweep=swept, lighter=lighter))
         return plan.fits
-    console = Console()
+    console = table_console()
     table.print_plan(plan, console, lighter)
     if not plan.fits:
         table.print_suggestion(layout, engine, plan, console)

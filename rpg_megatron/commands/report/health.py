@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
-from rpg_megatron.commands.report.run_files import RunFiles
+from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
 from rpg_megatron.config.objective import GuardSettings
 
-_FEW = 10
-"""Steps averaged at the start and at the end of a run; fewer in a short run."""
-_TRUNCATED, _ENTROPY, _SPIKE, _CLIPPED = 0.2, 0.02, 10.0, 0.2
+_TRUNCATED, _ENTROPY, _SPIKE, _CLIPPED, _SILENT = 0.2, 0.02, 10.0, 0.2, 0.9
 
 
 @dataclass(frozen=True)
@@ -28,48 +26,6 @@ class HealthCheck:
     name: str
     verdict: Literal["good", "warn", "bad"]
     text: str
-
-
-@dataclass(frozen=True)
-class Change:
-    """A metric at the start and at the end of a run."""
-
-    name: str
-    before: float
-    after: float
-    error: float | None
-    """Standard error of the difference, None if unknown."""
-
-    @property
-    def verdict(self) -> Literal["up", "down", "flat"]:
-        """Direction of the change; flat: less than two standard errors."""
-        change = self.after - self.before
-        if abs(change) <= 2 * (self.error or 0.0):
-            return "flat"
-        return "up" if change > 0 else "down"
-
-
-def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
-    """Held-out accuracy of each set, training accuracy and reward, before and after.
-
-    sizes: problems in each held-out set, if known. Held-out values are single evaluations; training values
-    are means over the first and the last tenth of the steps, at most ten, whose variance gives the error.
-    """
-    found = []
-    for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
-        values = [value for _, value in run.series(key)]
-        if len(values) > 1:
-            error = None
-            # Responses to one problem are correlated, so count problems, not responses.
-            if problems := sizes.get(key.split("/")[1], sizes.get("", 0)):
-                error = math.sqrt(sum(v * (1 - v) for v in (values[0], values[-1])) / problems)
-            found.append(Change(key.removeprefix("eval/"), values[0], values[-1], error))
-    for key in ("reward/accuracy", "reward/mean"):
-        values = [value for _, value in run.series(key)]
-        if len(values) > 1:
-            first, last = _ends(values)
-            found.append(Change(key, _mean(first), _mean(last), _error(first, last)))
-    return found
 
 
 def check_health(run: RunFiles) -> list[HealthCheck]:
@@ -86,7 +42,9 @@ def _checks(run: RunFiles) -> Iterator[HealthCheck]:
     yield from _check_mismatch(run)
     yield from _check_entropy(run)
     yield from _check_truncation(run)
-    yield from _check_gradient(run)
+    silent = _steps_without_signal(run)
+    yield from _check_signal(run, silent)
+    yield from _check_gradient(run, silent)
     yield from _check_clipping(run)
     if any("engine/restarts" in row for row in run.rows):
         restarts = int(sum(value for _, value in run.series("engine/restarts")))
@@ -111,8 +69,8 @@ def _check_finite(run: RunFiles) -> HealthCheck:
 
 
 def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
-    largest, mean = run.series("mismatch/logp_max"), run.series("mismatch/logp_mean")
-    if not largest or not mean:
+    largest, means = run.series("mismatch/logp_max"), run.series("mismatch/logp_mean")
+    if not largest or not means:
         return
     dtype = str(run.config.get("precision.dtype", "bfloat16"))
     fields = {k: run.config.get(f"guards.{k}") for k in GuardSettings.model_fields}
@@ -121,7 +79,7 @@ def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
     except ValidationError:
         guards = GuardSettings.model_validate({})
     bounds = guards.thresholds(dtype)
-    (_, worst), (step, average) = max(largest, key=_value), max(mean, key=_value)
+    (_, worst), (step, average) = max(largest, key=_value), max(means, key=_value)
     over = worst > bounds[0] or average > bounds[1]
     bound = "" if math.isinf(bounds[0]) else f" (bound {bounds[0]:.2g})"
     text = f"mean {average:.2g} (bound {bounds[1]:.2g}), max {worst:.2g}{bound} nats"
@@ -134,7 +92,7 @@ def _check_entropy(run: RunFiles) -> Iterator[HealthCheck]:
     values = [value for _, value in run.series("policy/entropy")]
     if len(values) < 2:
         return
-    first, last = (_mean(part) for part in _ends(values))
+    first, last = (mean(part) for part in run_ends(values))
     text = f"{first:.3g} → {last:.3g} nats per token"
     if last < _ENTROPY * first:
         yield HealthCheck("entropy", "warn", f"{text}: collapsed")
@@ -147,13 +105,43 @@ def _check_entropy(run: RunFiles) -> Iterator[HealthCheck]:
 def _check_truncation(run: RunFiles) -> Iterator[HealthCheck]:
     values = [value for _, value in run.series("response/truncated_frac")]
     if values:
-        last = _mean(_ends(values)[1])
+        last = mean(run_ends(values)[1])
         text = f"{last:.1%} of the last responses were cut off at the limit"
         yield HealthCheck("length", "warn" if last > _TRUNCATED else "good", text)
 
 
-def _check_gradient(run: RunFiles) -> Iterator[HealthCheck]:
-    norms = run.series("policy/grad_norm")
+def _steps_without_signal(run: RunFiles) -> set[int]:
+    """Steps in which all rewards of each group, or of the batch, were equal: no advantage differs from 0."""
+    silent = {step for step, value in run.series("reward/std") if value == 0}
+    if _compares_within_groups(run):
+        silent |= {step for step, value in run.series("groups/equal_rewards") if value == 1}
+    return silent
+
+
+def _compares_within_groups(run: RunFiles) -> bool:
+    """Whether a group of equal rewards has no learning signal."""
+    kind = run.config.get("advantage.type", "rpg")
+    return kind in ("rpg", "grpo", "leave_one_out") and run.config.get("rollout.samples_per_prompt") != 1
+
+
+def _check_signal(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
+    steps = [step for step, _ in run.series("reward/std")]
+    equal = run.series("groups/equal_rewards") if _compares_within_groups(run) else []
+    if not steps and not equal:
+        return
+    last = mean([value for _, value in run_ends(equal)[1]]) if equal else 0.0
+    told = [f"{last:.0%} of the last groups had equal rewards"] if equal else []
+    if silent:
+        at = ", ".join(str(step) for step in sorted(silent)[:3]) + (", …" if len(silent) > 3 else "")
+        told.append(f"none in {_times(len(silent), 'step')} ({at}): all rewards of a group were equal")
+    yield HealthCheck(
+        "signal", "warn" if silent or last > _SILENT else "good", "; ".join(told) or "rewards differ"
+    )
+
+
+def _check_gradient(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
+    # Where no reward differs, the gradient is that of the KL alone; others are no spikes beside it.
+    norms = [(step, value) for step, value in run.series("policy/grad_norm") if step not in silent]
     if not norms:
         return
     middle = sorted(value for _, value in norms)[len(norms) // 2]
@@ -169,8 +157,8 @@ def _check_clipping(run: RunFiles) -> Iterator[HealthCheck]:
     sides = [run.series(f"policy/clip_frac_{side}") for side in ("high", "low", "c")]
     if not all(sides):
         return
-    worst = max(_mean(_ends([value for _, value in side])[1]) for side in sides)
-    total = sum(_mean(_ends([value for _, value in side])[1]) for side in sides)
+    worst = max(mean(run_ends([value for _, value in side])[1]) for side in sides)
+    total = sum(mean(run_ends([value for _, value in side])[1]) for side in sides)
     text = f"{total:.2%} of the tokens in the last steps"
     yield HealthCheck("clipping", "warn" if worst > _CLIPPED else "good", text)
 
@@ -179,27 +167,5 @@ def _value(item: tuple[int, float]) -> float:
     return item[1]
 
 
-def _ends(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    few = max(1, min(_FEW, len(values) // 10))
-    return values[:few], values[-few:]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _error(first: Sequence[float], last: Sequence[float]) -> float | None:
-    """Standard error of the difference of two means; None if there are fewer than 3 values."""
-    if len(first) < 3:
-        return None
-    spread = [math.fsum((v - _mean(part)) ** 2 for v in part) / (len(part) - 1) for part in (first, last)]
-    return math.sqrt(sum(spread) / len(first))
-
-
 def _times(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
-
-
-def as_plain(item: HealthCheck | Change) -> dict[str, Any]:
-    """As a dict for JSON, with the verdict."""
-    return {"verdict": item.verdict, **vars(item)}

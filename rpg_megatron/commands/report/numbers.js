@@ -63,6 +63,13 @@ function niceTicks(low, high, wanted) {
   return [ticks, width];
 }
 
+// As many digits as tell it from its neighbours.
+function exactTick(value, width) {
+  if (value === 0) return "0";
+  const digits = [0, 1, 2, 3, 4, 5].find((n) => Math.abs(Number(value.toExponential(n)) - value) < width * 1e-6);
+  return value.toExponential(digits ?? 6).replace("e+", "e").replaceAll("-", "−");
+}
+
 function linearTicks(low, high, kind) {
   const [worth, name] = unitFor(Math.max(Math.abs(low), Math.abs(high)), kind);
   const wanted = kind === "count" ? Math.min(4.5, (high - low) / worth) : 4.5;  // there is no half of one
@@ -72,9 +79,9 @@ function linearTicks(low, high, kind) {
     Math.abs(width * 10 ** n - Math.round(width * 10 ** n)) < 1e-6);
   const digits = fine ?? 8;
   const format = (tick) => largest < 1e-3 || largest >= 1e6
-    ? plainNumber(Math.abs(tick) < width / 2 ? 0 : tick)
+    ? exactTick(Math.abs(tick) < width / 2 ? 0 : tick, width)
     : tick.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  return ticks.map((tick) => [tick * worth, (format(tick) + name).replace("-", "−")]);
+  return ticks.map((tick) => [tick * worth, (format(tick) + name).replaceAll("-", "−")]);
 }
 
 function logTicks(low, high, kind) {

@@ -16,16 +16,20 @@ const NAMES = { "reward/accuracy": "training accuracy", "reward/mean": "training
 // -- did it learn, is it healthy ----------------------------------------------------------------------------
 
 const changeKind = (change) => (change.name === "reward/mean" ? "number" : "percent");
-const beforeAfter = (change) =>
-  `${formatValue(change.before, changeKind(change))} → ${formatValue(change.after, changeKind(change))}`;
+// A value with the half width of its 95% interval.
+const withMargin = (value, margin, kind) => formatValue(value, kind)
+  + (typeof margin === "number" ? ` ± ${kind === "percent" ? (100 * margin).toFixed(1)
+    : Number(margin.toPrecision(2))}` : "");
+const beforeAfter = (change) => [change.before, change.after].map((value, i) =>
+  withMargin(value, change.margins[i], changeKind(change))).join(" → ");
 const changeName = (change) => NAMES[change.name] ?? `held-out accuracy, ${change.name}`;
 
 function difference(change) {
   const value = change.after - change.before, points = changeKind(change) === "percent";
   const sign = value > 0 ? "+" : value < 0 ? "−" : "±";
   const size = points ? (100 * Math.abs(value)).toFixed(1) : plainNumber(Math.abs(value));
-  const error = change.error
-    ? ` ± ${points ? (200 * change.error).toFixed(1) : Number((2 * change.error).toPrecision(2))}` : "";
+  const error = typeof change.margin === "number"
+    ? ` ± ${points ? (100 * change.margin).toFixed(1) : Number(change.margin.toPrecision(2))}` : "";
   return `${sign}${size}${error}${points ? " points" : ""}`;
 }
 
@@ -43,14 +47,19 @@ function checkList(run) {
       element("span", {}, check.text))));
 }
 
-const VERDICTS = { up: ["good", "yes"], down: ["bad", "it got worse"], flat: ["warn", "no clear change"] };
+const VERDICTS = { up: ["good", "yes"], down: ["bad", "it got worse"], flat: ["warn", "no clear change"],
+  unknown: ["warn", "too little is measured to tell"] };
 
 function learnPanel(run) {
   const [main, ...rest] = run.changes;
-  const [color, word] = main ? VERDICTS[main.verdict] : ["warn", "too little is measured to tell"];
+  const [color, word] = VERDICTS[main ? main.verdict : "unknown"];
+  const big = (value, margin) => {
+    const [text, error] = withMargin(value, margin, changeKind(main)).split(/(?= ±)/);
+    return [text, error ? element("small", {}, error) : null];
+  };
   const body = main
-    ? [element("p", { class: "big" }, formatValue(main.before, changeKind(main)),
-      element("span", { class: "arrow" }, " → "), formatValue(main.after, changeKind(main))),
+    ? [element("p", { class: "big" }, big(main.before, main.margins[0]),
+      element("span", { class: "arrow" }, " → "), big(main.after, main.margins[1])),
       element("p", { class: "under" }, `${changeName(main)}: ${difference(main)}`),
       element("table", { class: "plain" }, rest.map((change) => element("tr", {},
         element("td", {}, changeName(change)), element("td", {}, beforeAfter(change)),
@@ -201,9 +210,11 @@ function catalogue() {
       one("Ratio, largest", "ratio/max", "number", { log: true }),
       one("Gradient norm", "policy/grad_norm", "number", { note: "mean of the updates" }),
       one("Loss", "policy/loss", "number"), one("Learning rate", "lr", "number", { exact: true })]],
-    ["Responses", [one("Response length", "response/length_mean", "count", { note: "tokens, mean" }),
+    ["Sampled batches", [one("Response length", "response/length_mean", "count", { note: "tokens, mean" }),
       one("Cut off at the limit", "response/truncated_frac", "percent"),
-      one("Reward spread", "reward/std", "number", { note: "standard deviation" })]],
+      one("Reward spread", "reward/std", "number", { note: "standard deviation" }),
+      many("Groups without signal", "percent", [["groups/equal_rewards", "equal rewards"],
+        ["groups/all_right", "all right"], ["groups/all_wrong", "all wrong"]])]],
     ["Engine against trainer", [many("Mismatch", "number",
       [["mismatch/logp_max", "max"], ["mismatch/logp_p99", "99th percentile"],
       ["mismatch/logp_mean", "mean"]], { note: "nats", log: true }),
@@ -222,7 +233,7 @@ function catalogue() {
 }
 
 function kindOf(key) {
-  if (/frac|accuracy|@/.test(key)) return "percent";
+  if (/frac|accuracy|@|^groups/.test(key)) return "percent";
   if (/bytes/.test(key)) return "bytes";
   if (/^time\/|seconds/.test(key)) return "seconds";
   return /tokens|length|version|count/.test(key) ? "count" : "number";

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import rpg_megatron
-from rpg_megatron.commands.report.health import as_plain, check_health, find_changes
+from rpg_megatron.commands.report.changes import change_as_plain, find_changes
+from rpg_megatron.commands.report.health import check_health
 from rpg_megatron.commands.report.run_files import RunFiles, name_runs, read_run, thin_rows
 from rpg_megatron.commands.report.samples import Item, choose_samples
 from rpg_megatron.config import UserError
@@ -98,8 +99,8 @@ def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
         "steps": run.steps,
         "planned": run.planned,
         "seconds": _seconds(run),
-        "changes": [as_plain(change) for change in find_changes(run, samples.sizes)],
-        "checks": [as_plain(check) for check in check_health(run)],
+        "changes": [change_as_plain(change) for change in find_changes(run, samples.sizes)],
+        "checks": [vars(check) for check in check_health(run)],
         "step": [int(row["step"]) for row in rows],
         "metrics": {key: [_number(row.get(key)) for row in rows] for key in keys},
         "config": {key: _as_text(value) for key, value in run.config.items()},

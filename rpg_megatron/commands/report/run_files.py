@@ -79,6 +79,21 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
+_FEW = 10
+"""Steps averaged at the start and at the end of a run; fewer in a short run."""
+
+
+def run_ends[T](values: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """The first and the last tenth, at least one value and at most ten."""
+    few = max(1, min(_FEW, len(values) // 10))
+    return values[:few], values[-few:]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of at least one number."""
+    return math.fsum(values) / len(values)
+
+
 def name_runs(folders: Sequence[Path]) -> list[str]:
     """A unique name for each run: its folder's, with parent folders if needed."""
     parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]

@@ -1,0 +1,116 @@
+"""How accuracy and reward changed in a run, and whether the change is larger than the noise of sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
+
+_Z = 2.0
+"""Standard errors in an interval: about 95%."""
+
+
+class Interval(NamedTuple):
+    """Where a measured value may truly be."""
+
+    low: float
+    high: float
+
+    @property
+    def margin(self) -> float:
+        """Half of its width."""
+        return (self.high - self.low) / 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric at the start and at the end of a run."""
+
+    name: str
+    before: float
+    after: float
+    ranges: tuple[Interval, Interval] | None
+    """Intervals of both values; None if nothing is known about their noise."""
+
+    @property
+    def margin(self) -> float | None:
+        """Error of the difference, on the side of no change (Newcombe's method); None if unknown."""
+        if self.ranges is None:
+            return None
+        before, after = self.ranges
+        if self.after > self.before:
+            return math.hypot(self.after - after.low, before.high - self.before)
+        return math.hypot(after.high - self.after, self.before - before.low)
+
+    @property
+    def verdict(self) -> Literal["up", "down", "flat", "unknown"]:
+        """Direction of the change; flat: it is within its error."""
+        change, margin = self.after - self.before, self.margin
+        if margin is None:
+            return "unknown"
+        return "flat" if abs(change) <= margin else "up" if change > 0 else "down"
+
+
+def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
+    """Held-out accuracy of each set, training accuracy and reward, before and after.
+
+    sizes: problems in each held-out set, if known. Held-out values are single evaluations; training values
+    are means over the first and the last tenth of the steps, at most ten.
+    """
+    found = []
+    for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
+        values = [value for _, value in run.series(key)]
+        if len(values) > 1:
+            ranges = None
+            # Responses to one problem are correlated, so count problems, not responses.
+            if problems := sizes.get(key.split("/")[1], sizes.get("", 0)):
+                ranges = wilson(values[0], problems), wilson(values[-1], problems)
+            found.append(Change(key.removeprefix("eval/"), values[0], values[-1], ranges))
+    for key in ("reward/accuracy", "reward/mean"):
+        if len(series := run.series(key)) > 1:
+            first, last = run_ends(series)
+            before, after = _training_interval(run, key, first), _training_interval(run, key, last)
+            ranges = None if before is None or after is None else (before, after)
+            found.append(Change(key, mean([v for _, v in first]), mean([v for _, v in last]), ranges))
+    return found
+
+
+def wilson(share: float, number: float) -> Interval:
+    """Wilson's score interval of a share measured on ``number`` independent cases."""
+    weight = _Z**2 / number
+    centre = (share + weight / 2) / (1 + weight)
+    half = _Z / (1 + weight) * math.sqrt(share * (1 - share) / number + weight / (4 * number))
+    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+
+
+def _training_interval(run: RunFiles, key: str, part: Sequence[tuple[int, float]]) -> Interval | None:
+    """Interval of the mean of a few steps: from the number of their prompts, and from their scatter."""
+    values = [value for _, value in part]
+    found = []
+    prompts = run.config.get("rollout.prompts_per_step")
+    if isinstance(prompts, int) and prompts > 0:
+        number = prompts * len(part)
+        if key == "reward/accuracy" and 0 <= mean(values) <= 1:
+            found.append(wilson(mean(values), number))
+        deviations = dict(run.series("reward/std"))
+        known = [deviations[step] for step, _ in part if step in deviations]
+        if key == "reward/mean" and known:
+            found.append(_around(mean(values), mean(known) / math.sqrt(number)))
+    if len(values) > 2:
+        spread = math.fsum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)
+        found.append(_around(mean(values), math.sqrt(spread / len(values))))
+    return max(found, key=lambda interval: interval.margin, default=None)
+
+
+def _around(value: float, error: float) -> Interval:
+    return Interval(value - _Z * error, value + _Z * error)
+
+
+def change_as_plain(change: Change) -> dict[str, Any]:
+    """As a dict for JSON, with verdict and margins."""
+    margins = [interval.margin for interval in change.ranges] if change.ranges else [None, None]
+    plain = {"name": change.name, "before": change.before, "after": change.after, "margin": change.margin}
+    return plain | {"margins": margins, "verdict": change.verdict}
