@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
+from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH
 from rpg_megatron.data.trajectory import Floats, Tokens
 from rpg_megatron.engine.command import KEEP_ALIVE_SECONDS
@@ -42,12 +44,47 @@ class Sample:
     """Finish reason: "stop" (end of sequence) or "length" (truncated at the limit)."""
 
 
+class RouteMissing(EngineError):
+    """The engine's server does not know the route."""
+
+
+class _Entry(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Entry]
+
+
+class _Choice(msgspec.Struct):
+    """A response in the answer of vLLM's own route."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Logprobs | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_BYTES = msgspec.msgpack.Decoder(list[SampledBytes])
+_JSON = msgspec.json.Decoder(_Answer)
+_GENERATE_JSON = "/inference/v1/generate"
+_NONE = np.zeros(0, np.float32)
+
+
 class EngineClient:
     """Client of engine ``index``, for one event loop and any number of concurrent requests."""
 
-    def __init__(self, index: int, address: Path | str, token: str, *, timeout: float):
-        """address: a socket's path, or ``http://host:port``."""
-        self.index = index
+    def __init__(self, index: int, address: Path | str, token: str, *, timeout: float, as_bytes: bool = True):
+        """address: a socket's path, or ``http://host:port``.
+
+        as_bytes: get tokens by the plug-in's route if the engine has it, else as JSON by vLLM's own.
+        """
+        self.index, self._as_bytes = index, as_bytes
         self._timeout = timeout
         socket = str(address) if isinstance(address, Path) else None
         # Idle connections are closed here well before the server closes them (engine/command.py): otherwise a
@@ -92,39 +129,59 @@ class EngineClient:
         if logprobs:
             sampling["logprobs"] = 0  # of the sampled token only
         body = {"token_ids": [int(t) for t in prompt_tokens], "sampling_params": sampling}
-        text = await self._ask("POST", "/inference/v1/generate", body, self._timeout)
+        if self._as_bytes:
+            try:
+                answer = await self._ask("POST", GENERATE, body, self._timeout)
+            except RouteMissing:  # an engine without the plug-in
+                self._as_bytes = False
+        if not self._as_bytes:
+            answer = await self._ask("POST", _GENERATE_JSON, body, self._timeout)
         try:
-            choices = json.loads(text)["choices"]
-            samples = [self._sample(choice, logprobs) for choice in sorted(choices, key=lambda c: c["index"])]
-        except (ValueError, KeyError, TypeError) as e:
+            samples = self._samples(answer, logprobs)
+        except (msgspec.DecodeError, ValueError) as e:
             raise self._error(
-                f"returned an answer that cannot be parsed ({type(e).__name__}: {e}): {text[:200]}"
+                f"returned an answer that cannot be parsed ({type(e).__name__}: {e}): {answer[:200]!r}"
             ) from None
         if len(samples) != n:
             raise self._error(f"returned {len(samples)} responses instead of {n}")
         return samples
 
-    def _sample(self, choice: dict[str, Any], logprobs: bool) -> Sample:
-        tokens = np.asarray(choice["token_ids"], np.int32)
-        finish = choice["finish_reason"]
+    def _samples(self, answer: bytes, logprobs: bool) -> list[Sample]:
+        """The responses of an answer, by index. logprobs: whether they were requested."""
+        if self._as_bytes:
+            packed = sorted(_BYTES.decode(answer), key=lambda c: c.index)
+            arrays = [(_array(c.tokens, np.int32), c.finish, _array(c.logprobs, np.float32)) for c in packed]
+        else:
+            choices = sorted(_JSON.decode(answer).choices, key=lambda c: c.index)
+            arrays = [
+                (np.array(c.token_ids, np.int32), c.finish_reason, self._logprobs(c) if logprobs else _NONE)
+                for c in choices
+            ]
+        for tokens, _, values in arrays:
+            if len(values) != (len(tokens) if logprobs else 0):
+                raise self._error(f"returned {len(values)} log-probs of {len(tokens)} tokens")
+        return [self._sample(*parts) for parts in arrays]
+
+    def _logprobs(self, choice: _Choice) -> Floats:
+        content = choice.logprobs.content if choice.logprobs else []
+        # Verify that each log-prob is of the sampled token: the engine names it "token_id:17".
+        if [entry.token for entry in content] != [f"token_id:{t}" for t in choice.token_ids]:
+            raise self._error("returned log-probs of other tokens than it sampled")
+        return np.array([entry.logprob for entry in content], np.float32)
+
+    def _sample(self, tokens: Tokens, finish: str, logprobs: Floats) -> Sample:
         if finish not in ("stop", "length"):
             raise EngineGone(
                 f"engine {self.index} ended a response with {finish!r} after {len(tokens)} tokens"
             )
-        if not logprobs:
-            return Sample(tokens, np.zeros(0, np.float32), finish)
-        content = choice["logprobs"]["content"]
-        # Verify that each log-prob is of the sampled token: the engine names it "token_id:17".
-        if [entry["token"] for entry in content] != [f"token_id:{t}" for t in choice["token_ids"]]:
-            raise self._error("returned log-probs of other tokens than it sampled")
-        values = np.asarray([entry["logprob"] for entry in content], np.float32)
-        if not np.all(np.isfinite(values)) or np.any(values <= -9999.0):  # -9999: missing in vLLM
+        if not np.all(logprobs > -9999.0) or not np.all(logprobs < np.inf):  # -9999: missing in vLLM's JSON
             raise self._error("returned a log-prob that is missing or not finite")
-        return Sample(tokens, values, finish)
+        return Sample(tokens, logprobs, finish)
 
     async def post(self, path: str, json: Any | None = None, timeout: float | None = None) -> tuple[int, str]:
         """POST to any route; returns (status, text) for any status. Raises EngineGone without an answer."""
-        return await self._send("POST", path, json, self._timeout if timeout is None else timeout)
+        status, answer = await self._send("POST", path, json, self._timeout if timeout is None else timeout)
+        return status, answer.decode(errors="replace")
 
     async def health(self, timeout: float = 5.0) -> bool:
         """Whether the server answers. A partly loaded engine answers too, and so does one that hangs."""
@@ -155,14 +212,14 @@ class EngineClient:
             return False
         return status == 200
 
-    async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> str:
-        status, text = await self._send(method, path, body, timeout)
+    async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> bytes:
+        status, answer = await self._send(method, path, body, timeout)
         if status != 200:
-            kind = EngineGone if status >= 500 else EngineError
-            raise kind(f"engine {self.index} answered {path} with status {status}: {_message(text)}")
-        return text
+            kind = EngineGone if status >= 500 else RouteMissing if status == 404 else EngineError
+            raise kind(f"engine {self.index} answered {path} with status {status}: {_message(answer)}")
+        return answer
 
-    async def _send(self, method: str, path: str, body: Any | None, timeout: float) -> tuple[int, str]:
+    async def _send(self, method: str, path: str, body: Any | None, timeout: float) -> tuple[int, bytes]:
         try:
             answer = await self._http.request(
                 method, path, json=body, timeout=httpx.Timeout(timeout, connect=10.0)
@@ -174,16 +231,21 @@ class EngineClient:
         except httpx.HTTPError as e:
             problem = f"aborted {path} ({type(e).__name__}: {e}); see its log"
         else:
-            return answer.status_code, answer.text
+            return answer.status_code, answer.content
         raise EngineGone(f"engine {self.index} {problem}")
 
     def _error(self, what: str) -> EngineError:
         return EngineError(f"engine {self.index} {what}")
 
 
-def _message(text: str) -> str:
+def _array(values: bytes, dtype: type[Any]) -> Any:
+    """A copy: a view would keep the whole answer in memory, and could not be written to."""
+    return np.frombuffer(values, dtype).copy()
+
+
+def _message(answer: bytes) -> str:
     """The message in vLLM's error object, else the start of the text."""
     try:
-        return str(json.loads(text)["error"]["message"])[:1000]
+        return str(json.loads(answer)["error"]["message"])[:1000]
     except (ValueError, KeyError, TypeError):
-        return text[:1000]
+        return answer[:1000].decode(errors="replace")

@@ -18,6 +18,9 @@ from rpg_megatron.rollout.engine_pool import EnginePool, Replica, first_error
 _OVERSUBSCRIPTION = 1.25
 """Sequences sent to an engine, relative to those it decodes at once, so that it never waits for a prompt."""
 
+_TOKENS_PER_CALL = 4096
+"""A call to an engine is for as many responses as this covers at their token limit, at least one."""
+
 
 @dataclass
 class GenerationRequest:
@@ -30,8 +33,25 @@ class GenerationRequest:
     """Response i is sampled with seed + i."""
     max_tokens: int
     """Token limit of a response."""
-    done: list[Sample] = field(default_factory=list)
-    """The responses so far. Any engine may generate the next: it is determined by the seed."""
+    found: dict[int, Sample] = field(default_factory=dict)
+    """The responses so far, by number. Any engine may generate the others: the seed determines them."""
+
+    @property
+    def responses(self) -> list[Sample]:
+        """All responses of a complete request, in order."""
+        return [self.found[number] for number in range(self.samples)]
+
+    def missing(self, most: int) -> list[range]:
+        """Numbers of the responses that are not there, in runs of at most ``most``."""
+        runs: list[range] = []
+        for number in range(self.samples):
+            if number in self.found:
+                continue
+            if runs and runs[-1].stop == number and len(runs[-1]) < most:
+                runs[-1] = range(runs[-1].start, number + 1)
+            else:
+                runs.append(range(number, number + 1))
+        return runs
 
 
 async def generate_all(
@@ -88,31 +108,41 @@ async def _complete(
     max_sequences: int,
     sampling: dict[str, Any],
 ) -> bool:
-    """Generate the missing responses of a request, at most ``max_sequences`` per call to the engine.
+    """Generate the missing responses of a request, all on one engine, which computes the prompt once.
 
-    Returns whether it is complete; it is not if the engine failed.
+    Few responses share a call, so that answers arrive over time. Returns whether the request is complete; it
+    is not if the engine failed.
     """
-    while len(request.done) < request.samples:
-        if not replica.serving.is_set():
-            return False
-        incarnation = replica.incarnation
+    incarnation = replica.incarnation
+
+    async def ask(numbers: range) -> None:
         try:
             samples = await replica.client.generate(
                 request.prompt.tokens,
-                n=min(max_sequences, request.samples - len(request.done)),
+                n=len(numbers),
                 max_tokens=request.max_tokens,
-                seed=request.seed + len(request.done),
+                seed=request.seed + numbers.start,
                 **sampling,
             )
         except EngineGone as e:
             pool.mark_failed(replica, incarnation, str(e))
             pool.resent += 1
-            return False
-        if not pool.check(replica, incarnation):  # a restarted engine may have answered, without weights
+            return
+        if pool.check(replica, incarnation):
+            request.found |= dict(zip(numbers, samples, strict=True))
+        else:  # a restarted engine may have answered, without weights
             pool.resent += 1
-            return False
-        request.done += samples
-    return True
+
+    if not replica.serving.is_set():
+        return False
+    most = min(max_sequences, max(1, _TOKENS_PER_CALL // request.max_tokens))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for numbers in request.missing(most):
+                group.create_task(ask(numbers))
+    except BaseExceptionGroup as e:
+        raise first_error(e) from None
+    return len(request.found) == request.samples
 
 
 def seed_of(seed: int, purpose: str, step: int, index: int, prompt_id: int) -> int:

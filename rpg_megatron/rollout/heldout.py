@@ -69,8 +69,8 @@ class HeldOut:
 
         async def grade(index: int) -> None:
             request = requests[index]
-            results[index] = await self._grade(problems[index][0], request.prompt, request.done)
-            request.done = []
+            results[index] = await self._grade(problems[index][0], request.prompt, request.responses)
+            request.found.clear()
             on_result(results[index])
 
         try:

@@ -187,7 +187,7 @@ class Sampler:
                 asyncio.create_task(
                     self._trajectory(request, sample, group=index, number=number, version=version)
                 )
-                for number, sample in enumerate(request.done)
+                for number, sample in enumerate(request.responses)
             ]
             self._events.phase("rollout", len(scoring), len(requests))
 

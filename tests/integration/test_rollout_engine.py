@@ -97,13 +97,17 @@ def engine(folder: Path, settings: Settings) -> Iterator[Engine]:
         yield engine
 
 
-def ask(engine: Engine, *requests: dict, token: str | None = None) -> list[list[Sample]]:
+def ask(
+    engine: Engine, *requests: dict, token: str | None = None, as_bytes: bool = True
+) -> list[list[Sample]]:
     """Send requests at the same time; one connection pool, as the sampler has it."""
 
     async def run() -> list[list[Sample]]:
-        client = EngineClient(0, engine.process.socket, token or engine.token, timeout=120)
+        client = EngineClient(0, engine.process.socket, token or engine.token, timeout=120, as_bytes=as_bytes)
         try:
-            return await asyncio.gather(*[client.generate(**request) for request in requests])
+            answers = await asyncio.gather(*[client.generate(**request) for request in requests])
+            assert client._as_bytes == as_bytes  # the engine has the route
+            return answers
         finally:
             await client.close()
 
@@ -162,6 +166,16 @@ def test_a_seed_gives_the_same_responses_again(engine: Engine) -> None:
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
 
 
+def test_bytes_are_what_json_says(engine: Engine) -> None:
+    """The same requests one after the other, so that the engine's batches are the same."""
+    for changes in ({}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": False}):
+        packed, plain = (ask(engine, request(PROMPTS[0], **changes), as_bytes=b)[0] for b in (True, False))
+        for a, b in zip(packed, plain, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.logprobs.tolist() == b.logprobs.tolist()
+            assert a.finish == b.finish
+
+
 def test_greedy_and_without_logprobs(engine: Engine) -> None:
     a, b = ask(engine, *[request(PROMPTS[0], temperature=0.0, n=1, seed=s, logprobs=False) for s in (1, 2)])
     assert a[0].tokens.tolist() == b[0].tokens.tolist()
@@ -169,7 +183,7 @@ def test_greedy_and_without_logprobs(engine: Engine) -> None:
 
 
 def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: Engine) -> None:
-    with pytest.raises(EngineError, match=r"engine 0 answered /inference/v1/generate with status 401"):
+    with pytest.raises(EngineError, match=r"engine 0 answered /inference/v1/generate/bytes with status 401"):
         ask(engine, request(PROMPTS[0]), token="wrong")
     with pytest.raises(EngineError, match=r"engine 0 answered .* status 400"):
         ask(engine, request(PROMPTS[0], n=5))  # more than max_sequences

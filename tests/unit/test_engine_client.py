@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
+from rpg_megatron.bridge.vllm.generate_route import SampledBytes
 from rpg_megatron.config import UserError
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.rollout.sampler import serve
@@ -29,9 +31,11 @@ def choice(tokens: list[int], logprobs: list[float], finish: str = "stop", index
     return {"index": index, "token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
 
 
-def generate(handler: Callable[[httpx.Request], httpx.Response], **changes: Any) -> list[Sample]:
+def generate(
+    handler: Callable[[httpx.Request], httpx.Response], as_bytes: bool = False, **changes: Any
+) -> list[Sample]:
     async def run() -> list[Sample]:
-        client = EngineClient(3, Path("unused.sock"), "secret", timeout=5)
+        client = EngineClient(3, Path("unused.sock"), "secret", timeout=5, as_bytes=as_bytes)
         client._http = httpx.AsyncClient(
             transport=httpx.MockTransport(handler), base_url="http://engine", headers=client._http.headers
         )
@@ -91,7 +95,6 @@ def break_off(request: httpx.Request) -> httpx.Response:
     raise httpx.RemoteProtocolError("closed", request=request)
 
 
-NAN = float("nan")
 BROKEN = choice([5, 6], [-1.0, -1.0])
 BROKEN["logprobs"]["content"][1]["token"] = "token_id:7"
 
@@ -113,7 +116,7 @@ BROKEN["logprobs"]["content"][1]["token"] = "token_id:7"
         (answer(choice([5], [-1.0], "abort")), "ended a response with 'abort' after 1 tokens"),
         (answer(BROKEN), "log-probs of other tokens"),
         (answer(choice([5], [-9999.0])), "missing or not finite"),
-        (lambda _: httpx.Response(200, text=json.dumps({"choices": [choice([5], [NAN])]})), "not finite"),
+        (answer({"index": 0, "token_ids": [5], "finish_reason": "stop"}), "log-probs of other tokens"),
     ],
 )
 def test_every_failure_names_the_engine(
@@ -121,6 +124,69 @@ def test_every_failure_names_the_engine(
 ) -> None:
     with pytest.raises(EngineError) as error:
         generate(handler)
+    assert str(error.value).startswith("engine 3 ")
+    assert says in str(error.value)
+
+
+def packed(*choices: tuple[int, list[int], list[float], str]) -> Callable[[httpx.Request], httpx.Response]:
+    made = [
+        SampledBytes(i, finish, np.array(tokens, np.int32).tobytes(), np.array(values, np.float32).tobytes())
+        for i, tokens, values, finish in choices
+    ]
+    return lambda _: httpx.Response(200, content=msgspec.msgpack.encode(made))
+
+
+def test_tokens_as_bytes() -> None:
+    paths = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        return packed((1, [7], [-1.5], "length"), (0, [5, 9], [-0.25, -2.0], "stop"))(request)
+
+    samples = generate(handler, as_bytes=True, n=2)
+    assert paths == ["/inference/v1/generate/bytes"]
+    assert [(s.tokens.tolist(), s.logprobs.tolist(), s.finish) for s in samples] == [
+        ([5, 9], [-0.25, -2.0], "stop"),
+        ([7], [-1.5], "length"),
+    ]
+    assert {(s.tokens.dtype.name, s.logprobs.dtype.name, s.tokens.flags.writeable) for s in samples} == {
+        ("int32", "float32", True)
+    }
+    (unscored,) = generate(packed((0, [5], [], "stop")), as_bytes=True, logprobs=False)
+    assert (unscored.tokens.tolist(), len(unscored.logprobs)) == ([5], 0)
+
+
+def test_json_where_the_plug_in_is_missing() -> None:
+    paths = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        missing = request.url.path.endswith("/bytes")
+        return httpx.Response(404) if missing else answer(choice([5], [-1.0]))(request)
+
+    (sample,) = generate(handler, as_bytes=True)
+    assert sample.tokens.tolist() == [5]
+    assert paths == ["/inference/v1/generate/bytes", "/inference/v1/generate"]
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        (lambda _: httpx.Response(200, content=b"{}"), "cannot be parsed"),
+        (lambda _: httpx.Response(200, content=msgspec.msgpack.encode([[0, "stop", b"123", b""]])), "parsed"),
+        (packed((0, [5, 6], [-1.0], "stop")), "returned 1 log-probs of 2 tokens"),
+        (packed((0, [5], [float("nan")], "stop")), "missing or not finite"),
+        (packed((0, [5], [float("-inf")], "stop")), "missing or not finite"),
+        (packed((0, [5], [-1.0], "abort")), "ended a response with 'abort' after 1 tokens"),
+        (packed(), "returned 0 responses instead of 1"),
+        (lambda _: httpx.Response(500, text="EngineCore died"), "bytes with status 500: EngineCore died"),
+    ],
+)
+def test_every_failure_of_bytes_names_the_engine(
+    handler: Callable[[httpx.Request], httpx.Response], says: str
+) -> None:
+    with pytest.raises(EngineError) as error:
+        generate(handler, as_bytes=True)
     assert str(error.value).startswith("engine 3 ")
     assert says in str(error.value)
 

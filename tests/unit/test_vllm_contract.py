@@ -204,6 +204,18 @@ RELIED_ON = [
         "8bac6b58a895",
         "the same: the older runner divides in float32",
     ),
+    (
+        "entrypoints/scale_out/token_in_token_out/serving.py::ServingTokens.serve_tokens_full_generator",
+        "self request result_generator request_id model_name request_metadata",
+        "61df35c250bd",
+        "generate_route replaces it, the rest of the class stays",
+    ),
+    (
+        "logprobs.py::FlatLogprobs.append_fast",
+        "self token_ids logprobs ranks decoded_tokens",
+        "b6351e4c424b",
+        "generate_route reads one entry a token, that of the sampled token",
+    ),
 ]
 """File and function, arguments, digest of the code, what of ours follows it (in bridge/, rollout/)."""
 

@@ -42,6 +42,7 @@ from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
+from rpg_megatron.bridge.vllm.generate_route import add_route
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, Progress, wait_for_progress
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
@@ -275,8 +276,9 @@ class WorkerExtension:
 class BearerAuth:
     """ASGI middleware: every route, also health and unknown ones, requires the token in RPG_ENGINE_TOKEN.
 
-    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. One more route,
-    ``CORE_HEALTH``, is answered when the engine makes progress: 200, or 503 if its core is dead.
+    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. There are two
+    more routes: ``CORE_HEALTH`` is answered when the engine makes progress, with 200, or 503 if its core is
+    dead; that of ``generate_route`` returns tokens as bytes.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -284,6 +286,7 @@ class BearerAuth:
         if not token:
             raise RuntimeError(f"{TOKEN_VARIABLE} is not set: set it to the token that clients send")
         self.app = app
+        self._routed = False
         self._digest = hashlib.sha256(b"Bearer " + token.encode()).digest()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -297,6 +300,9 @@ class BearerAuth:
                     return
                 await _answer(send, 401, (b"www-authenticate", b"Bearer"))
                 return
+            if not self._routed:
+                self._routed = True
+                add_route(scope["app"])
             if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
                 try:
                     progress = Progress(Path(os.environ[DIR_VARIABLE]))
