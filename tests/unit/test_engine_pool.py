@@ -145,9 +145,7 @@ def test_the_others_finish_what_a_lost_engine_began(tmp_path: Path) -> None:
         assert take_request(tmp_path, 1, 0) == "engine 1 is gone"
         assert take_request(tmp_path, 1, 0) is None
         assert take_request(tmp_path, 0, 0) is None
-        assert (
-            engines[1].asked <= 3 + 4
-        )  # at most the requests that were under way: two of each of two groups
+        assert engines[1].asked <= 3 + 4  # at most the requests under way: two of each group
         counts = fleet.pop_counts()
         assert 1 <= counts["engine/requests_resent"] <= 4
         assert counts["engine/restarts"] == 0
