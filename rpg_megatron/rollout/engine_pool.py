@@ -280,7 +280,7 @@ class EnginePool:
             if well or incarnation != replica.incarnation or now > asked + left + _LATE_SECONDS:
                 answered = now
             elif now >= answered + limit and self.check(replica, incarnation):
-                key = "bridge.timeout" if limit == replica.link_timeout else "engine.health_timeout"
+                key = "engine.health_timeout" if limit == self._settings.health_timeout else "bridge.timeout"
                 reason = f"engine {replica.index} hangs: its core did not answer for {limit:.0f} s ({key})"
                 self._ask_restart(replica, incarnation, reason)
 
