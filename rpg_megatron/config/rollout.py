@@ -137,7 +137,9 @@ class EngineSettings(Section):
     request_timeout: float = Field(1800.0, gt=0)
     """Time limit for a request, in seconds; then the engine counts as hung."""
     health_timeout: float = Field(120.0, gt=0)
-    """Time limit for an answer to a health check, in seconds; then the engine counts as hung."""
+    """Time limit for progress, in seconds; then the engine counts as hung and is restarted. Progress is an
+    answer of the engine core, which it gives between two steps; during a weight update, slices loaded; on a
+    CPU, layers computed. Set it above the time of the longest step."""
     restarts: int = Field(3, ge=0)
     """Maximum restarts of each engine when it dies, hangs or fails in a weight sync; 0: the first failure
     ends the run."""

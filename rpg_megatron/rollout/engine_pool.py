@@ -268,19 +268,22 @@ class EnginePool:
         If restarts are not allowed, the launcher ends the run instead of restarting the engine.
         """
         await replica.client.wait_ready(self._settings.start_timeout)
-        answered = time.monotonic()
+        allowed = self._settings.health_timeout
+        interval = min(_PROBE_SECONDS, allowed / 4)
+        since: float | None = None  # when it was first asked without an answer
         while True:
-            await asyncio.sleep(min(_PROBE_SECONDS, self._settings.health_timeout / 4))
+            await asyncio.sleep(interval)
             incarnation, asked = replica.incarnation, time.monotonic()
-            left = max(answered + self._settings.health_timeout - asked, _LEAST_SECONDS)
+            since = since or asked
+            left = max(since + allowed - interval - asked, _LEAST_SECONDS)
             well = replica.is_away or await replica.client.progresses(left)
             now = time.monotonic()
             # A worker may wait for a trainer's message as long as the transport allows.
-            limit = max(self._settings.health_timeout, replica.link_timeout)
+            limit = max(allowed, replica.link_timeout)
             if well or incarnation != replica.incarnation or now > asked + left + _LATE_SECONDS:
-                answered = now
-            elif now >= answered + limit and self.check(replica, incarnation):
-                key = "bridge.timeout" if limit == replica.link_timeout else "engine.health_timeout"
+                since = None
+            elif now >= since + limit - interval and self.check(replica, incarnation):
+                key = "engine.health_timeout" if limit == allowed else "bridge.timeout"
                 reason = f"engine {replica.index} hangs: its core did not answer for {limit:.0f} s ({key})"
                 self._ask_restart(replica, incarnation, reason)
 

@@ -200,9 +200,12 @@ def test_a_core_that_hangs_in_an_evaluation_a_rollout_and_a_sync(
     """Its server goes on answering, which is no evidence. The engine is restarted each time."""
     one = start("hung-core", *EVALUATION, f"engine.health_timeout={LIMIT}")
 
-    def hang(number: int, moment: str) -> None:
+    def hang(number: int, moment: str, wait: Callable[[], None]) -> None:
+        one.wait(lambda: one.out.read_text().count("engine 0 is up") == number)
+        core = one.core()
+        wait()
         began = time.monotonic()
-        os.kill(one.core(), signal.SIGSTOP)
+        os.kill(core, signal.SIGSTOP)
         if moment == "sync":
             os.kill(one.sampler(), signal.SIGCONT)
         one.wait_for_restart(number)
@@ -211,15 +214,12 @@ def test_a_core_that_hangs_in_an_evaluation_a_rollout_and_a_sync(
         up = time.monotonic() - began
         with capsys.disabled():
             print(f"\nhung in the {moment}: noticed after {noticed:.0f} s, engine up after {up:.0f} s")
-        assert noticed < 2 * LIMIT, "of a limit that is exact; the rest is for a busy machine"
+        assert LIMIT / 2 < noticed < 2 * LIMIT, "the limit is exact; the rest is for a busy machine"
 
     one.wait_for_engine()
-    one.wait(lambda: "evaluation" in one.out.read_text().splitlines())
-    hang(1, "evaluation")
-    one.wait(lambda: len(one.rows()) == 1)  # of step 0: now the first rollout begins
-    hang(2, "rollout")
-    one.wait_for_sync(1)
-    hang(3, "sync")
+    hang(1, "evaluation", one.wait_for_first_rollout)  # until the first sync is over
+    hang(2, "rollout", lambda: one.wait(lambda: len(one.rows()) == 1))  # of step 0
+    hang(3, "sync", lambda: one.wait_for_sync(1))
     said = one.out.read_text()
     reason = (
         f"warning: engine 0 hangs: its core did not answer for {LIMIT} s (engine.health_timeout); restart"
