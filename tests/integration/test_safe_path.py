@@ -49,7 +49,7 @@ def test_ranks(trap: Path, config_file: Path, tmp_path: Path) -> None:
     start = RankLaunchSpec("no-run", None, "127.0.0.1", 1)
     share = NodeAssignment(range(1), range(0))
     ((_, command, environment),) = rank_starts(
-        settings, share, start, tmp_path, tmp_path, "", None, "rpg_megatron.training.preemption"
+        settings, share, start, tmp_path, tmp_path, "", None, "rpg_megatron.data.trajectory"
     )
     assert command[0] == sys.executable
     subprocess.run(command, env=environment, check=True)
