@@ -125,10 +125,10 @@ def _open(settings: Settings, fresh: bool, source: Path | None) -> OpenRun:
             run = _start_from(settings, Path(origin)) if origin else _make(settings, origin="")
             run.notes = [*notes, *(run.notes or [f"run {shown(run.folder)}"])]
             return run
-        notes.append(f"{shown(folder)} is unfinished and has no complete checkpoint: starting at step 0")
+        notes.append(f"{shown(folder)} is unfinished, without a complete checkpoint: not resumed")
     run = _make(settings)
     if notes:
-        run.notes = [*notes, f"run {shown(run.folder)}"]
+        run.notes = [*notes, f"run {shown(run.folder)}, from step 0"]
     return run
 
 

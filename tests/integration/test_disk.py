@@ -80,6 +80,44 @@ def shared_memory() -> set[Path]:
     return {Path(w) for words in words_of_processes() for w in words if w.startswith("/dev/shm/rpg-")}
 
 
+@pytest.mark.long  # two real runs each
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("exports", "code"), [("false", 74), ("true", 2)])
+def test_a_disk_that_is_full_at_the_end_is_no_success(
+    disk: Path, tmp_path: Path, exports: str, code: int
+) -> None:
+    """No room for the last checkpoint, or for the export: said, and done when the command is run again."""
+    run, log = disk / "full-001", tmp_path / "log"
+    command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(QUICKSTART), *SETTINGS]
+    command += ["training.steps=4", "checkpoint={every: 2, keep: 1}", f"export.enabled={exports}"]
+    command += [f"runs={disk}", "name=full"]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            while not list_steps(run):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+            fill(disk, 1_000_000)
+            assert process.wait(TIMEOUT) == code, log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+    told = log.read_text()
+    assert "Traceback" not in told
+    if code == 74:
+        assert "last checkpoint  NOT WRITTEN: " in told
+        assert sum(row.get("checkpoint/failed", 0) for row in rows_of(run)) == 1
+    else:
+        assert "cannot be written ([Errno 28] No space left on device" in told
+        assert not list((run / "hf").glob(".*"))
+    (disk / "ballast").unlink()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "from step 2;" in done.stdout
+    assert [row["step"] for row in rows_of(run)] == list(range(5))
+    assert list(list_steps(run)) == [4]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path: Path) -> None:

@@ -293,10 +293,11 @@ def test_one_of_two_engines_killed_in_a_rollout(start: Callable[..., Run], undis
     assert one.rows()[1]["engine/requests_resent"] > 0
 
 
-def test_one_of_two_engines_killed_in_a_sync_by_process_groups(
-    start: Callable[..., Run], undisturbed: Run
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_one_of_two_engines_killed_in_a_sync(
+    start: Callable[..., Run], undisturbed: Run, transport: str
 ) -> None:
-    one = start("two-groups", "engine.replicas=2", "bridge.transport=process_group")
+    one = start(f"two-{transport}", "engine.replicas=2", f"bridge.transport={transport}")
     one.wait_for_rollouts(1)
     engine = one.engine(1)
     process_groups.send([engine], signal.SIGSTOP)

@@ -44,6 +44,8 @@ def reward(response, answer):
         return float("nan")
     if response == "text":
         return "good"
+    if response == "slow":
+        time.sleep(1.0)
     if response == "half":
         return 0.5
     if response == "minus":
@@ -199,6 +201,20 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
     wait_until(gone)
 
 
+def test_the_input_of_a_killed_worker_is_graded_again(start: Callable[..., WorkerPool]) -> None:
+    """The kernel kills what needs most memory, whatever it works on: that must not make an answer wrong."""
+    pool = start(deadline=60.0)
+    answers = [pool.submit("slow", "slow") for _ in range(4)]
+    killed: set[int] = set()
+    while len(killed) < 2:
+        for pid in set(pool._workers) - killed:
+            time.sleep(0.2)
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+    assert [answer.result(timeout=300).value for answer in answers] == [True] * 4
+    assert pool.pop_counts()["crash"] == 0
+
+
 def test_a_killed_fork_server_is_started_again(
     start: Callable[..., WorkerPool], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,7 +223,6 @@ def test_a_killed_fork_server_is_started_again(
     assert pool._fork_server is not None
     pool._fork_server[0].kill()  # its worker dies with it
     pool._fork_server[0].wait()
-    pool.submit("a", "a").result(timeout=300)
     assert pool.submit("a", "a").result(timeout=300).value is True
     assert "starting it again" in caplog.text
 

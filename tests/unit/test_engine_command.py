@@ -63,6 +63,7 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert environment["RPG_BRIDGE_DIR"] == str(tmp_path)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["PYTHONSAFEPATH"] == "1"
     assert not {"VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"} & set(environment)
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["OMP_NUM_THREADS"] == "12"

@@ -3,6 +3,7 @@
 Not covered: an export by several ranks (tests/distributed/test_hf_export_ranks.py), files larger than memory.
 """
 
+import resource
 import struct
 
 import pytest
@@ -140,6 +141,22 @@ def test_a_model_built_with_other_sizes_is_refused(tmp_path):
         load_hf_weights(
             tmp_path, [("decoder.layers.9.input_layernorm.weight", torch.zeros(24))], layout, **kw
         )
+
+
+def test_an_export_without_room_is_an_oserror_and_leaves_nothing(tmp_path):
+    layout = mapping_for(TINY)
+    sd = random_state_dict(layout)
+    write_checkpoint(tmp_path / "source", TINY, sd)
+    (place,) = grid(TINY, 1, 1)
+    args = (tmp_path / "out", tmp_path / "source", stage_values(layout, place, 1, sd), layout, place)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(OSError, match=r"File too large: .*model\.safetensors"):
+            export_hf(*args, dtype=torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [f.name for f in tmp_path.iterdir()] == ["source"]
 
 
 def test_export_in_one_process_and_replacing(tmp_path):

@@ -250,7 +250,8 @@ def test_a_run_that_begins_anew_says_why(tmp_path: Path) -> None:
     open_run(make_settings(tmp_path)).close()
     run = open_run(make_settings(tmp_path))
     assert run.folder.name == "r-002"
-    assert "r-001 is unfinished and has no complete checkpoint: starting at step 0" in run.notes[0]
+    assert run.notes[0].endswith("r-001 is unfinished, without a complete checkpoint: not resumed")
+    assert run.notes[1].endswith("r-002, from step 0")
 
 
 def test_a_run_without_its_last_checkpoint_is_resumed(tmp_path: Path, killed: Path) -> None:

@@ -6,18 +6,23 @@ Not covered: the loop itself (tests/integration).
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rpg_megatron.config import UserError
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.sampler import batch_metrics
+from rpg_megatron.training.checkpoint_saver import SaveResult
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
+from rpg_megatron.training.run import RankRun
 
 
 def trajectory(gap: list[float], versions: list[int]) -> Trajectory:
@@ -123,3 +128,39 @@ def test_metrics_that_nobody_will_find_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics.jsonl has been removed"):
         writer.write({"step": 1})
     writer.close()
+
+
+def test_rows_are_on_the_disk_before_a_checkpoint_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}"))))
+    writer = MetricsWriter(tmp_path)
+    writer.write({"step": 1})
+    assert writer.sync_to_disk() == len('{"step": 1}\n')
+    assert synced == [tmp_path / "metrics.jsonl"]
+    writer.close()
+
+
+@pytest.mark.parametrize("problem", ["No space left on device", None])
+def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
+    tmp_path: Path, problem: str | None
+) -> None:
+    """The end of a rank's run, with what it calls replaced."""
+    run = object.__new__(RankRun)
+    sections = {"export": {"enabled": False}, "checkpoint": {"every": 2}}
+    run.settings = Settings.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
+    run.steps = run._step = 4
+    run._saved_step, run._save_problem, run._run_dir, run._started = 2, "", tmp_path, time.monotonic()
+    run._summary = {"rates": [1.0]}
+    run.mesh = SimpleNamespace(rank=0)
+    run.events = SimpleNamespace(send=lambda event: None)
+    results = [SaveResult(4, tmp_path / "step_000004", 1.0, problem)]
+    run._saver = SimpleNamespace(wait=lambda timeout=None: True, outcomes=lambda: results)
+    run._metrics = MetricsWriter(tmp_path)
+    run.export()
+    run._metrics.close()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.get("unsaved") == problem
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == ([{"step": 4, "checkpoint/failed": 1.0}] if problem else [])

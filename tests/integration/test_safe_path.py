@@ -1,0 +1,56 @@
+"""No process of a run imports from the working directory, but for a reward function that the user names.
+
+Why: a file ``json.py`` or ``cv2.py`` that happens to be there would be executed in every process. Not
+covered: vLLM's own processes, which get PYTHONSAFEPATH (tests/unit/test_engine_command); that a user's
+function in the working directory is found (test_reward_pool).
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.config import load_settings
+from rpg_megatron.launcher.nodes import NodeAssignment
+from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
+from rpg_megatron.launcher.reaper import Reaper
+from rpg_megatron.rewards.pool import WorkerPool
+from rpg_megatron.system.parent_death import with_parent_death_signal
+
+NAMES = ("shutil", "ctypes", "math_verify", "torch", "numpy")
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with modules that tell if they are imported; the file in which they do."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'trapped')!r}, 'a').write({name!r})\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "trapped"
+
+
+def test_helpers_of_the_launcher(trap: Path) -> None:
+    Reaper().dismiss()
+    subprocess.run(with_parent_death_signal(["true"], signal.SIGKILL), check=True)
+    assert not trap.exists()
+
+
+def test_reward_workers(trap: Path) -> None:
+    with WorkerPool("rpg_megatron.rewards.reward:overlong_penalty", workers=1, deadline=60, memory=1 << 33):
+        assert not trap.exists()
+
+
+def test_ranks(trap: Path, config_file: Path, tmp_path: Path) -> None:
+    settings = load_settings(config_file)
+    start = RankLaunchSpec("no-run", None, "127.0.0.1", 1)
+    share = NodeAssignment(range(1), range(0))
+    ((_, command, environment),) = rank_starts(
+        settings, share, start, tmp_path, tmp_path, "", None, "rpg_megatron.data.trajectory"
+    )
+    assert command[0] == sys.executable
+    subprocess.run(command, env=environment, check=True)
+    assert not trap.exists()
