@@ -105,7 +105,7 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
     try:
         weight_map: dict[str, str] = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
-        if outside := [name for name in names if Path(name).name != name]:
+        if outside := [name for name in names if not name or Path(name).name != name]:
             raise ValueError(f"{outside[0]!r} is not the name of a file in this folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise _corrupt(index, f"not a valid index ({type(e).__name__}: {e})") from None

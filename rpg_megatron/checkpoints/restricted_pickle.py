@@ -101,7 +101,7 @@ def restricted_loading(folder: Path) -> Iterator[None]:
 
     unrestricted = FileSystemReader.read_metadata
     environment = {name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY, _NOT_WEIGHTS_ONLY)}
-    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
+    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign,assignment]
     # Torch reads objects with weights_only=False; this variable overrides it.
     os.environ[_WEIGHTS_ONLY] = "1"
     try:

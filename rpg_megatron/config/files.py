@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -88,7 +87,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if not isinstance(key.value, Hashable):
+            if not isinstance(key, yaml.ScalarNode):
                 continue  # refused by the parent class
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
