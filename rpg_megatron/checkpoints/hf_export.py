@@ -22,8 +22,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rpg_megatron.checkpoints.hf_files import COPIED, INDEX, SINGLE
+from rpg_megatron.checkpoints.hf_files import INDEX, SINGLE, list_copied
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import read_json
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import gather_objects, run_together
@@ -177,11 +178,10 @@ def _finish(
             "weight_map": {n: names[s] for s, shard in enumerate(plan.shards) for n in shard},
         }
         (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for pattern in COPIED:
-        for file in sorted(source_dir.glob(pattern)):
-            if file.name not in (INDEX, "config.json"):
-                shutil.copyfile(file, part / file.name)
-    config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
+    for file in list_copied(source_dir):
+        if file.name != "config.json":
+            shutil.copyfile(file, part / file.name)
+    config = read_json(source_dir / "config.json")
     # transformers renamed the key; set whichever is there.
     for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
         config[key] = dtype_name(dtype)

@@ -5,8 +5,8 @@ Needs neither torch nor safetensors: preflight runs it on a login node before a 
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import struct
 from collections import Counter
 from collections.abc import Iterable
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import open_regular, parse_json, read_json
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Files of a checkpoint besides its weights: configuration, tokenizer, chat template."""
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 
+MAX_DIMENSIONS = 64
+"""Of a tensor, as in torch."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format; a larger number means another format."""
 
@@ -41,24 +43,28 @@ class StoredTensor:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Name -> tensor of one safetensors file, after a check of the file's size against its header.
 
+    As the format demands, the tensors' bytes follow each other without gaps or overlaps.
     Raises UserError if the file is missing, truncated, longer than its header says, or not safetensors.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as f:
+        with open_regular(file) as f:
+            size = os.fstat(f.fileno()).st_size
             prefix = f.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise _corrupt(file, f"{size} bytes are fewer than its header")
-            raw: dict[str, Any] = json.loads(f.read(length))
+            raw: dict[str, Any] = parse_json(f.read(length))
         raw.pop("__metadata__", None)
-        tensors = {n: StoredTensor(file, str(t["dtype"]), tuple(t["shape"])) for n, t in raw.items()}
-        for name, t in raw.items():
-            begin, end = t["data_offsets"]
-            dtype = SAFETENSORS.get(tensors[name].dtype)
-            if dtype and end - begin != ITEM_BYTES[dtype] * math.prod(tensors[name].shape):
-                raise _corrupt(file, f"{name} has {end - begin} bytes, which does not match its shape")
-        expected = 8 + length + max((t["data_offsets"][1] for t in raw.values()), default=0)
+        tensors, end = {}, 0
+        for name, entry in sorted(raw.items(), key=lambda item: item[1]["data_offsets"]):
+            tensors[name] = tensor = StoredTensor(
+                file, str(entry["dtype"]), _shape(file, name, entry["shape"])
+            )
+            start, end = end, _offset(file, name, entry["data_offsets"], end)
+            dtype = SAFETENSORS.get(tensor.dtype)
+            if dtype and end - start != ITEM_BYTES[dtype] * math.prod(tensor.shape):
+                raise _corrupt(file, f"{name} has {end - start} bytes, which does not match its shape")
+        expected = 8 + length + end
     except OSError as e:
         raise UserError(f"{file}: cannot be read ({e.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -66,6 +72,22 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     if size != expected:
         raise _corrupt(file, f"{size} bytes on disk, {expected} according to its header")
     return tensors
+
+
+def _shape(file: Path, name: str, shape: Any) -> tuple[int, ...]:
+    if len(shape) > MAX_DIMENSIONS:
+        raise _corrupt(file, f"{name} has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}")
+    if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise _corrupt(file, f"{name} has sizes that are no sizes")
+    return tuple(shape)
+
+
+def _offset(file: Path, name: str, offsets: Any, expected: int) -> int:
+    """End of a tensor's bytes, which must begin where the tensor before ends."""
+    begin, end = offsets
+    if begin != expected or type(end) is not int or end < begin:
+        raise _corrupt(file, f"{name} is at bytes {begin} to {end}, and the tensor before ends at {expected}")
+    return end
 
 
 def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
@@ -81,9 +103,11 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
             )
         return read_header(single)
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map: dict[str, str] = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        if outside := [name for name in names if not name or Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is not the name of a file in this folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise _corrupt(index, f"not a valid index ({type(e).__name__}: {e})") from None
     files, damage = {}, []
     for name in names:
@@ -99,6 +123,25 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
             f"{index}: lists tensors missing in their files: {_some(lost)}; copy the checkpoint again"
         )
     return {name: files[file][name] for name, file in weight_map.items()}
+
+
+def list_copied(model_dir: Path) -> list[Path]:
+    """The files that a copy of a checkpoint has besides its weights: configuration, tokenizer, chat template.
+
+    Raises UserError for one that is no regular file, and for a symbolic link out of the folder: the copy
+    would be readable by more users than the file is. Links into the blobs of the Hugging Face cache that the
+    folder belongs to (``snapshots/REVISION``) are followed.
+    """
+    folder = model_dir.resolve()
+    inside = [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    found = sorted({file for pattern in _COPIED for file in model_dir.glob(pattern)} - {model_dir / INDEX})
+    for file in found:
+        target = file.resolve()
+        if not any(target.is_relative_to(place) for place in inside):
+            raise UserError(f"{file}: a link to {target}, outside the model's folder; copy the file there")
+        if not file.is_file():
+            raise UserError(f"{file}: not a regular file; remove it, or copy the checkpoint again")
+    return found
 
 
 def verify_hf_checkpoint(
@@ -146,7 +189,7 @@ def verify_hf_checkpoint(
 
 
 def _corrupt(file: Path, why: str) -> UserError:
-    return UserError(f"{file}: truncated or corrupt: {why}; copy the file again")
+    return UserError(f"{file}: truncated or corrupt: {why[:300]}; copy the file again")
 
 
 def _some(items: Iterable[str]) -> str:

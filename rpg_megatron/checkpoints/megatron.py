@@ -36,6 +36,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from rpg_megatron.checkpoints.megatron_folder import MEGATRON, Contents, read_contents
+from rpg_megatron.checkpoints.restricted_pickle import check_extra_states, restricted_loading
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.collectives import barrier, default_group_on_host, gather_objects, gather_on_first
 
@@ -158,10 +159,16 @@ def load_weights(
     vocab: the true vocabulary size, rows that the embedding must have at least. Values are cast to the
     parameters' dtype. Vocabulary padding becomes zero.
     optimizer: receives the checkpoint's optimizer state. It must have the same type; the layout may differ.
-    Raises UserError on every rank that lists missing, unexpected and wrongly shaped tensors.
+    Raises UserError on every rank that lists missing, unexpected and wrongly shaped tensors, or names what in
+    the checkpoint could run code.
     """
-    content = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    with restricted_loading(folder):
+        _load(folder, models, vocab, optimizer)
+
+
+def _load(folder: Path, models: Sequence[GPTModel], vocab: int, optimizer: MegatronOptimizer | None) -> None:
     contents = read_contents(folder)
+    content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     # Transformer Engine's layers have more states than Megatron's local ones. FP8 scales that are missing in
     # the checkpoint are initialised.
     _, state = extract_matching_values(
@@ -176,6 +183,7 @@ def load_weights(
         loaded = dist_checkpointing.load(state, str(folder), TorchDistLoadShardedStrategy())
     with torch.no_grad():
         for key, model in zip(keys, models, strict=True):
+            check_extra_states(loaded[key])
             # Not strict: Megatron's empty extra states are not parameters and not in the checkpoint.
             model.load_state_dict(loaded[key], strict=False)
         if optimizer is not None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import open_regular, read_json, read_text
 from rpg_megatron.system.dtypes import dtype_name
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -59,7 +60,7 @@ def find_checkpoint(path: Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give the folder of a Megatron checkpoint")
     try:
-        latest = tracker.read_text(encoding="utf-8").strip()
+        latest = read_text(tracker).strip()[:80]
     except (OSError, UnicodeDecodeError):
         raise UserError(
             f"{path}: holds neither {MEGATRON} nor {LATEST}; give the folder of a Megatron checkpoint in the "
@@ -126,7 +127,7 @@ def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str,
     """
     file = folder / MANIFEST
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = read_json(file)
         if raw["format"] != _FORMAT:
             raise UserError(
                 f"{file}: format {raw['format']}, this version reads {_FORMAT}; update the package"
@@ -134,6 +135,8 @@ def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str,
         metadata = CheckpointMetadata(**{name: raw[name] for name in CheckpointMetadata.__dataclass_fields__})
         if not raw["files"]:
             raise ValueError("it lists no files")
+        if outside := [name for name in raw["files"] if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"{outside[0]!r} is outside the checkpoint's folder")
         return metadata, {
             str(n): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for n, f in raw["files"].items()
         }
@@ -155,9 +158,13 @@ def find_damage(
     problems, whole = [], []
     for name, wanted in files.items():
         try:
-            size = (folder / name).stat().st_size
-        except OSError:
+            with open_regular(folder / name) as f:
+                size = os.fstat(f.fileno()).st_size
+        except FileNotFoundError:
             problems.append(f"{name} is missing")
+            continue
+        except OSError as e:
+            problems.append(f"{name} cannot be read ({e.strerror})")
             continue
         if size != wanted["bytes"]:
             problems.append(f"{name} has {size} bytes, not {wanted['bytes']}")
@@ -177,7 +184,7 @@ def _hash_all(folder: Path, names: Iterable[str], count: Callable[[int], None]) 
 
 def _sha256(file: Path, count: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
-    with file.open("rb") as f:
+    with open_regular(file) as f:
         while chunk := f.read(_CHUNK):
             digest.update(chunk)
             count(len(chunk))
@@ -215,11 +222,12 @@ class Contents:
 
 def read_contents(folder: Path) -> Contents:
     """Read the index. Imports torch. Raises UserError if it is missing or invalid."""
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    from rpg_megatron.checkpoints.restricted_pickle import read_index
+
+    metadata = read_index(folder / INDEX)
     try:
-        metadata = FileSystemReader(folder).read_metadata()
         tensors = {
             name: StoredWeight(dtype_name(t.properties.dtype), tuple(t.size), len(t.chunks))
             for name, t in metadata.state_dict_metadata.items()
@@ -229,7 +237,7 @@ def read_contents(folder: Path) -> Contents:
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    except Exception as e:  # a damaged pickle can raise any exception
+    except (TypeError, AttributeError, ValueError) as e:
         raise UserError(
             f"{folder / INDEX}: not readable ({type(e).__name__}: {e}); copy the checkpoint again"
         ) from None
@@ -241,9 +249,13 @@ def find_short_files(folder: Path, contents: Contents) -> list[str]:
     problems = []
     for name, end in sorted(contents.ends.items()):
         try:
-            size = (folder / name).stat().st_size
-        except OSError:
+            with open_regular(folder / name) as f:
+                size = os.fstat(f.fileno()).st_size
+        except FileNotFoundError:
             problems.append(f"{name} is missing")
+            continue
+        except OSError as e:
+            problems.append(f"{name} cannot be read ({e.strerror})")
             continue
         if size < end:
             problems.append(f"{name} has {size} bytes, the index needs {end}")

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from rpg_megatron.config.base import Section
 
+RENDEZVOUS_VARIABLE = "RPG_RENDEZVOUS"
+"""Set for trainer ranks on a single node: the file in which they find each other."""
 ADDRESS_VARIABLE = "RPG_NODE_ADDRESS"
 """Environment variable with the node's cluster address, set by the launcher for its child processes; unset on
 a single node."""

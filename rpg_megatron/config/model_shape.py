@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import read_json
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 """HF architecture name -> family; each family is one file in ``models``."""
@@ -98,46 +99,82 @@ def read_model_shape(path: Path) -> ModelShape:
             "downloaded as by hf download NAME --local-dir FOLDER (plan reads its config.json alone)"
         )
     try:
-        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = read_json(file)
     except FileNotFoundError:
         raise UserError(f"model.path: {file} is missing; a Hugging Face checkpoint holds one") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except OSError as e:
+        raise UserError(f"{file}: cannot be read ({e.strerror or e}); copy the checkpoint again") from None
+    except ValueError as e:
         raise UserError(f"{file}: not valid JSON ({e}); copy the checkpoint again") from None
     if not isinstance(raw, dict):
         raise UserError(f"{file}: holds a {type(raw).__name__}, not an object; copy the checkpoint again")
     names = raw.get("architectures") or ["(none)"]
-    family = FAMILIES.get(names[0])
+    name = str(names[0])[:80] if isinstance(names, list) else "(not a list)"
+    family = FAMILIES.get(name)
     if family is None:
         raise UserError(
-            f"{file}: architecture {names[0]} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"{file}: architecture {name} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     try:
+        sizes = {key: _size(key, raw[key]) for key in _LARGEST if raw.get(key) is not None}
         _refuse_variants(file, raw, family)
         rope = _rope(raw)
+        heads = sizes["num_attention_heads"]
+        kv_heads = sizes.get("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads ({heads})"
+            )
         # transformers' default head size where the file has none.
-        head_dim = 128 if family == "qwen3" else raw["hidden_size"] // raw["num_attention_heads"]
+        head_dim = 128 if family == "qwen3" else max(sizes["hidden_size"] // heads, 1)
         return ModelShape(
             family=family,
-            num_layers=int(raw["num_hidden_layers"]),
-            hidden_size=int(raw["hidden_size"]),
-            ffn_hidden_size=int(raw["intermediate_size"]),
-            num_heads=int(raw["num_attention_heads"]),
-            num_kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
-            head_dim=int(raw.get("head_dim") or head_dim),
-            vocab_size=int(raw["vocab_size"]),
+            num_layers=sizes["num_hidden_layers"],
+            hidden_size=sizes["hidden_size"],
+            ffn_hidden_size=sizes["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=sizes.get("head_dim", head_dim),
+            vocab_size=sizes["vocab_size"],
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=family == "qwen3",
             qkv_bias=family == "qwen2",
-            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            norm_eps=float(raw["rms_norm_eps"]),
-            max_positions=int(raw["max_position_embeddings"]),
+            rope_theta=_positive("rope_theta", rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            norm_eps=_positive("rms_norm_eps", raw["rms_norm_eps"]),
+            max_positions=sizes["max_position_embeddings"],
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             rope_scaling=_llama3_rope(file, raw),
         )
     except KeyError as e:
         raise UserError(f"{file}: the key {e.args[0]!r} is missing; copy the checkpoint again") from None
-    except (TypeError, ValueError) as e:
-        raise UserError(f"{file}: a size is not a number ({e}); copy the checkpoint again") from None
+    except (TypeError, ValueError, OverflowError) as e:
+        raise UserError(f"{file}: {str(e)[:300]}; copy the checkpoint again") from None
+
+
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**31 - 1,  # token ids are int32
+    "max_position_embeddings": 2**31 - 1,
+}
+"""Key -> its largest value, far beyond that of any model."""
+
+
+def _size(key: str, value: Any) -> int:
+    """A size of ``config.json``. Raises ValueError if it is none, or beyond that of any model."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST[key]:
+        raise ValueError(f"{key} is {repr(value)[:80]}; it must be an integer of 1 to {_LARGEST[key]:,}")
+    return value
+
+
+def _positive(key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} is {str(value)[:80]}; it must be a number greater than 0")
+    return float(value)
 
 
 def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
@@ -192,9 +229,11 @@ def _llama3_rope(file: Path, raw: dict[str, Any]) -> Llama3Rope | None:
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
         # The order in which transformers looks for it.
-        original_positions=int(raw.get(key) or rope.get(key) or raw["max_position_embeddings"]),
+        original_positions=_size(
+            "max_position_embeddings", raw.get(key) or rope.get(key) or raw["max_position_embeddings"]
+        ),
     )
-    if scaling.factor < 1 or not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
+    if not 1 <= scaling.factor < math.inf or not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
         raise UserError(
             f"{file}: rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, has "
             f"{scaling.factor:g}, {scaling.low_freq_factor:g} and {scaling.high_freq_factor:g}; "

@@ -17,6 +17,7 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.explanation import explain_error, sections_in
+from rpg_megatron.config.files import parse_yaml, read_yaml
 from rpg_megatron.config.objective import (
     AdvantageSettings,
     AggregationSettings,
@@ -49,7 +50,7 @@ from rpg_megatron.config.rollout import (
 class Settings(Section):
     """All settings of a run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", max_length=128)
     """Name of the run; its folder is <runs>/<name>-NNN."""
     runs: Path = Path("runs")
     """Folder that holds the runs, relative to the working directory."""
@@ -58,7 +59,8 @@ class Settings(Section):
     device: Literal["cpu", "cuda"] = "cuda"
     """Where trainer and engines run."""
     rendezvous_port: int = Field(0, ge=0, le=65535)
-    """TCP port of the trainer ranks' rendezvous (MASTER_PORT); 0: a free one."""
+    """Several nodes: TCP port of the trainer ranks' rendezvous (MASTER_PORT); 0: a free one. On one node they
+    meet in a private file."""
     model: ModelSettings
     """The checkpoint that training starts from."""
     parallel: ParallelSettings = ParallelSettings()
@@ -248,14 +250,14 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if file.resolve() in above:
         raise UserError(f"{above[-1]}: extends {file}, which extends it again; remove one of the two")
     try:
-        raw = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        raw = read_yaml(file)
     except FileNotFoundError:
         by = f" ({above[-1]} extends it)" if above else ""
         raise UserError(f"{file}: no such config file{by}") from None
     except IsADirectoryError:
         raise UserError(f"{file}: is a directory; give a YAML file") from None
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{file}: cannot be read ({e})") from None
+        raise UserError(f"{file}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
     except yaml.YAMLError as e:
         mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -292,26 +294,12 @@ def _put_over(below: dict[str, Any], above: dict[str, Any]) -> None:
             below[key] = value
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} appears twice in one section", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _apply_override(raw: dict[str, Any], item: str) -> None:
     key, eq, text = item.partition("=")
     if not eq or not key:
         raise UserError(f"{item!r}: overrides have the form key=value, for example optimizer.lr=1e-5")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         raise UserError(f"{item!r}: the value is not valid YAML") from None
     *parents, last = key.split(".")

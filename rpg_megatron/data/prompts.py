@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import signal
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,6 +21,10 @@ from rpg_megatron.data.problems import Message, Problem, read_problems
 from rpg_megatron.data.trajectory import Tokens
 
 logger = logging.getLogger(__name__)
+
+_RENDER_SECONDS, _RENDER_SECONDS_EACH = 30.0, 0.01
+"""Time for rendering all prompts with a chat template: in total, and more for each prompt. One prompt takes
+less than a millisecond."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +44,22 @@ class Prompt:
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer in a checkpoint's folder. No code of the folder is run.
+
+    Raises UserError if there is no tokenizer, or none without code of its own.
+    """
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        # Without an explicit False, a question on the terminal may offer to run the folder's code.
+        return AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RecursionError) as e:
+        raise UserError(
+            f"model.path: no usable tokenizer in {model} ({e}); copy the model's tokenizer files there"
+        ) from None
 
 
 def load_prompts(settings: DataSettings, tokenizer: Any) -> list[Prompt]:
@@ -65,7 +90,8 @@ def fit_prompts(problems: list[Problem], settings: DataSettings, tokenizer: Any)
     """
     if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise UserError("data.chat: the model's tokenizer has no chat template; set data.chat to false")
-    texts = [_render(problem, settings, tokenizer) for problem in problems]
+    with _time_limit(_RENDER_SECONDS + _RENDER_SECONDS_EACH * len(problems)):
+        texts = [_render(problem, settings, tokenizer) for problem in problems]
     # A chat template adds the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not settings.chat)["input_ids"]
     prompts, too_long, limit = [], 0, settings.max_prompt_tokens
@@ -111,6 +137,28 @@ def _render(problem: Problem, settings: DataSettings, tokenizer: Any) -> str:
         raise UserError(
             f"{problem.where}: the chat template cannot render it (roles {roles}): {type(e).__name__}: {e}"
         ) from None
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError within the block when the time is over. Only the main thread can be interrupted.
+
+    Templates run in a sandbox, which limits what they may call, but not how long they run.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"the prompts are not rendered after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, should the first exception be swallowed
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # -- order ---------------------------------------------------------------------------------------------------

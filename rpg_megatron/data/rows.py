@@ -6,40 +6,78 @@ a UserError, so that the caller can raise or count it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rpg_megatron.config.data import SourceSettings
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import open_regular, parse_json
 from rpg_megatron.data.presets import Preset
 
 Row = tuple[int, str, dict[str, Any] | UserError]
 """Index from 0, position for messages (``file:line`` or ``file: row 3``), and the row or its error."""
 
-_BATCH = 1000
+_BATCH = 16
+"""Rows decoded at a time: rows may be long, and a batch is in memory more than once."""
+_EXPANSION, _ALWAYS = 100, 256 * 1024**2
+"""A compressed file may hold this many times its bytes of text, or ``_ALWAYS`` if that is more: a file of a
+few KB can stand for GBs, while real text compresses by a factor of 3 to 10."""
 
 
 def read_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
     """The rows of a source, at most ``limit``.
 
-    Raises UserError if the file or data set does not exist or cannot be read at all.
+    Raises UserError if the file or data set does not exist, cannot be read at all, or is far larger in memory
+    than on disk.
     """
     if source.path is None:
         rows = _hub_rows(source, preset)
     elif (source.path / "dataset_info.json").is_file():
-        rows = _saved_rows(source.path)
+        rows = _bounded(source.path, _saved_rows(source.path))
     elif source.path.suffix == ".parquet":
-        rows = _parquet_rows(source.path)
+        rows = _bounded(source.path, _parquet_rows(source.path))
     elif source.path.suffix == ".arrow":
-        rows = _arrow_rows(source.path)
+        rows = _bounded(source.path, _arrow_rows(source.path))
     else:
         rows = _json_rows(source.path)
     for row in rows:
         if source.limit is not None and row[0] >= source.limit:
             return
         yield row
+
+
+def _bounded(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+    """Yield the rows, and raise UserError when they hold more text than a file of its size may."""
+    total, most = 0, _most_text(path)
+    for row in rows:
+        total += _text_size(row[2])
+        if total > most:
+            raise _too_large(path, most)
+        yield row
+
+
+def _most_text(path: Path) -> int:
+    try:
+        size = sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
+    except OSError:
+        size = 0  # the reader says what is wrong
+    return max(_ALWAYS, _EXPANSION * size)
+
+
+def _text_size(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_text_size, value.values()))
+    if isinstance(value, list):
+        return sum(map(_text_size, value))
+    return len(value) if isinstance(value, str | bytes) else 0
+
+
+def _too_large(path: Path, most: int) -> UserError:
+    return UserError(
+        f"{path}: holds more than {most / 1e6:,.0f} MB of text, at least {_EXPANSION} times its size; "
+        "write it as JSON lines, which have no limit"
+    )
 
 
 def origin(source: SourceSettings, preset: Preset | None) -> str:
@@ -54,7 +92,7 @@ def origin(source: SourceSettings, preset: Preset | None) -> str:
 
 def _json_rows(path: Path) -> Iterator[Row]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for index, raw in enumerate(file):
                 if raw.strip():
                     where = f"{path}:{index + 1}"
@@ -69,11 +107,9 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 def _parse_json(raw: bytes, where: str, first: bool) -> dict[str, Any] | UserError:
     try:
-        row = json.loads(raw.decode("utf-8-sig" if first else "utf-8"), parse_constant=_reject_constant)
+        row = parse_json(raw.decode("utf-8-sig" if first else "utf-8"), parse_constant=_reject_constant)
     except UnicodeDecodeError as e:
         return UserError(f"{where}: not UTF-8 (byte {e.start + 1} of the line); save the file as UTF-8")
-    except RecursionError:
-        return UserError(f"{where}: nested too deeply; give one flat JSON object a line")
     except ValueError as e:
         return UserError(f"{where}: not valid JSON ({e}); give one JSON object a line")
     if not isinstance(row, dict):
@@ -108,11 +144,15 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             "copy or download it again"
         ) from None
     with file:
-        index = 0
+        index, most = 0, _most_text(path)
         for group in range(file.metadata.num_row_groups):
             last = index + file.metadata.row_group(group).num_rows
+            if file.metadata.row_group(group).total_byte_size > most:
+                raise _too_large(path, most)
             try:
-                table = file.read_row_group(group)
+                for batch in file.iter_batches(_BATCH, row_groups=[group]):
+                    yield from _table_rows(str(path), batch, index)
+                    index += batch.num_rows
             except (ArrowException, OSError) as e:
                 where = f"{path}: rows {index + 1} to {last}"
                 yield (
@@ -120,8 +160,6 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     where,
                     UserError(f"{where}: damaged ({_first_line(e)}); copy or download the file again"),
                 )
-            else:
-                yield from _table_rows(str(path), table, index)
             index = last
 
 
@@ -193,7 +231,7 @@ def _table_rows(name: str, table: Any, start: int) -> Iterator[Row]:
 
 def _check_file(path: Path) -> None:
     if not path.is_file():
-        state = "is a directory" if path.is_dir() else "does not exist"
+        state = "is a directory" if path.is_dir() else "is not a file" if path.exists() else "does not exist"
         raise UserError(f"data.path: {path} {state}; give a {path.suffix} file")
 
 

@@ -16,8 +16,9 @@ import sys
 import threading
 from pathlib import Path
 
-from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config.files import read_text
 from rpg_megatron.data.problems import read_counted
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
 from rpg_megatron.models.registry import check_layout, mapping_for
@@ -99,6 +100,10 @@ def check_model(path: Path) -> ModelShape:
         raise UserError(
             f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
         )
+    try:
+        list_copied(path)  # an export will copy them, and the tokenizer's loader would wait for a FIFO
+    except UserError as e:
+        raise UserError(f"model.path: {e}") from None
     verify_hf_checkpoint(path, mapping_for(shape))
     return shape
 
@@ -254,7 +259,7 @@ def _has_chat_template(model: Path) -> bool:
     if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:
-        return '"chat_template"' in (model / "tokenizer_config.json").read_text(encoding="utf-8")
+        return '"chat_template"' in read_text(model / "tokenizer_config.json")
     except FileNotFoundError:
         return False
     except (OSError, UnicodeDecodeError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpg_megatron.config import Settings
-from rpg_megatron.config.cluster import ADDRESS_VARIABLE
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE, RENDEZVOUS_VARIABLE
 from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, TOKEN_VARIABLE
 from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
 
@@ -25,7 +25,7 @@ class RankLaunchSpec:
     """The run's."""
     checkpoint: str | None
     address: str
-    """torch.distributed's MASTER_ADDR: the node of trainer rank 0."""
+    """torch.distributed's MASTER_ADDR: the node of trainer rank 0. Used on several nodes, like the port."""
     port: int
 
 
@@ -78,10 +78,16 @@ def rank_starts(
             "LOCAL_RANK": str(rank - share.ranks.start),
             "WORLD_SIZE": str(settings.parallel.world),
             "LOCAL_WORLD_SIZE": str(len(share.ranks)),
-            "MASTER_ADDR": start.address,
-            "MASTER_PORT": str(start.port),
+            **_rendezvous(start, work if address is None else None),
         }
         yield f"rank_{rank}", command, environment
+
+
+def _rendezvous(start: RankLaunchSpec, work: Path | None) -> dict[str, str]:
+    """Where the ranks meet. work: on a single node, its private folder: only its owner can join."""
+    if work is not None:
+        return {RENDEZVOUS_VARIABLE: str(work / "rendezvous")}
+    return {"MASTER_ADDR": start.address, "MASTER_PORT": str(start.port)}
 
 
 def _device_environment(settings: Settings, local: int) -> dict[str, str]:

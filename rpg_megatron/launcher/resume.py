@@ -287,7 +287,10 @@ def hold_folder(folder: Path, seconds: float = 0.0) -> IO[str] | None:
     seconds: how long to wait, since other launchers and reports hold it briefly to look at the folder.
     Raises OSError if the lock file cannot be written.
     """
+    # Mode 0600, also of files of earlier versions: who can open it can lock it, and so block a resume.
     lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w")
+    with suppress(OSError):  # another user's, in a shared folder
+        os.fchmod(lock.fileno(), 0o600)
     end = time.monotonic() + seconds
     while True:
         try:

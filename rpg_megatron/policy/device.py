@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.cluster import RENDEZVOUS_VARIABLE
 from rpg_megatron.system.collectives import TIMEOUT, control_group
 
 
@@ -82,7 +83,11 @@ def start_device(device: str) -> torch.device:
 
 
 def start_process_group(device: torch.device) -> None:
-    """Join the job's process group (environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    """Join the job's process group (environment: RANK, WORLD_SIZE, and where the ranks meet).
+
+    On one node they meet in a file in a private folder (RPG_RENDEZVOUS), on several at a TCP port
+    (MASTER_ADDR, MASTER_PORT): torch's TCP store has no authentication, so any user who reaches the port can
+    read and change what ranks tell each other.
 
     Also creates the control group, a gloo group for objects and barriers (``system.collectives``). The device
     is not bound to the group: torch would then create a communicator for each of Megatron's groups at once,
@@ -90,6 +95,15 @@ def start_process_group(device: torch.device) -> None:
     Raises UserError on rank 0 if it cannot listen at that address and port.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = _open_store(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    control_group()
+
+
+def _open_store(rank: int) -> dist.Store:
+    if (file := os.environ.get(RENDEZVOUS_VARIABLE)) is not None:
+        return dist.FileStore(file)  # removed with its folder, not by the last rank
     # Torch's own rendezvous would listen on every network interface.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
@@ -100,14 +114,10 @@ def start_process_group(device: torch.device) -> None:
                 f"rendezvous_port: trainer rank 0 cannot listen at {address}:{port} ({e.strerror or e}); "
                 "set another port"
             ) from None
-        store = dist.TCPStore(
+        return dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-    else:
-        store = dist.TCPStore(address, port, None, False, timeout=timedelta(minutes=10))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    control_group()
+    return dist.TCPStore(address, port, None, False, timeout=timedelta(minutes=10))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

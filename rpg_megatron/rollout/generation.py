@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import read_json
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.engine.client import EngineGone, Sample
 from rpg_megatron.rollout.engine_pool import EnginePool, Replica, first_error
@@ -159,7 +159,7 @@ def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
     listed = None
     for name in ("generation_config.json", "config.json"):
         try:
-            listed = json.loads((model / name).read_text(encoding="utf-8")).get("eos_token_id")
+            listed = read_json(model / name).get("eos_token_id")
             break
         except (OSError, ValueError, AttributeError):
             continue

@@ -27,7 +27,7 @@ import numpy as np
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.data.prompts import Prompt, PromptStream, load_prompts
+from rpg_megatron.data.prompts import Prompt, PromptStream, load_prompts, load_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.engine.command import TOKEN_VARIABLE, context_length
@@ -331,19 +331,11 @@ def _serve_client(connection: Connection, sampler: Sampler, loop: asyncio.Abstra
 
 
 async def _run(settings: Settings, work: Path, token: str) -> None:
-    from transformers import AutoTokenizer  # slow to import
-
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
         loop.add_signal_handler(number, stop.set)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(
-            f"model.path: no usable tokenizer in {settings.model.path} ({e}); copy the "
-            "model's tokenizer files there"
-        ) from None
+    tokenizer = load_tokenizer(settings.model.path)
     engines = [
         EngineClient(i, engine_address(work, i), token, timeout=settings.engine.request_timeout)
         for i in range(settings.engine.replicas)

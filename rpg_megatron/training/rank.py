@@ -1,9 +1,9 @@
 """The process of one trainer rank.
 
 ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [CHECKPOINT]``, started by the launcher.
-Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as for torchrun; RPG_ENGINE_TOKEN on rank
-0. Exit codes: 0 when training is done; 2 for a user error, with ``error: ...`` as the last line; 75 after
-SIGTERM or SIGUSR1, when the state is saved.
+Environment: RANK, WORLD_SIZE, LOCAL_RANK as for torchrun; RPG_RENDEZVOUS, or MASTER_ADDR and MASTER_PORT
+(``policy/device.py``); RPG_ENGINE_TOKEN on rank 0. Exit codes: 0 when training is done; 2 for a user error,
+with ``error: ...`` as the last line; 75 after SIGTERM or SIGUSR1, when the state is saved.
 
 ``audit`` and ``replay`` have rank modules of their own, which use ``run_rank`` too.
 """

@@ -160,6 +160,7 @@ def open_publisher(
     if settings.transport == "process_group":
         from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 
+        alone = settings.address is None and ADDRESS_VARIABLE not in os.environ
         return GroupPublisher(
             settings.address or os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
             coordinates,
@@ -169,6 +170,7 @@ def open_publisher(
             timeout=settings.timeout,
             bucket_bytes=settings.bucket_mib * 1024**2,
             colocated_in=folder if colocated else None,
+            private=folder if alone else None,
         )
     if settings.transport == "cuda_ipc":
         from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher

@@ -29,13 +29,13 @@ SHAPE = tiny_shape(tied_embeddings=True)
 LAYOUT = mapping_for(SHAPE)
 
 
-def _rank(rank, folder, commands, answers, bucket_bytes, dtype):
+def _rank(rank, folder, commands, answers, bucket_bytes, dtype, private):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     place = grid(SHAPE, 2, 1, vocab_multiple=16)[rank]
     params = stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT))
     publisher = GroupPublisher(
-        "127.0.0.1", place, params, LAYOUT, dtype, timeout=4.0, bucket_bytes=bucket_bytes
+        "127.0.0.1", place, params, LAYOUT, dtype, timeout=4.0, bucket_bytes=bucket_bytes, private=private
     )
     while (command := commands[rank].get()) is not None:
         if command == "retract":
@@ -52,11 +52,19 @@ def _rank(rank, folder, commands, answers, bucket_bytes, dtype):
 
 
 class Trainers:
-    def __init__(self, folder: Path, bucket_bytes: int = 3000, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        folder: Path,
+        bucket_bytes: int = 3000,
+        dtype: torch.dtype = torch.float32,
+        private: Path | None = None,
+    ):
         context = fork_server()
         self.commands, self.answers = [context.Queue() for _ in range(2)], context.Queue()
         self.processes = [
-            context.Process(target=_rank, args=(r, folder, self.commands, self.answers, bucket_bytes, dtype))
+            context.Process(
+                target=_rank, args=(r, folder, self.commands, self.answers, bucket_bytes, dtype, private)
+            )
             for r in range(2)
         ]
         for p in self.processes:
@@ -117,9 +125,11 @@ def read(reader, manifest, wanted):
     return got, reader.end()
 
 
-@pytest.mark.parametrize(("bucket_bytes", "dtype"), [(600, torch.float32), (1 << 20, torch.bfloat16)])
-def test_workers_get_their_slices_again_and_again(trainers, bucket_bytes, dtype):
-    t = trainers(bucket_bytes=bucket_bytes, dtype=dtype)
+@pytest.mark.parametrize(
+    ("bucket_bytes", "dtype", "one_node"), [(600, torch.float32, True), (1 << 20, torch.bfloat16, False)]
+)
+def test_workers_get_their_slices_again_and_again(trainers, tmp_path, bucket_bytes, dtype, one_node):
+    t = trainers(bucket_bytes=bucket_bytes, dtype=dtype, private=tmp_path if one_node else None)
     readers = [GroupReader(torch.device("cpu")) for _ in range(2)]
     for version in range(3):
         manifest = t.publish(version + 5, version)
@@ -144,6 +154,13 @@ def test_workers_get_their_slices_again_and_again(trainers, bucket_bytes, dtype)
     for rank, reader in enumerate(readers):
         read(reader, manifest, halves(rank))
     t.tell("retract")
+    assert ("port" in manifest.place) is not one_node
+    if one_node:  # a folder that others cannot enter, and in which nothing accumulates
+        folder = Path(manifest.place["folder"])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert {file.name.partition("%")[0] for file in folder.iterdir()} == {"manifest", "link"}
+        with pytest.raises(ShardError, match="no trainer meets its engines in"):
+            GroupReader(torch.device("cpu")).open(manifest.place | {"folder": str(folder / "gone")}, 9)
 
 
 def test_a_check_without_an_apply_leaves_nothing_behind(trainers):

@@ -202,3 +202,18 @@ def test_the_process_group_is_bound_to_no_device(monkeypatch):
     assert given["backend"] == "nccl"
     assert "device_id" not in given
     assert given["control"]
+
+
+def test_ranks_of_one_node_open_no_port(monkeypatch, tmp_path):
+    """Torch's TCP store has no authentication; the launcher's work folder is accessible to its owner only."""
+    given: dict[str, object] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **k: given.update(k))
+    monkeypatch.setattr(dist, "TCPStore", lambda *a, **k: pytest.fail("a TCP store"))
+    monkeypatch.setattr(device, "control_group", lambda: None)
+    file = tmp_path / "rendezvous"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "RPG_RENDEZVOUS": str(file)}.items():
+        monkeypatch.setenv(name, value)
+    device.start_process_group(torch.device("cpu"))
+    assert isinstance(given["store"], dist.FileStore)
+    given["store"].set("key", "value")
+    assert file.is_file()

@@ -114,6 +114,43 @@ def test_variants_that_are_not_covered_are_refused(tmp_path: Path, raw: dict[str
 
 
 @pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be an integer of 1 to 65,536"),
+        ({"hidden_size": -48}, "hidden_size is -48"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; .* 1 to 10,000"),
+        ({"vocab_size": 2**40}, "vocab_size is"),
+        ({"vocab_size": 53.5}, "vocab_size is 53.5"),
+        ({"intermediate_size": "64"}, "intermediate_size is '64'"),
+        ({"num_key_value_heads": True}, "num_key_value_heads is True"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4, which does not divide num_attention_heads"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0; it must be a number greater than 0"),
+        ({"rope_scaling": {**SCALING, "factor": float("inf")}}, "rope scaling needs factor >= 1"),
+        ({"rope_scaling": {**SCALING, "original_max_position_embeddings": -3}}, "max_position_embeddings is"),
+        ({"rope_parameters": "abc"}, "config.json"),
+        ({"architectures": {"a": 1}}, "architecture .not a list. is not supported"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
+        ({"vocab_size": None}, "the key 'vocab_size' is missing"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(tmp_path: Path, raw: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        read(tmp_path, LLAMA | raw)
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"])
+def test_a_file_that_no_reader_can_take_is_one_message(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"config\.json: not valid JSON \((nested too deeply|.*many digits)\)"
+    ):
+        read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         QWEN2,

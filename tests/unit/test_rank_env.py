@@ -49,6 +49,22 @@ def test_an_optimizer_in_host_memory_has_the_nodes_cores(environments) -> None:
     ]
 
 
+def test_ranks_of_one_node_meet_in_a_private_file(config_file: Path, tmp_path: Path) -> None:
+    settings = load_settings(config_file)
+    start = RankLaunchSpec("run", None, "10.0.0.1", 29500)
+
+    def environment(address: str | None) -> dict[str, str]:
+        share = NodeAssignment(range(1), range(0))
+        starts = rank_starts(settings, share, start, tmp_path, tmp_path, "token", address, "module")
+        return next(starts)[2]
+
+    one, several = environment(None), environment("127.0.0.1")
+    assert one["RPG_RENDEZVOUS"] == str(tmp_path / "rendezvous")
+    assert "MASTER_PORT" not in one
+    assert (several["MASTER_ADDR"], several["MASTER_PORT"]) == ("10.0.0.1", "29500")
+    assert "RPG_RENDEZVOUS" not in several
+
+
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_a_rank_takes_the_threads_that_it_is_given(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", threads)

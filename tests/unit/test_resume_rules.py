@@ -27,7 +27,7 @@ from rpg_megatron.checkpoints.run_folder import (
 )
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher import resume
-from rpg_megatron.launcher.resume import OpenRun, open_run
+from rpg_megatron.launcher.resume import LOCK, OpenRun, hold_folder, open_run
 from rpg_megatron.launcher.run_dir import CONFIG, settings_file
 
 
@@ -64,6 +64,18 @@ def killed(tmp_path: Path) -> Path:
             (run.folder / part / f"step_{step:06d}.jsonl").write_text("x")
     run.close()
     return run.folder
+
+
+def test_only_the_owner_can_lock_a_run(tmp_path: Path) -> None:
+    run = open_run(make_settings(tmp_path))
+    lock = run.folder / LOCK
+    assert lock.stat().st_mode & 0o777 == 0o600
+    run.close()
+    lock.chmod(0o644)  # by an earlier version
+    held = hold_folder(run.folder)
+    assert held is not None
+    held.close()
+    assert lock.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) -> None:

@@ -12,15 +12,18 @@ import json
 import os
 import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rpg_megatron.bridge.transports.folder_store import FolderStore
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE
 from rpg_megatron.config.errors import UserError
 
@@ -30,25 +33,41 @@ _ENVIRONMENT = threading.Lock()
 
 
 class Rendezvous:
-    """A key-value store on trainer rank 0, through which trainer ranks and engine workers connect.
+    """A key-value store through which trainer ranks and engine workers connect.
 
-    Torch's store has no authentication. So requests for weights are signed with a secret that is part of
-    ``place``, which engines receive by authenticated HTTP. The links themselves are not authenticated, as
-    always with torch.distributed.
+    On one node it is a private folder, on several a TCP store of trainer rank 0. Torch's TCP store has no
+    authentication. So requests for weights are signed with a secret that is part of ``place``, which engines
+    receive by authenticated HTTP. The links themselves are not authenticated, as always with
+    torch.distributed.
     """
 
-    def __init__(self, place: dict[str, Any], store: dist.Store) -> None:
+    def __init__(self, place: dict[str, Any], store: dist.Store | FolderStore) -> None:
         self.place = place
         self._secret = str(place["secret"]).encode()
-        self.store = dist.PrefixStore(hashlib.sha256(self._secret).hexdigest()[:16], store)
+        self.store = (
+            store
+            if isinstance(store, FolderStore)
+            else dist.PrefixStore(hashlib.sha256(self._secret).hexdigest()[:16], store)
+        )
 
     @classmethod
-    def host(cls, address: str, *, timeout: float, backend: str) -> Rendezvous:
-        """Start a store that listens only at ``address``, a host name or IP of this machine.
+    def host(cls, address: str, *, timeout: float, backend: str, private: Path | None = None) -> Rendezvous:
+        """Start a store in the folder ``private``, or else one that listens only at ``address``.
 
-        timeout: seconds for a single message between a rank and a worker. backend: gloo or nccl.
+        address: a host name or IP of this machine. private: a folder that only this user can access, if all
+        ranks and workers are on this node. timeout: seconds for a single message between a rank and a worker.
+        backend: gloo or nccl.
         Raises UserError if the address is not one of this machine.
         """
+        place: dict[str, Any] = {
+            "address": address,
+            "secret": secrets.token_urlsafe(16),
+            "timeout": timeout,
+            "backend": backend,
+        }
+        if private is not None:
+            folder = Path(tempfile.mkdtemp(prefix="rendezvous-", dir=private))  # mode 0700
+            return cls(place | {"folder": str(folder)}, FolderStore(folder))
         try:
             listener = socket.create_server((address, 0), backlog=256)
         except OSError as e:
@@ -57,18 +76,15 @@ class Rendezvous:
         store = dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        place = {
-            "address": address,
-            "port": port,
-            "secret": secrets.token_urlsafe(16),
-            "timeout": timeout,
-            "backend": backend,
-        }
-        return cls(place, store)
+        return cls(place | {"port": port}, store)
 
     @classmethod
     def join(cls, place: dict[str, Any]) -> Rendezvous:
-        """Connect to the store at ``place``. Raises OSError if nothing listens there."""
+        """Connect to the store at ``place``. Raises OSError if there is none."""
+        if "folder" in place:
+            if not (folder := Path(place["folder"])).is_dir():
+                raise OSError(f"no trainer meets its engines in {folder}")
+            return cls(place, FolderStore(folder))
         address = str(place["address"]), int(place["port"])
         try:
             # Torch's store would retry until its timeout if nothing listens.
@@ -106,6 +122,12 @@ class Rendezvous:
         """One end (SENDER or RECEIVER) of the named link; waits for the other end. Raises LinkError."""
         return Link(self, name, side, device)
 
+    def link_store(self, name: str, timeout: timedelta) -> dist.Store:
+        """The store through which the two ends of a link connect."""
+        if isinstance(self.store, FolderStore):
+            return self.store.link_store(name, timeout)
+        return dist.PrefixStore(f"link/{name}", self.store)
+
 
 class LinkError(Exception):
     """The other end of a link is gone or timed out."""
@@ -118,7 +140,7 @@ class Link:
         self._peer = 1 - side
         self._device, self._pinned = device, False
         timeout = timedelta(seconds=float(rendezvous.place["timeout"]))
-        store = dist.PrefixStore(f"link/{name}", rendezvous.store)
+        store = rendezvous.link_store(name, timeout)
         try:
             if rendezvous.place["backend"] == "gloo":
                 self._device, self._pinned = torch.device("cpu"), device.type == "cuda"

@@ -52,8 +52,11 @@ class GroupPublisher:
         timeout: float,
         bucket_bytes: int,
         colocated_in: Path | None = None,
+        private: Path | None = None,
     ) -> None:
         """Make the publish plan; rank 0 starts the key-value store at ``address``, an address of its machine.
+
+        private: on a single node, the private folder in which the store is a file instead.
 
         params: live parameters by Megatron name. dtype: what engines receive. timeout: seconds per message.
         bucket_bytes: memory for messages in flight, per worker. colocated_in: RPG_BRIDGE_DIR of this node's
@@ -68,7 +71,9 @@ class GroupPublisher:
         backend = "nccl" if self._device.type == "cuda" and colocated_in is None else "gloo"
         hosted = run_together(
             lambda: (
-                Rendezvous.host(address, timeout=timeout, backend=backend) if coordinates.rank == 0 else None
+                Rendezvous.host(address, timeout=timeout, backend=backend, private=private)
+                if coordinates.rank == 0
+                else None
             )
         )
         nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "")

@@ -23,7 +23,7 @@ from rpg_megatron.commands.audit.module_check import ActivationTrace, StoredWeig
 from rpg_megatron.commands.audit.trace_megatron import trace_policy
 from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.data.prompts import PromptStream, load_prompts
+from rpg_megatron.data.prompts import PromptStream, load_prompts, load_tokenizer
 from rpg_megatron.data.rollout_files import read_rollouts
 from rpg_megatron.data.trajectory import Tokens, Trajectory
 from rpg_megatron.engine.client import EngineClient, Sample
@@ -144,10 +144,7 @@ def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
         worst = sorted(read_rollouts(Path(request.rollouts)), key=_mismatch, reverse=True)
         starts = [np.concatenate([t.prompt, t.response[: len(t.response) // 2]]) for t in worst]
     else:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
-        prompts = load_prompts(settings.data, tokenizer)
+        prompts = load_prompts(settings.data, load_tokenizer(settings.model.path))
         starts = [
             p.tokens
             for p in PromptStream(prompts, settings.seed, settings.data.weights).take(min(len(prompts), 64))

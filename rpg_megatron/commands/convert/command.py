@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.hf_files import COPIED, INDEX, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
     LATEST,
@@ -175,10 +175,8 @@ def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> R
         with Ranks(job, progress, watch=place.result) as ranks:
             memory = [Memory(*m) for m in ranks.wait()]
         (folder / HF).mkdir()
-        for pattern in COPIED:
-            for file in sorted(source.config.glob(pattern)):
-                if file.name != INDEX:
-                    shutil.copyfile(file, folder / HF / file.name)
+        for file in list_copied(source.config):
+            shutil.copyfile(file, folder / HF / file.name)
         verification = _compare(job, source.config, progress) if verify else None
         progress.phase("checksums", sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()))
         facts = CheckpointMetadata(_megatron_version(), source.dtype, source.tensor, source.pipeline)
@@ -241,7 +239,9 @@ def mapping(source: Source) -> Iterator[str]:
 
 def _read_shape(folder: Path) -> ModelShape:
     try:
-        return read_model_shape(folder)
+        shape = read_model_shape(folder)
+        list_copied(folder)  # refuses what cannot be copied, before anything is converted
+        return shape
     except UserError as e:
         raise UserError(str(e).removeprefix("model.path: ")) from None
 

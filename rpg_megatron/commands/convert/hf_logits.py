@@ -27,7 +27,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job["hf"], dtype=torch.float32, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        job["hf"], dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    ).eval()
     ours = load_file(Path(job["work"]) / LOGITS)
     difference, largest, worst = 0.0, 0.0, ""
     for number, tokens in enumerate(job["sequences"]):

@@ -94,7 +94,8 @@ class StagingDir:
 
     def _take(self) -> None:
         try:
-            self.work.mkdir(parents=True, exist_ok=True)
+            self.work.parent.mkdir(parents=True, exist_ok=True)
+            self.work.mkdir(mode=0o700, exist_ok=True)  # the ranks meet in a file there
             self._lock = os.open(self.work / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

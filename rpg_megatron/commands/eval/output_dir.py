@@ -13,6 +13,7 @@ import yaml
 
 from rpg_megatron.commands.eval.process import CONFIG, SUMMARY
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.files import read_yaml
 from rpg_megatron.launcher.resume import LOCK, hold_folder, list_changes
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.summary import shown
@@ -95,7 +96,7 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
     """Check the settings and weights against those of an earlier start, and write them."""
     if (path / CONFIG).is_file():
         try:
-            then = _comparable(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
+            then = _comparable(read_yaml(path / CONFIG))
             files = json.loads((path / _MODEL).read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError, FileNotFoundError):
             raise UserError(

@@ -19,7 +19,7 @@ from typing import Any
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.data.problems import read_counted
-from rpg_megatron.data.prompts import Prompt, fit_prompts
+from rpg_megatron.data.prompts import Prompt, fit_prompts, load_tokenizer
 from rpg_megatron.engine.client import EngineClient, EngineError
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_address
@@ -52,14 +52,9 @@ def load_set(part: HeldOutSet, tokenizer: Any) -> tuple[list[Prompt], dict[str, 
 
 
 async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) -> None:
-    from transformers import AutoTokenizer  # slow to import
-
     evaluation = settings.evaluation
     assert evaluation is not None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"MODEL: no usable tokenizer in {settings.model.path} ({e})") from None
+    tokenizer = load_tokenizer(settings.model.path)
     loaded = {part.name: load_set(part, tokenizer) for part in evaluation.heldout}
     prompts = {name: found for name, (found, _) in loaded.items()}
     done = {

@@ -20,6 +20,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.files import parse_yaml
 from rpg_megatron.launcher.nodes import share_of
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 
@@ -162,7 +163,7 @@ def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, 
                 f"--option {key}: the executor has no such argument{hint} It has {', '.join(names)}"
             )
         try:
-            value = text if known[key] in (str, str | None) else yaml.safe_load(text)
+            value = text if known[key] in (str, str | None) else parse_yaml(text)
             read[key] = TypeAdapter(known[key]).validate_python(value)
         except (ValidationError, yaml.YAMLError) as e:
             first = e.errors()[0]["msg"] if isinstance(e, ValidationError) else " ".join(str(e).split())

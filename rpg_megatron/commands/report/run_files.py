@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import read_json, read_yaml
 from rpg_megatron.launcher.environment import ENVIRONMENT
 from rpg_megatron.launcher.resume import LOCK
 from rpg_megatron.launcher.run_dir import CONFIG, METRICS, SUMMARY
@@ -163,7 +164,7 @@ def _is_number(value: Any) -> bool:
 def _read_config(file: Path, notes: list[str]) -> dict[str, Any]:
     # Not load_settings, so that runs of earlier versions with other keys can be read.
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = read_yaml(file)
     except (OSError, ValueError, yaml.YAMLError) as e:
         notes.append(f"{file.name} cannot be read ({type(e).__name__})")
         return {}
@@ -181,10 +182,10 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def _read_json(file: Path, kind: type, notes: list[str]) -> Any:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
     except FileNotFoundError:
         return kind()
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         found = None
     if not isinstance(found, kind):
         notes.append(f"{file.name} cannot be read")

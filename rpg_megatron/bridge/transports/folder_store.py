@@ -1,0 +1,84 @@
+"""A key-value store with queues in a private folder, for processes of one user on one node.
+
+It has the methods of torch's TCP store that links need. That store has no authentication: every user of the
+node can read and change it. Torch's store in a file cannot replace it, since the file only grows: it would
+hold the manifest of every sync.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+import torch.distributed as dist
+
+from rpg_megatron.system.files import atomic_write_text
+
+
+class FolderStore:
+    """The store in ``folder``, which exists and is accessible to its owner only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key. Raises RuntimeError, as torch's stores do, if the folder is gone."""
+        try:
+            atomic_write_text(self._path(key), value)
+        except OSError as e:
+            raise RuntimeError(f"{self._folder}: {e.strerror or e}") from None
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set."""
+        return all(self._path(key).exists() for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key. Raises RuntimeError if it is not set."""
+        try:
+            return self._path(key).read_bytes()
+        except OSError as e:
+            raise RuntimeError(f"{self._folder}: {e.strerror or e}") from None
+
+    def queue_push(self, key: str, value: str) -> None:
+        """Append to a queue; safe with several writers. Raises RuntimeError if the folder is gone."""
+        queue = self._path(key)
+        name = f"{time.monotonic_ns():020d}-{secrets.token_hex(4)}"  # in the order of this writer's messages
+        try:
+            while True:
+                queue.mkdir(exist_ok=True)
+                with suppress(FileNotFoundError):  # the reader has just removed the empty queue
+                    return atomic_write_text(queue / name, value)
+        except OSError as e:
+            raise RuntimeError(f"{self._folder}: {e.strerror or e}") from None
+
+    def queue_len(self, key: str) -> int:
+        """Number of messages in a queue."""
+        return len(self._messages(key))
+
+    def queue_pop(self, key: str) -> bytes:
+        """Remove and return the first message of a queue that has one. For one reader."""
+        first = self._messages(key)[0]
+        value = first.read_bytes()
+        first.unlink()
+        with suppress(OSError):  # not empty
+            first.parent.rmdir()
+        return value
+
+    def link_store(self, name: str, timeout: timedelta) -> dist.Store:
+        """A store of torch for the processes at the ends of a link."""
+        store = dist.FileStore(str(self._path(f"link/{name}")))
+        store.set_timeout(timeout)
+        return store
+
+    def _path(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
+
+    def _messages(self, key: str) -> list[Path]:
+        try:
+            return sorted(file for file in self._path(key).iterdir() if not file.name.startswith("."))
+        except FileNotFoundError:
+            return []
