@@ -32,9 +32,10 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.sampler_client import EVENTS
 from rpg_megatron.system.events import EventSender
 from tests.support.commands import Command
-from tests.support.kills import ENDS, LAYOUTS, PHASES, TARGETS, Traces, draw
-from tests.support.moments import EventTap, read_moment
+from tests.support.kills import ENDS, TARGETS, draw
+from tests.support.moments import PHASES, EventTap, read_moment
 from tests.support.same_runs import compare_files, compare_rows, read_rows
+from tests.support.watched_runs import LAYOUTS, Traces
 
 
 def write_run(run: Path, second: float) -> Path:

@@ -25,7 +25,8 @@ import pytest
 
 from tests.long_results import code_commit, put_row
 from tests.support.engine import FORKED, install_plugin
-from tests.support.kills import LAYOUTS, KilledRun, Reference, draw, leave_alone, private_tmp
+from tests.support.kills import KilledRun, draw
+from tests.support.watched_runs import LAYOUTS, Reference, leave_alone, private_tmp
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "evidence" / "kills.jsonl"
@@ -55,8 +56,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, forked: Path) -> Calla
 
 @pytest.mark.long  # five kills take five minutes
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_killed_five_times(
     layout: str,
     seed: int,
