@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,22 +31,11 @@ class LongResults:
     """The file's rows, by test."""
 
     def __init__(self, root: Path) -> None:
-        self._root, self._file = root, root / FILE
-        self._commit = self._git("log", "-1", "--format=%h", *_CODE) or "unknown"
-        changes = self._git("status", "--porcelain", "--untracked-files=no", *_CODE)
-        self._changed = bool(changes) or self._commit == "unknown"
+        self._file = root / FILE
+        self._commit, self._changed = code_commit(root)
         self._seconds: dict[str, float] = defaultdict(float)
         self._outcome: dict[str, str] = {}
-        self._rows = self._read()
-
-    def _git(self, *command: str) -> str:
-        """What git prints, nothing outside of a repository."""
-        done = subprocess.run(["git", *command], cwd=self._root, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
-        return {row["test"]: row for row in map(json.loads, lines)}
+        self._rows = read_rows(self._file, "test")
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out what has passed with this commit, unless there are changes on top of it."""
@@ -72,11 +62,36 @@ class LongResults:
                 "commit": self._commit + ("+changes" if self._changed else ""),
                 "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             }
-            self._write(self._read() | {test: row})  # another run may have written meanwhile
+            put_row(self._file, "test", row=row)
 
-    def _write(self, rows: dict[str, dict[str, Any]]) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-        lines = [json.dumps(rows[test]) + "\n" for test in sorted(rows)]
-        part.write_text("".join(lines), encoding="utf-8")
-        os.replace(part, self._file)
+
+def code_commit(root: Path) -> tuple[str, bool]:
+    """The last commit that changed the code, and whether there are changes on top of it."""
+
+    def git(*command: str) -> str:
+        """What git prints, nothing outside of a repository."""
+        done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    commit = git("log", "-1", "--format=%h", *_CODE) or "unknown"
+    changes = git("status", "--porcelain", "--untracked-files=no", *_CODE)
+    return commit, bool(changes) or commit == "unknown"
+
+
+def read_rows(file: Path, *keys: str) -> dict[Any, dict[str, Any]]:
+    """The rows of a file of results, by the value of these keys."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {_values(row, keys): row for row in map(json.loads, lines)}
+
+
+def put_row(file: Path, *keys: str, row: dict[str, Any]) -> None:
+    """Add a row to a file of results, in place of one with the same values of these keys."""
+    rows = read_rows(file, *keys) | {_values(row, keys): row}  # another run may have written meanwhile
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}")
+    part.write_text("".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)), encoding="utf-8")
+    os.replace(part, file)
+
+
+def _values(row: dict[str, Any], keys: Sequence[str]) -> Any:
+    return row[keys[0]] if len(keys) == 1 else tuple(row[key] for key in keys)

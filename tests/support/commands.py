@@ -54,7 +54,7 @@ class Command:
     def folders(self) -> list[Path]:
         """Its private folders."""
         found = []
-        for parent in (Path("/dev/shm"), Path("/tmp")):
+        for parent in {Path("/dev/shm"), Path("/tmp"), Path(os.environ.get("TMPDIR", "/tmp"))}:
             for owner in parent.glob("rpg-*/owner.json"):
                 try:
                     mine = json.loads(owner.read_text())["pid"] == self.process.pid

@@ -1,0 +1,80 @@
+"""A run that is killed five times ends, bit for bit, as if left alone. Twenty runs, a hundred kills.
+
+Why: what a kill at one moment breaks, another moment does not show, and whatever a checkpoint forgets shows
+only as a run that learns a little worse. The kills are drawn from a seed (``tests/support/kills``): SIGKILL
+to every process at once, the launcher, a rank, the sampler, a reward worker or its fork server, an engine's
+server or its core; in a start, rollout, update, save, sync, evaluation or export. Real engines and two ranks
+by the command line, in two layouts, with both transports. After each kill, and the resume by the same command
+where the run ended, the rows of metrics equal those of the undisturbed run; so do, at the end, weights,
+checkpoints, rollouts and evaluations; nothing is left of it. ``docs/evidence/kills.jsonl`` has a row for each
+kill: ``hit`` is the phase that the run was in when all of its processes had been stopped for the kill.
+
+Four of five runs fork vLLM's processes (``tests/support/engine``): the same processes die, but an engine's
+start, in which kills hit too, is shorter. Not covered: GPUs, several nodes, a machine that loses power.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.long_results import code_commit, put_row
+from tests.support.engine import FORKED, install_plugin
+from tests.support.kills import KilledRun, draw
+from tests.support.watched_runs import LAYOUTS, Reference, leave_alone, private_tmp
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "docs" / "evidence" / "kills.jsonl"
+SEEDS = range(10)
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH that makes vLLM fork its processes."""
+    return install_plugin(tmp_path_factory.mktemp("plugin"), "forked", FORKED)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, forked: Path) -> Callable[[str], Reference]:
+    """The reference of a layout; it runs once."""
+    runs: dict[str, Reference] = {}
+
+    def get(layout: str) -> Reference:
+        if layout not in runs:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PYTHONPATH", str(forked), prepend=os.pathsep)
+                runs[layout] = leave_alone(tmp_path_factory.mktemp("reference") / "run", layout)
+        return runs[layout]
+
+    return get
+
+
+@pytest.mark.long  # five kills take five minutes
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_killed_five_times(
+    layout: str,
+    seed: int,
+    undisturbed: Callable[[str], Reference],
+    forked: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commit, changed = code_commit(ROOT)
+
+    def record(row: dict[str, Any]) -> None:
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+        own = {"layout": layout, "seed": seed, **row, "commit": commit + "+changes" * changed, "date": now}
+        put_row(FILE, "layout", "seed", "kill", row=own)
+
+    reference = undisturbed(layout)
+    if seed % 5 < 4:
+        monkeypatch.setenv("PYTHONPATH", str(forked), prepend=os.pathsep)
+    with private_tmp() as tmp:
+        KilledRun(tmp_path / "run", layout, tmp, reference, record).go(draw(layout, seed))

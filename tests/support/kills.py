@@ -1,0 +1,293 @@
+"""Kill parts of a run at moments drawn from a seed, and compare what becomes of it with an undisturbed run.
+
+A kill waits for the phase it is aimed at, then for a part of the phase's usual duration. Then all processes
+are stopped (SIGSTOP) and the moment is read: if it is another phase by now, they continue and the kill waits
+for the next one. If not, the target is killed while everything is stopped, so where it hit is known, and the
+others continue.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.moments import EVALUATION, EXPORT, PHASES, SAVE, START, Moment
+from tests.support.same_runs import compare_files, compare_rows, read_rows
+from tests.support.watched_runs import EVERY, LIMIT, STEPS, Reference, WatchedRun, name_of
+
+TREE, LAUNCHER, RANK, SAMPLER = "every process", "launcher", "rank", "sampler"
+WORKER, SERVER, CORE = "reward worker", "engine's server", "engine's core"
+TARGETS = (TREE, LAUNCHER, RANK, SAMPLER, WORKER, SERVER, CORE)
+ENDS = (TREE, LAUNCHER, RANK, SAMPLER)
+"""Targets whose death ends the run. Of the others it takes no notice, once it has started."""
+PER_RUN = 5
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What to kill, and when."""
+
+    target: str
+    phase: str
+    step: int
+    """Not before this step."""
+    fraction: float
+    """Of the phase's usual duration."""
+    choice: float
+    """In [0, 1): which of several ranks, engines or workers."""
+
+
+def draw(layout: str, seed: int, count: int = PER_RUN) -> list[Kill]:
+    """The kills of a run, in their order. Ten seeds in a row aim at each pair of target and phase."""
+    pairs = list(product(TARGETS, PHASES))
+    block, place = divmod(seed, -(-len(pairs) // count))
+    random.Random(f"{layout} {block}").shuffle(pairs)
+    dice = random.Random(f"{layout} {seed}")
+    chosen = [pairs[i % len(pairs)] for i in range(place * count, (place + 1) * count)]
+    steps = sorted(dice.randint(1, STEPS - 1) for _ in chosen)
+    starts = [pair for pair in chosen if pair[1] == START]
+    # Only a run that starts can be killed in its start, and the export comes last; there, a target that does
+    # not end the run comes after those that do.
+    exports = sorted((pair for pair in chosen if pair[1] == EXPORT), key=lambda pair: pair[0] not in ENDS)
+    order = [pair for pair in chosen if pair[1] not in (START, EXPORT)]
+    dice.shuffle(order)
+    order += exports
+    for pair in starts:
+        places = [0, *(i + 1 for i, (target, phase) in enumerate(order) if target in ENDS or phase == START)]
+        order.insert(dice.choice(places), pair)
+    return [
+        Kill(target, phase, step, dice.random(), dice.random())
+        for (target, phase), step in zip(order, steps, strict=True)
+    ]
+
+
+class KilledRun(WatchedRun):
+    """A run with kills; each is recorded when it is known what became of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: str,
+        tmp: Path,
+        reference: Reference,
+        record: Callable[[dict[str, Any]], None],
+    ):
+        super().__init__(folder, layout, tmp)
+        self.reference, self.record = reference, record
+        self.wanted = read_rows(reference.folder)
+        self.row: dict[str, Any] | None = None
+        """Of the last kill, until it is recorded."""
+        self.struck = 0.0
+        self.lost: int | None = None
+        self.over = False
+
+    def go(self, kills: Sequence[Kill]) -> None:
+        """Run to the end, with the kills; raises AssertionError as soon as something is wrong."""
+        try:
+            self.launch()
+            for number, kill in enumerate(kills):
+                self.strike(kill, number)
+            while not self.over:
+                assert time.monotonic() < self.struck + LIMIT, f"the run does not end\n{self.told()}"
+                if not self.pump(0.1):
+                    self.go_on()
+            wrong = self.compare()
+            if (rows := len(read_rows(self.run))) != len(self.wanted):
+                wrong.append(f"{rows} rows of metrics, not {len(self.wanted)}")
+            wrong += compare_files(self.run, self.reference.folder) + self.wait_nothing_left(5.0)
+            self.conclude(wrong)
+        except BaseException as e:
+            if self.row is not None:
+                self.row["outcome"] += f"; {type(e).__name__}: {str(e)[:1000]}"
+                self.record(self.row | {"identical": False})
+            raise
+        finally:
+            self.end_all()
+
+    def compare(self) -> list[str]:
+        """The rows so far with those of the reference."""
+        return compare_rows(read_rows(self.run), self.wanted, engines=self.engines, lost=self.lost)
+
+    def strike(self, kill: Kill, number: int) -> None:
+        """Wait for the kill's moment, kill, and see to it that the run goes on."""
+        delay = kill.fraction * self.reference.seconds.get(kill.phase, 1.0)
+        while self.wait_for(kill):
+            known = self.command.processes()
+            self.pump_for(delay)
+            delay /= 2  # another try comes earlier
+            stopped = self.stop(known)
+            moment = self.look()
+            last = EXPORT in moment.proven  # the moment aimed at will not come again
+            hit = kill.phase if kill.phase in moment.proven else EXPORT if last else None
+            victims = self.find(kill, stopped) if hit else None
+            if victims is None:
+                send(stopped, signal.SIGCONT)
+                self.pump_for(0.1)
+                continue
+            self.conclude(self.compare())
+            self.traces.memory |= self.command.shared_memory()
+            what = name_of(victims[0]) if len(victims) == 1 else f"{len(victims)} processes"
+            send(victims, signal.SIGKILL)
+            self.struck, self.killed = time.monotonic(), self.command
+            send(stopped, signal.SIGCONT)
+            self.row = {
+                "kill": number,
+                "target": kill.target,
+                "killed": what,
+                "aimed": kill.phase,
+                "hit": hit,
+            }
+            self.row |= {"step": moment.rows, "event": moment.phase, "outcome": "went on"}
+            self.after(kill, moment)
+            return
+        self.conclude([])
+        self.row = {
+            "kill": number,
+            "target": kill.target,
+            "aimed": kill.phase,
+            "hit": None,
+            "outcome": "missed",
+        }
+        self.struck, self.killed = time.monotonic(), self.command
+
+    def wait_for(self, kill: Kill) -> bool:
+        """Until a kill's phase has begun; False if the run is over before."""
+        end = time.monotonic() + LIMIT
+        step = kill.step + (kill.phase == SAVE)  # which follows the step's row
+        if kill.phase == EVALUATION:
+            step += -step % EVERY
+        while not self.over:
+            assert time.monotonic() < end, f"{kill} does not come\n{self.told()}"
+            if not self.pump():
+                self.go_on()
+            elif self.tap is not None:
+                moment = self.look()
+                if kill.phase == START:
+                    due = self.has_started_so_far(kill.fraction)
+                else:
+                    due = kill.phase == EXPORT or moment.rows >= step
+                if (kill.phase in moment.proven and due) or EXPORT in moment.proven:
+                    return True
+        return False
+
+    def has_started_so_far(self, fraction: float) -> bool:
+        """A third of the kills in a start come in its first seconds, a third when the ranks are ready, a
+        third when an engine has opened its socket: what that takes differs from start to start.
+        """
+        assert self.tap is not None
+        if fraction < 1 / 3:
+            return time.time() - self.since > 30 * fraction
+        if fraction < 2 / 3:
+            return self.tap.ranks_ready
+        return any(folder.glob("engine-*.sock") for folder in self.command.folders())
+
+    def stop(self, known: list[int]) -> list[int]:
+        """Stop every process, those that are known first; returns all."""
+        send(known, signal.SIGSTOP)
+        stopped = list(known)
+        while new := [pid for pid in self.command.processes() if pid not in stopped]:
+            send(new, signal.SIGSTOP)
+            stopped += new
+        return stopped
+
+    def find(self, kill: Kill, running: list[int]) -> list[int] | None:
+        """The processes to kill; None if there is none of that kind yet."""
+        command, choice = self.command, kill.choice
+        if kill.target == TREE:
+            return running
+        if kill.target == LAUNCHER:
+            return [command.process.pid]
+        if kill.target == RANK:
+            with suppress(AssertionError, OSError):
+                return [command.rank(int(choice * 2))]
+            return None
+        if kill.target == SAMPLER:
+            return _listed(command.search("rpg_megatron.rollout.sampler"))
+        if kill.target == WORKER:  # the fork server, the parent of all, is among them
+            found = [pid for pid in running if "rewards.fork_server" in name_of(pid)]
+            return [found[int(choice * len(found))]] if found else None
+        server = command.search("vllm.entrypoints", f"engine-{int(choice * self.engines)}.sock")
+        if kill.target == SERVER or server is None:
+            return _listed(server)
+        children = [
+            c.pid for c in psutil.Process(server).children() if "resource_tracker" not in name_of(c.pid)
+        ]
+        return children[:1] or None
+
+    def after(self, kill: Kill, moment: Moment) -> None:
+        """What has to follow from the kill: the run ends and is started again, or goes on by itself."""
+        assert self.row is not None
+        if kill.target in (SERVER, CORE):
+            self.lost = moment.rows if self.lost is None else min(self.lost, moment.rows)
+        if kill.target not in ENDS:
+            return
+        code, err = self.finish()
+        self.row["outcome"] = f"exit code {code}"
+        wrong = self.compare()
+        if kill.target in (RANK, SAMPLER):
+            if code != 1 or "was killed (SIGKILL" not in err or "Traceback (most" in self.told():
+                wrong.append(f"exit code {code}: {err.strip()[-500:]}")
+            wrong += self.wait_nothing_left(1.0)
+        elif kill.target == LAUNCHER:
+            wrong += self.wait_nothing_left(60.0)
+        else:  # the reaper as well: the next start removes the folders
+            wrong += self.wait_nothing_left(60.0, processes=True)
+        if wrong:
+            self.conclude(wrong)
+        self.start_again()
+
+    def go_on(self) -> None:
+        """The command has ended by itself: start it again, unless the run is over."""
+        code, err = self.finish()
+        if code == 0:
+            self.over = True
+            return
+        assert self.row is not None, f"ended with code {code} before any kill\n{self.told()}{err}"
+        self.row["outcome"] = f"exit code {code}"
+        # A run that starts ends when an engine or the graders die: nothing is lost.
+        wrong = [] if self.row["hit"] == START else [f"ended with code {code}: {err.strip()[-500:]}"]
+        wrong += self.compare() + self.wait_nothing_left(1.0)
+        if wrong:
+            self.conclude(wrong)
+        self.start_again()
+
+    def start_again(self) -> None:
+        assert self.row is not None
+        if (self.run / "summary.json").exists():  # the ranks had done all before they heard of it
+            self.row["outcome"] += ", finished"
+            self.over = True
+        else:
+            self.launch()
+
+    def conclude(self, wrong: list[str]) -> None:
+        """Record the last kill, now that the run has gone on. Raises AssertionError if something is wrong."""
+        if self.row is None:
+            return
+        row, self.row = self.row, None
+        resumed = re.search(r"from step (\d+)", self.told())
+        if self.command is not self.killed:  # it was started again
+            row["outcome"] += f", resumed from step {resumed[1] if resumed else 0}"
+        row |= {"identical": not wrong, "seconds": round(time.monotonic() - self.struck)}
+        self.record(row | ({"wrong": wrong[:5]} if wrong else {}))
+        assert not wrong, f"after {row}: " + "; ".join(wrong)
+
+
+def send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _listed(pid: int | None) -> list[int] | None:
+    return None if pid is None else [pid]

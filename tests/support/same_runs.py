@@ -1,0 +1,96 @@
+"""Whether two runs are the same, bit for bit, and whether a run has left anything behind.
+
+Both answers are lists of lines, empty if all is well.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.data.trajectory import to_row
+
+VARIES = (
+    *("time/", "throughput/", "memory/", "engine/", "mismatch/logp_"),
+    *("sync/seconds", "checkpoint/seconds"),
+)
+"""Keys of a row that depend on time, or on how the engines happened to batch requests."""
+_OWN = ("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl")
+"""What a run's folder has of its own, or is compared by rows."""
+
+
+def read_rows(run: Path) -> list[dict[str, Any]]:
+    """The whole rows of metrics; the last one may be in writing."""
+    file = run / "metrics.jsonl"
+    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    return [json.loads(row) for row in whole.splitlines()]
+
+
+def compare_rows(
+    rows: list[dict[str, Any]], wanted: list[dict[str, Any]], *, engines: int = 1, lost: int | None = None
+) -> list[str]:
+    """The rows so far against the first ones of another run. lost: the step from which on an engine may have
+    been away, and have taken no bytes.
+    """
+    steps = [row["step"] for row in rows]
+    if steps != list(range(len(rows))) or len(rows) > len(wanted):
+        return [f"rows of steps {steps}; wanted 0, 1, ... up to {len(wanted) - 1}"]
+    found = []
+    for row, other in zip(rows, wanted, strict=False):
+        for key in sorted(k for k in row.keys() | other.keys() if not k.startswith(VARIES)):
+            mine, theirs = row.get(key, "missing"), other.get(key, "missing")
+            shares = [theirs * i / engines for i in range(engines)] if key == "sync/bytes" else []
+            away = lost is not None and row["step"] >= lost and mine in shares
+            if mine != theirs and not away:
+                found.append(f"metrics of step {row['step']}: {key} is {mine}, not {theirs}")
+        if row.get("mismatch/logp_max", 0) > 1e-3:
+            found.append(f"metrics of step {row['step']}: mismatch/logp_max is {row['mismatch/logp_max']}")
+    return found
+
+
+def compare_files(run: Path, other: Path) -> list[str]:
+    """Every file of two finished runs but their logs: names, and contents without times and paths."""
+    mine, theirs = _list_files(run), _list_files(other)
+    found = [f"{name} is {'missing' if name in theirs else 'too many'}" for name in sorted(mine ^ theirs)]
+    return found + [f"{name} differs" for name in sorted(mine & theirs) if _differ(run / name, other / name)]
+
+
+def _list_files(run: Path) -> set[str]:
+    names = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
+    return {name for name in names if not name.startswith(_OWN)}
+
+
+def _differ(one: Path, other: Path) -> bool:
+    return one.read_bytes() != other.read_bytes() and _content(one) != _content(other)
+
+
+def _content(file: Path) -> Any:
+    """What has to be equal in files that are not, byte for byte."""
+    if file.name == ".metadata":  # torch's index of a checkpoint: a save has a number of its own in it
+        index = pickle.loads(file.read_bytes())
+        return repr((index.state_dict_metadata, index.planner_data, index.storage_data))
+    if file.name == "config.yaml":
+        return yaml.safe_load(file.read_text()) | {"runs": ""}
+    if file.name == "manifest.json":
+        # Of files that hold times or paths, the hash says nothing; they are compared themselves.
+        text = json.loads(file.read_text())
+        hashes = text["files"]
+        return text | {"files": {n: n.endswith(".distcp") and f for n, f in hashes.items()}}
+    if file.name == "rng.pt":  # each rank's generator starts from a random seed; nothing draws from it
+        return file.stat().st_size
+    if file.name == "state.json":
+        state = json.loads(file.read_text())
+        row = {k: v for k, v in (state["row"] or {}).items() if not k.startswith(VARIES)}
+        summary = {k: v for k, v in state["summary"].items() if k != "rates"}
+        return state | {"row": row, "summary": summary, "metrics_bytes": 0, "seconds": 0}
+    if file.name == "summary.json":
+        summary = json.loads(file.read_text())
+        return {k: v for k, v in summary.items() if k in ("accuracy_before", "accuracy_after", "steps")}
+    if file.name.endswith(".jsonl.zst"):  # what the engine computed depends on how it batched
+        return [{**to_row(t), "behaviour": None} for t in read_rollouts(file)]
+    return file.read_bytes()

@@ -1,0 +1,207 @@
+"""Runs whose phases can be followed while they run, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from rpg_megatron.rollout.sampler_client import EVENTS
+from rpg_megatron.system import process_groups
+from tests.support.moments import EXPORT, SAVE, START, EventTap, Moment, read_moment
+from tests.support.runs import TrainCommand
+from tests.support.same_runs import read_rows
+
+STEPS = 6
+EVERY = 2
+"""Steps between evaluations."""
+SETTINGS = [
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "reward.type=tests.support.kill_reward:is_correct",  # in a worker; plain numbers never get there
+    "training.minibatches=2",
+    "training.tokens_per_microbatch=512",
+    f"training.steps={STEPS}",
+    "engine.max_sequences=32",
+    "engine.kv_cache_gib=0.25",
+    "engine.restarts=9",
+    "evaluation.data.limit=8",
+    f"evaluation.every={EVERY}",
+    "anchor={type: every, updates: 6}",
+    "checkpoint={every: 1, keep: 2}",
+]
+LAYOUTS = {
+    "tensor 2, one engine": ["parallel.tensor=2"],
+    "data 2, two engines": [
+        *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", "bridge.transport=process_group"),
+        "rollout.dynamic={oversample: 1.5}",  # groups that wait for the next step are state of the sampler
+    ],
+}
+LIMIT = 1800.0
+"""Seconds after which a run that gets nowhere is a hang, on a busy machine."""
+
+
+@dataclass
+class Reference:
+    """A run of the same settings that was left alone."""
+
+    folder: Path
+    seconds: dict[str, float]
+    """Usual duration of each phase."""
+
+
+@contextmanager
+def private_tmp() -> Iterator[Path]:
+    """A new $TMPDIR, with a short path: sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="kills-", dir="/tmp") as folder:
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = folder
+        try:
+            yield Path(folder)
+        finally:
+            os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
+
+
+@dataclass
+class Traces:
+    """What a run's processes have used outside of its folder."""
+
+    commands: list[TrainCommand] = field(default_factory=list)
+    memory: set[Path] = field(default_factory=set)
+    """Files in /dev/shm that were mapped at some time."""
+
+    def processes(self) -> list[str]:
+        """Processes that still run."""
+        return [f"process {pid} is left: {name_of(pid)}" for c in self.commands for pid in c.processes()]
+
+    def left(self, tmp: Path) -> list[str]:
+        """Processes, folders, sockets and shared memory that are still there."""
+        found = self.processes()
+        found += [f"{folder} is left" for c in self.commands for folder in c.folders()]
+        found += [f"{file} is left" for file in sorted(self.memory) if file.exists()]
+        # torch makes an empty folder for its compiler's cache.
+        files = (f for f in tmp.rglob("*") if not f.name.startswith("torchinductor_"))
+        return found + [f"{file} is left" for file in sorted(files)]
+
+
+class WatchedRun:
+    """The same command, again and again, until the run is over."""
+
+    def __init__(self, folder: Path, layout: str, tmp: Path):
+        self.folder, self.layout, self.tmp = folder, layout, tmp
+        self.settings = [*SETTINGS, *LAYOUTS[layout], f"runs={folder / 'runs'}", "name=killed"]
+        self.engines = 2 if "engine.replicas=2" in self.settings else 1
+        self.traces = Traces()
+        self.seconds: dict[str, list[float]] = {}
+        self.tap: EventTap | None = None
+        self.bridge = Path()
+        folder.mkdir(parents=True)
+
+    @property
+    def run(self) -> Path:
+        """The newest folder: a run that is killed before its first checkpoint begins again in another."""
+        return max((self.folder / "runs").glob("killed-*"), default=self.folder / "none")
+
+    def launch(self) -> None:
+        """Start the command; returns when its launcher listens for events, or has ended."""
+        self.since = time.time()
+        self.command = TrainCommand(self.folder, self.folder / "runs", *self.settings)
+        self.traces.commands.append(self.command)
+        self.tap, end = None, time.monotonic() + LIMIT
+        while self.tap is None and self.command.process.poll() is None:
+            assert time.monotonic() < end, self.told()
+            folders = self.command.folders()
+            for work in folders:
+                if (work / EVENTS).exists():
+                    self.tap = EventTap(work)
+                    self.bridge = next(f for f in folders if f.is_relative_to("/dev/shm"))
+            time.sleep(0.02)
+
+    def told(self) -> str:
+        return self.command.out.read_text()
+
+    def pump(self, seconds: float = 0.005) -> bool:
+        """Pass events on for a while; returns whether the command runs."""
+        if self.tap is None:
+            time.sleep(seconds)
+        else:
+            self.tap.pump(seconds)
+        return self.command.process.poll() is None
+
+    def pump_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and self.pump(min(left, 0.05)):
+            pass
+
+    def look(self) -> Moment:
+        assert self.tap is not None
+        self.tap.pump(0.001)
+        published = None
+        if "bridge.transport=process_group" not in self.settings:
+            with suppress(OSError), (self.bridge / "shard-00000.bin").open("rb") as shard:
+                published = int.from_bytes(shard.read(8), "little", signed=True) >= 0
+        return read_moment(self.tap, self.run, self.since, published)
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for the command's end; its exit code and what it wrote to stderr."""
+        end = time.monotonic() + LIMIT
+        while self.pump(0.1):
+            assert time.monotonic() < end, f"the command does not end\n{self.told()}"
+        if self.tap is not None:
+            self.tap.close()
+            for phase, seconds in self.tap.seconds.items():
+                self.seconds.setdefault(phase, []).extend(seconds)
+            self.tap = None
+        return self.command.finish()
+
+    def wait_nothing_left(self, seconds: float, *, processes: bool = False) -> list[str]:
+        """What is left after that time, at most. processes: of these alone."""
+        end = time.monotonic() + seconds
+        look = self.traces.processes if processes else partial(self.traces.left, self.tmp)
+        while (left := look()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+    def end_all(self) -> None:
+        """Kill what is left of it, after a failed test."""
+        for command in self.traces.commands:
+            process_groups.send(command.sessions if command.processes() else [], signal.SIGKILL)
+            command.process.wait()
+
+
+def leave_alone(folder: Path, layout: str) -> Reference:
+    """Run to the end, undisturbed."""
+    with private_tmp() as tmp:
+        run = WatchedRun(folder, layout, tmp)
+        try:
+            run.launch()
+            code, err = run.finish()
+            assert code == 0, run.told() + err
+            assert run.wait_nothing_left(0) == []
+        finally:
+            run.end_all()
+        usual = {phase: statistics.median(seconds) for phase, seconds in run.seconds.items()}
+        saves = [row["checkpoint/seconds"] for row in read_rows(run.run) if "checkpoint/seconds" in row]
+        # A start's moments are others (has_started_so_far); an export has one chance only.
+        return Reference(run.run, usual | {SAVE: statistics.median(saves), EXPORT: 0.2, START: 0.0})
+
+
+def name_of(pid: int) -> str:
+    """What a process is, in a few words."""
+    try:
+        words = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return "ended"
+    line = " ".join(words)
+    module = re.search(r"-m ([\w.]+)", line)
+    return module[1] if module else line[:60].strip()
