@@ -1,44 +1,191 @@
-"""Read and write the rollout files of a run (``rollouts/step_N.jsonl.zst``): all trajectories of a step."""
+"""Read and write the rollout files of a run (``rollouts/step_N.parquet``): all trajectories of a step.
+
+A row is a trajectory, a column one of its fields. Files of earlier versions (``step_N.jsonl.zst``, one JSON
+object a line) can be read too.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import batched
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import zstandard
 
 from rpg_megatron.config import UserError
-from rpg_megatron.data.trajectory import Trajectory, from_row, to_row
+from rpg_megatron.data.trajectory import Trajectory, from_row
 from rpg_megatron.system.files import atomic_write
+
+_ROWS = 64
+"""Trajectories that are held in memory at once, in addition to the caller's."""
+_TOKENS = pa.list_(pa.int32())
+_FLOATS = pa.list_(pa.float32())
+_SCHEMA = pa.schema(
+    {
+        "prompt_id": pa.int64(),
+        "group": pa.int64(),
+        "sample": pa.int64(),
+        "seed": pa.int64(),
+        "finish": pa.string(),
+        "reward": pa.float64(),
+        "parts": pa.map_(pa.string(), pa.float64()),
+        "correct": pa.bool_(),
+        "answer": pa.string(),
+        "extracted": pa.string(),
+        "reason": pa.string(),
+        "advantage": pa.float64(),
+        "text": pa.string(),
+        "prompt": _TOKENS,
+        "response": _TOKENS,
+        "versions": _TOKENS,
+        "behaviour": _FLOATS,
+        "old": _FLOATS,
+        "anchor": _FLOATS,  # null: the same as ``old``
+    }
+)
+_LISTS = [field.name for field in _SCHEMA if pa.types.is_list(field.type)]
+_PLAIN = [name for name in _SCHEMA.names if name not in _LISTS]
+_DIFFERENT = [f"{name}.list.element" for name in _LISTS if name != "versions"]
+"""Columns whose values rarely repeat. Their bytes compress better when split by position in the number."""
 
 
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
-    """Write one JSON object per trajectory, zstd-compressed, atomically.
+    """Write a Parquet file, zstd-compressed, atomically; reading returns the same bits.
 
-    Floats are written in full, so reading returns the same bits. Raises OSError, and leaves no file then; the
-    parent of the file's folder must exist.
+    Raises OSError, and leaves no file then; the parent of the file's folder must exist.
     """
     file.parent.mkdir(exist_ok=True)
-    compressor = zstandard.ZstdCompressor()
-    with atomic_write(file) as part, part.open("wb") as raw, compressor.stream_writer(raw) as out:
-        for t in trajectories:
-            out.write(json.dumps(to_row(t), ensure_ascii=False).encode() + b"\n")
+    encoding = {
+        # Only where values repeat: elsewhere a dictionary is built and given up.
+        "use_dictionary": ["finish", "answer", "reason", "versions.list.element"],
+        "use_byte_stream_split": _DIFFERENT,
+        "compression": "zstd",
+        "write_page_checksum": True,
+    }
+    with atomic_write(file) as part, pq.ParquetWriter(part, _SCHEMA, **encoding) as writer:
+        for some in batched(trajectories, _ROWS):
+            writer.write_batch(_to_batch(some))
+
+
+class RolloutWriter:
+    """Writes rollout files in a thread, one at a time."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "rollouts")
+        self._current: Future[None] | None = None
+
+    def start(self, file: Path, trajectories: Sequence[Trajectory]) -> None:
+        """Begin to write; the trajectories must not change before ``finish``. Call ``finish`` before."""
+        self._current = self._pool.submit(write_rollouts, file, trajectories)
+
+    def finish(self) -> None:
+        """Wait until the file is written. Raises OSError, once, if it cannot be."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.result()
+
+
+def iter_rollouts(file: Path) -> Iterator[Trajectory]:
+    """The trajectories of a file, bit for bit as they were written, a few in memory at a time.
+
+    Raises UserError if the file is damaged.
+    """
+    if file.suffix != ".parquet":
+        yield from _iter_lines(file)
+        return
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+            for batch in opened.iter_batches(_ROWS):
+                yield from _from_batch(batch)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, KeyError) as e:  # OSError: damage too
+        what = str(e).partition("\n")[0]
+        raise UserError(f"{file}: damaged ({what}); choose another step, or restore the file") from None
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:
-    """Inverse of ``write_rollouts``, bit for bit. Raises UserError if the file is damaged."""
-    stream = zstandard.ZstdDecompressor().decompressobj()
-    try:
-        content = stream.decompress(file.read_bytes())
-    except zstandard.ZstdError as e:
-        raise UserError(f"{file}: damaged ({e}); choose another step, or restore the file") from None
-    if not stream.eof:
-        raise UserError(f"{file}: truncated; choose another step, or restore the file")
-    # Not splitlines: texts may contain Unicode line separators.
-    return [from_row(json.loads(line)) for line in content.split(b"\n") if line]
+    """All trajectories of a file. Raises UserError if it is damaged."""
+    return list(iter_rollouts(file))
 
 
 def rollouts_file(run: Path, step: int) -> Path:
-    """Path of a step's rollouts in a run's folder."""
-    return run / "rollouts" / f"step_{step:06d}.jsonl.zst"
+    """Path of a step's rollouts in a run's folder; that of an earlier version if there is one."""
+    file = run / "rollouts" / f"step_{step:06d}.parquet"
+    older = file.with_suffix(".jsonl.zst")
+    return older if older.is_file() and not file.exists() else file
+
+
+def list_rollouts(run: Path) -> list[Path]:
+    """The rollout files of a run, by step."""
+    names = (f.name for f in (run / "rollouts").glob("step_*.*"))
+    steps = {int(name[5:11]) for name in names if name[5:11].isdigit()}
+    files = (rollouts_file(run, step) for step in sorted(steps))
+    return [file for file in files if file.is_file()]
+
+
+def _to_batch(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
+    columns: dict[str, Any] = {}
+    for field in _SCHEMA:
+        values = [getattr(t, field.name) for t in trajectories]
+        if field.name in _LISTS:
+            columns[field.name] = _to_lists(values, field.type)
+        else:
+            plain = [list(v.items()) for v in values] if field.name == "parts" else values
+            columns[field.name] = pa.array(plain, field.type)
+    same = [t.anchor is t.old or np.array_equal(_bits(t.anchor), _bits(t.old)) for t in trajectories]
+    if all(same):
+        columns["anchor"] = pa.nulls(len(same), _FLOATS)
+    elif any(same):
+        kept = [None if s else t.anchor for s, t in zip(same, trajectories, strict=True)]
+        columns["anchor"] = pa.array(kept, _FLOATS)
+    return pa.RecordBatch.from_pydict(columns, _SCHEMA)
+
+
+def _to_lists(values: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
+    ends = np.cumsum([0, *(len(v) for v in values)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(values), kind.value_type))
+
+
+def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
+    columns: dict[str, Any] = {name: batch.column(name) for name in _SCHEMA.names}
+    plain = {name: columns[name].to_pylist() for name in _PLAIN}
+    lists = {}
+    for name in _LISTS:
+        ends, values = columns[name].offsets.to_numpy(), columns[name].values.to_numpy()
+        nulls = columns[name].is_null().to_pylist()
+        lists[name] = [
+            None if null else values[a:b].copy()
+            for a, b, null in zip(ends[:-1], ends[1:], nulls, strict=True)
+        ]
+    for row in range(batch.num_rows):
+        fields = {name: column[row] for name, column in (plain | lists).items()}
+        fields["parts"] = dict(fields["parts"])
+        if fields["anchor"] is None:
+            fields["anchor"] = fields["old"].copy()
+        yield Trajectory(**fields)
+
+
+def _bits(values: Any) -> Any:
+    """For an exact comparison: NaN equals itself, and 0 differs from -0."""
+    return values.view(np.int32)
+
+
+def _iter_lines(file: Path) -> Iterator[Trajectory]:
+    stream, rest = zstandard.ZstdDecompressor().decompressobj(), b""
+    try:
+        with file.open("rb") as raw:
+            while chunk := raw.read(2**20):
+                # Not splitlines: texts may contain Unicode line separators.
+                *lines, rest = (rest + stream.decompress(chunk)).split(b"\n")
+                yield from (from_row(json.loads(line)) for line in lines)
+    except (zstandard.ZstdError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{file}: damaged ({e}); choose another step, or restore the file") from None
+    if not stream.eof:
+        raise UserError(f"{file}: truncated; choose another step, or restore the file")

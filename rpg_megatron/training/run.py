@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.run_folder import read_state
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.data.rollout_files import rollouts_file, write_rollouts
+from rpg_megatron.data.rollout_files import RolloutWriter, rollouts_file
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.device import peak_memory_bytes
 from rpg_megatron.policy.model import Mesh
@@ -63,6 +63,7 @@ class RankRun:
         self._version = 0
         self._times: dict[str, float] = defaultdict(float)
         self._summary: dict[str, Any] = {}
+        self._rollouts = RolloutWriter()
         self._started = time.monotonic()
         self._stop = StopRequest()
         self.events = EventSender(work / EVENTS)
@@ -180,6 +181,7 @@ class RankRun:
                 "seconds": time.monotonic() - self._started,
             }
 
+        self._finish_rollouts()
         self._phase("checkpoint")
         with self.time("checkpoint"), self._state_on_gpu():
             self._saver.start(self._step, run_state)
@@ -257,9 +259,13 @@ class RankRun:
         self._trainer.compute_log_probs(batch)
 
     def save_rollouts(self, step: int, batch: Batch) -> None:
-        """Write the step's rollouts (rank 0)."""
+        """Begin to write the step's rollouts (rank 0). Its row and its checkpoint wait until that is done."""
         if self.mesh.rank == 0:
-            self._write_or_warn(lambda: write_rollouts(rollouts_file(self._run_dir, step), batch.all))
+            self._finish_rollouts()
+            self._rollouts.start(rollouts_file(self._run_dir, step), batch.all)
+
+    def _finish_rollouts(self) -> None:
+        self._write_or_warn(self._rollouts.finish)
 
     def check_mismatch(self, batch: Batch) -> None:
         """Compare the engine's log-probs with the trainer's (rank 0), on tokens sampled with the current
@@ -275,6 +281,7 @@ class RankRun:
                 row, batch.all, settings.guards, settings.precision.dtype, version=self._version, step=step
             )
         except UserError:
+            self._finish_rollouts()
             self._metrics.write({"step": step, **batch.metrics})  # the numbers behind the message
             raise
         if warning:
@@ -319,6 +326,7 @@ class RankRun:
         self._times.clear()
         if self.mesh.rank:
             return
+        self._finish_rollouts()
         if step:
             rate = row["step/tokens"] / max(row["time/step"], 1e-9)
             row |= {"throughput/tokens_per_second": rate, "memory/peak_bytes": peak.item()}

@@ -245,7 +245,7 @@ def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_p
         )
         for i in range(8)
     ]
-    write_rollouts(run / "rollouts" / "step_000003.jsonl.zst", some)
+    write_rollouts(run / "rollouts" / "step_000003.parquet", some)
     command = [sys.executable, "-m", "rpg_megatron.cli", "audit", str(run)]
     command += ["--engine-model", str(checkpoints / "faults" / "norm"), "--json", str(tmp_path / "copy.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)

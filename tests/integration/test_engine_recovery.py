@@ -52,7 +52,7 @@ class Run(TrainCommand):
 
     def samples(self) -> list[list[tuple]]:
         """For each step what was sampled, in the journal's order."""
-        files = [self.run / "rollouts" / f"step_{step:06d}.jsonl.zst" for step in range(1, STEPS + 1)]
+        files = [self.run / "rollouts" / f"step_{step:06d}.parquet" for step in range(1, STEPS + 1)]
         return [
             [(t.group, t.sample, t.prompt_id, t.response.tolist(), t.reward) for t in read_rollouts(file)]
             for file in files

@@ -73,7 +73,7 @@ def write_run(run: Path, second: float) -> Path:
     tokens = np.array([4, 5], np.int32)
     behaviour = part * np.float32(second)  # the engine's, which depends on how it batched
     trajectory = Trajectory(0, 0, tokens, tokens, behaviour, tokens, "stop", "text", reward=1.0, old=part)
-    write_rollouts(run / "rollouts" / "step_000002.jsonl.zst", [trajectory])
+    write_rollouts(run / "rollouts" / "step_000002.parquet", [trajectory])
     return run
 
 
@@ -99,7 +99,7 @@ def edit(file: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
 
 
 def edit_reward(run: Path) -> None:
-    file = run / "rollouts" / "step_000002.jsonl.zst"
+    file = run / "rollouts" / "step_000002.parquet"
     trajectories = read_rollouts(file)
     trajectories[0].reward = -1.0
     write_rollouts(file, trajectories)
@@ -113,7 +113,7 @@ PLANTED = {
     ),
     f"{STATE} differs": edit(STATE, lambda state: state.update(sampler=[8])),
     "summary.json differs": edit("summary.json", lambda summary: summary.update(steps=3)),
-    "rollouts/step_000002.jsonl.zst differs": edit_reward,
+    "rollouts/step_000002.parquet differs": edit_reward,
     "evaluation/step_000002.jsonl is missing": lambda run: (run / "evaluation/step_000002.jsonl").unlink(),
     "checkpoints/.step_000003.part/x is too many": lambda run: (
         (run / "checkpoints/.step_000003.part").mkdir(),
@@ -213,7 +213,7 @@ def test_phases_by_events_and_files() -> None:
             assert phase(None) == phase("step") == ()
             assert phase("rollout") == ("rollout",)
             assert phase("logprobs") == ()
-            (run / "rollouts" / "step_000001.jsonl.zst").touch()
+            (run / "rollouts" / "step_000001.parquet").touch()
             assert phase("update") == ("update",)
             assert phase("sync", False) == ()
             assert phase(None, True) == phase(None, None) == ("sync",)

@@ -128,7 +128,7 @@ def test_the_run_that_was_left_alone(straight: Run) -> None:
     for part in (
         "config.yaml",
         "summary.json",
-        f"rollouts/step_{STEPS:06d}.jsonl.zst",
+        f"rollouts/step_{STEPS:06d}.parquet",
         "logs",
         "tensorboard",
     ):
@@ -183,7 +183,7 @@ def test_a_step_is_trained_again_from_its_journal(straight: Run) -> None:
     assert report["max_difference"] == {"old log-probs": 0, "anchor log-probs": 0, "advantages": 0}
 
     # A reward that is not the one that was learnt from changes advantages, loss and gradient.
-    file = run / "rollouts" / "step_000001.jsonl.zst"
+    file = run / "rollouts" / "step_000001.parquet"
     untouched = file.read_bytes()
     try:
         changed = read_rollouts(file)

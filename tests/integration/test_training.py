@@ -70,7 +70,7 @@ def test_layouts_serve_what_they_train_and_agree(service: Service, names: tuple[
             assert row["mismatch/tokens"] > 300, name
         norms[name] = rows[1]["policy/grad_norm_first"]
         run = service.folder / f"{len(names)}-{name}"
-        rollouts = read_rollouts(run / "rollouts" / "step_000001.jsonl.zst")
+        rollouts = read_rollouts(run / "rollouts" / "step_000001.parquet")
         first_rollouts[name] = [t.response.tolist() for t in rollouts]
         assert norms[name] > 0, name
     for name in names:
@@ -88,7 +88,7 @@ def test_the_guard_stops_a_run_whose_engine_disagrees(service: Service) -> None:
     assert [row["step"] for row in rows] == [0, 1]
     assert "mismatch/logp_max" in rows[1]
     assert "policy/grad_norm" not in rows[1]
-    assert len(read_rollouts(service.folder / "guard" / "rollouts" / "step_000001.jsonl.zst")) == 32
+    assert len(read_rollouts(service.folder / "guard" / "rollouts" / "step_000001.parquet")) == 32
 
 
 def test_averaged_weights_a_held_anchor_and_a_correction(service: Service) -> None:
@@ -107,7 +107,7 @@ def test_averaged_weights_a_held_anchor_and_a_correction(service: Service) -> No
     assert all(row["correction/ratio_mean"] == pytest.approx(1, abs=1e-3) for row in rows[1:])
     folder = service.folder / "schedule-free" / "rollouts"
     lags = [
-        any((t.old != t.anchor).any() for t in read_rollouts(folder / f"step_00000{step}.jsonl.zst"))
+        any((t.old != t.anchor).any() for t in read_rollouts(folder / f"step_00000{step}.parquet"))
         for step in (1, 2, 3)
     ]
     assert lags == [
@@ -139,7 +139,7 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     assert 0.15 < rows[0]["eval/heldout/avg@2"] < 0.55
     assert all(r["mismatch/logp_max"] <= 1e-3 for r in rows[1:])
     assert all(r["sync/bytes"] > 0 for r in rows[1:])
-    for part in ("config.yaml", "summary.json", "rollouts/step_000002.jsonl.zst", "logs", "tensorboard"):
+    for part in ("config.yaml", "summary.json", "rollouts/step_000002.parquet", "logs", "tensorboard"):
         assert (run / part).exists(), part
 
     # The exported checkpoint, read by transformers and served by vLLM: the same log-probs of the same tokens.
@@ -148,7 +148,7 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     before = AutoModelForCausalLM.from_pretrained(QUICKSTART.parent / "quickstart" / "model").state_dict()
     assert any((before[k] != v.float()).any() for k, v in model.state_dict().items()), "nothing was learnt"
     settings = load_settings(QUICKSTART, [f"model.path={export}", "engine.kv_cache_gib=0.25"])
-    prompt = read_rollouts(run / "rollouts" / "step_000002.jsonl.zst")[0].prompt
+    prompt = read_rollouts(run / "rollouts" / "step_000002.parquet")[0].prompt
     with running_engines(tmp_path, [settings], plugins=[], weights="checkpoint") as (engine,):
         samples = ask(EngineClient(0, engine.process.socket, engine.token, timeout=120), prompt, 4)
     for sample in samples:

@@ -93,7 +93,7 @@ def read_moment(tap: EventTap, run: Path, since: float, published: bool | None) 
     """
     rows, phase = count_rows(run), tap.phase
     proven = []
-    rollouts = (run / "rollouts" / f"step_{rows:06d}.jsonl.zst").exists()
+    rollouts = (run / "rollouts" / f"step_{rows:06d}.parquet").exists()
     if phase == START:
         proven.append(START)
     elif any(part.stat().st_mtime > since for part in (run / "checkpoints").glob(".step_*.part")):

@@ -58,7 +58,7 @@ def make_run(
             row |= score_results("aime24", results)
         if step and (step % rollouts_every == 0 or step == 1):
             write_rollouts(
-                folder / "rollouts" / f"step_{step:06d}.jsonl.zst", _rollouts(rng, step, level, text)
+                folder / "rollouts" / f"step_{step:06d}.parquet", _rollouts(rng, step, level, text)
             )
         writer.write(row)
     writer.close()

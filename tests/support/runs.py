@@ -79,7 +79,7 @@ class TrainCommand(Command):
 
     def wait_for_rollouts(self, step: int) -> None:
         """Until the step's rollouts are written: scoring is done, the update begins."""
-        self.wait((self.run / "rollouts" / f"step_{step:06d}.jsonl.zst").exists)
+        self.wait((self.run / "rollouts" / f"step_{step:06d}.parquet").exists)
 
     def wait_for_engine(self, index: int = 0) -> int:
         """Until its process is there: it takes most of a minute to start, so all that follows is seen."""
@@ -285,7 +285,7 @@ class Run:
         assert weights.keys() == others.keys()
         assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
         for step in range(1, STEPS + 1):
-            name = f"rollouts/step_{step:06d}.jsonl.zst"
+            name = f"rollouts/step_{step:06d}.parquet"
             mine, theirs = read_rollouts(self.folder / name), read_rollouts(other.folder / name)
             assert [t.response.tolist() for t in mine] == [t.response.tolist() for t in theirs]
             assert [t.seed for t in mine] == [t.seed for t in theirs]
@@ -299,7 +299,7 @@ class Run:
 def results(run: Run, steps: int) -> tuple[list[dict], dict[str, torch.Tensor], list[list[int]]]:
     rows = [{k: v for k, v in row.items() if k.startswith(SAME)} for row in run.rows()]
     weights = load_file(run.folder / f"hf/step_{steps:06d}/model.safetensors")
-    files = [run.folder / f"rollouts/step_{step:06d}.jsonl.zst" for step in range(1, steps + 1)]
+    files = [run.folder / f"rollouts/step_{step:06d}.parquet" for step in range(1, steps + 1)]
     return rows, weights, [t.response.tolist() for file in files for t in read_rollouts(file)]
 
 

@@ -91,6 +91,6 @@ def _content(file: Path) -> Any:
     if file.name == "summary.json":
         summary = json.loads(file.read_text())
         return {k: v for k, v in summary.items() if k in ("accuracy_before", "accuracy_after", "steps")}
-    if file.name.endswith(".jsonl.zst"):  # what the engine computed depends on how it batched
+    if file.name.endswith(".parquet"):  # what the engine computed depends on how it batched
         return [{**to_row(t), "behaviour": None} for t in read_rollouts(file)]
     return file.read_bytes()

@@ -21,13 +21,13 @@ def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: 
         (run / "hf" / f"step_{step:06d}").mkdir(parents=True)
     (run / "rollouts").mkdir()
     for step in (9, 10):
-        (run / "rollouts" / f"step_{step:06d}.jsonl.zst").touch()
+        (run / "rollouts" / f"step_{step:06d}.parquet").touch()
     shutil.copyfile(config_file, run / "config.yaml")
     shutil.copyfile(config_file.parent / "train.jsonl", run / "train.jsonl")
     settings, request = plan_audit(run, ["seed=5"])
     assert settings.model.path == run / "hf" / "step_000010"
     assert (settings.name, settings.runs, settings.seed) == ("tiny-audit", run.parent, 5)
-    assert request["rollouts"] == str(run / "rollouts" / "step_000010.jsonl.zst")
+    assert request["rollouts"] == str(run / "rollouts" / "step_000010.parquet")
     assert [Path(p).name for p in request["others"].values()] == ["model", "step_000001", "step_000002"]
     settings, request = plan_audit(config_file, None)
     assert (settings.name, request) == ("tiny-audit", {})

@@ -12,12 +12,14 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from rpg_megatron import cli
 from rpg_megatron.commands import train
@@ -25,8 +27,10 @@ from rpg_megatron.commands.report import write_report
 from rpg_megatron.commands.report.changes import find_changes, wilson
 from rpg_megatron.commands.report.health import check_health
 from rpg_megatron.commands.report.run_files import name_runs, read_run, thin_rows
-from rpg_megatron.commands.report.samples import _parse_rollout, choose_samples
+from rpg_megatron.commands.report.samples import choose_samples
 from rpg_megatron.config import UserError
+from rpg_megatron.data.rollout_files import list_rollouts, read_rollouts
+from rpg_megatron.data.trajectory import to_row
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.resume import hold_folder
 from tests.support.report_runs import HOSTILE, PROBLEMS, make_run
@@ -139,8 +143,8 @@ def test_an_empty_run_and_damaged_files_make_a_page_all_the_same(run: Path, tmp_
     (folder / "summary.json").write_text("{")
     (folder / "environment.json").write_text('{"not": "a list"}')
     for name, content in (
-        ("rollouts/step_000001.jsonl.zst", b"no zstandard"),
-        ("rollouts/step_000002.jsonl.zst", (run / "rollouts/step_000010.jsonl.zst").read_bytes()[:300]),
+        ("rollouts/step_000001.parquet", b"no parquet"),
+        ("rollouts/step_000002.parquet", (run / "rollouts/step_000010.parquet").read_bytes()[:300]),
         ("evaluation/step_000000.jsonl", b'{"prompt_id": 0}\n'),
         ("evaluation/notes.jsonl", b"mine"),
     ):
@@ -394,14 +398,15 @@ def test_budgets_of_reading_and_of_the_page_are_kept(run: Path) -> None:
     assert choose_samples(read_run(run), read=1000, room=10**6).items == []
 
 
-def test_a_journal_line_is_read_without_its_arrays_and_cannot_be_fooled() -> None:
-    row = {"prompt_id": 1, "text": ', "prompt": [9], "response": [8]', "reward": 1.0}
-    arrays = {"prompt": [5, 6], "response": [1, 2, 3], "behaviour": [0.5, math.nan, 0.1]}
-    line = json.dumps(row | arrays).encode()
-    assert _parse_rollout(line) == row | {"prompt": [5, 6], "tokens": 3}
-    # Whatever the order, the line is understood.
-    other = _parse_rollout(json.dumps(arrays | row).encode())
-    assert (other["prompt"], other["tokens"], other["text"]) == ([5, 6], 3, row["text"])
+def test_journals_of_earlier_versions_show_the_same_responses(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    for file in list_rollouts(tmp_path / "run"):
+        lines = (json.dumps(to_row(t)) + "\n" for t in read_rollouts(file))
+        file.with_suffix(".jsonl.zst").write_bytes(zstandard.compress("".join(lines).encode()))
+        file.unlink()
+    new, old = (choose_samples(read_run(r), read=10**8, room=10**6) for r in (run, tmp_path / "run"))
+    assert any(item["set"] == "training" for item in new.items)
+    assert (new.items, new.prompts, new.read) == (old.items, old.prompts, old.read)
 
 
 # -- environment, launcher -----------------------------------------------------------------------------------

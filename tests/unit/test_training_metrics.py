@@ -5,6 +5,7 @@ Not covered: the loop itself (tests/integration).
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -13,12 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.objective import GuardSettings
-from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.rollout_files import list_rollouts, read_rollouts, rollouts_file, write_rollouts
+from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.rollout.sampler import batch_metrics
 from rpg_megatron.training.checkpoint_saver import SaveResult
 from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
@@ -95,29 +98,82 @@ def test_guard_is_quiet_within_bounds() -> None:
     assert guard_mismatch(row, batch, GuardSettings(), "float32", version=7, step=8) is None
 
 
-def test_journal_round_trip(tmp_path: Path) -> None:
-    batch = [trajectory([0.1, 1e-7, 0.3], [7] * 3), trajectory([0.0], [6])]
-    file = tmp_path / "rollouts" / "step_000001.jsonl.zst"
-    write_rollouts(file, batch)
-    for got, wanted in zip(read_rollouts(file), batch, strict=True):
-        for name, value in vars(wanted).items():
+def scored(number: int) -> Trajectory:
+    """A trajectory with something in every field."""
+    t = trajectory([0.1, 1e-7, 0.3][: 1 + number % 3], [7] * (1 + number % 3))
+    t.text = "a line\u2028and another\n\x00" * (number % 2)
+    t.parts = {"correctness": 1 / 3, "format": -0.0} if number % 2 else {}
+    t.extracted = None if number % 2 else "1/3"
+    t.reward, t.seed, t.advantage, t.prompt_id = 1 / 3, 2**62 - number, -1e-300, 2**40 + number
+    t.old = np.array(
+        [np.nextafter(np.float32(-1), np.float32(0)), np.nan, -0.0][: len(t.response)], np.float32
+    )
+    t.anchor = [t.old, t.old.copy(), -t.old, t.old[:0]][number % 4]
+    return t
+
+
+def assert_same(got: list[Trajectory], wanted: list[Trajectory]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        for name, value in vars(b).items():
             if isinstance(value, np.ndarray):
-                assert getattr(got, name).dtype == value.dtype
-                np.testing.assert_array_equal(getattr(got, name), value)
+                assert getattr(a, name).dtype == value.dtype
+                assert getattr(a, name).tobytes() == value.tobytes()
+                assert getattr(a, name).flags.writeable
             else:
-                assert getattr(got, name) == value
-    assert [p.name for p in file.parent.iterdir()] == [file.name]
+                assert repr(getattr(a, name)) == repr(value)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 150])
+def test_journal_round_trip(tmp_path: Path, count: int) -> None:
+    batch = [scored(number) for number in range(count)]
+    file = rollouts_file(tmp_path, 1)
+    write_rollouts(file, batch)
+    assert_same(read_rollouts(file), batch)
+    assert [p.name for p in file.parent.iterdir()] == ["step_000001.parquet"]
+    assert list_rollouts(tmp_path) == [file]
+    assert pq.read_table(file).num_rows == count  # a plain Parquet file to others
+
+
+def test_journals_of_earlier_versions(tmp_path: Path) -> None:
+    """One JSON object a line, compressed by zstd; found and read, and damage noticed."""
+    batch = [scored(number) for number in (0, 1, 3, 4)]  # without a negative NaN, which JSON does not know
+    lines = b"".join(json.dumps(to_row(t), ensure_ascii=False).encode() + b"\n" for t in batch)
+    older = tmp_path / "rollouts" / "step_000002.jsonl.zst"
+    older.parent.mkdir()
+    older.write_bytes(zstandard.compress(lines))
+    assert rollouts_file(tmp_path, 2) == older
+    assert list_rollouts(tmp_path) == [older]
+    assert_same(read_rollouts(older), batch)
+    older.write_bytes(zstandard.compress(lines)[:-20])
+    with pytest.raises(UserError, match=r"step_000002\.jsonl\.zst: truncated"):
+        read_rollouts(older)
+    older.write_bytes(zstandard.compress(b"[]\n"))
+    with pytest.raises(UserError, match=r"step_000002\.jsonl\.zst: damaged"):
+        read_rollouts(older)
+
+
+def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
+    file = rollouts_file(tmp_path, 1)
+    write_rollouts(file, [scored(number) for number in range(100)])
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:300], whole[:2000] + b"x" + whole[2001:]):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"step_000001\.parquet: damaged"):
+            read_rollouts(file)
+    pq.write_table(pq.read_table(io.BytesIO(whole)).drop_columns(["old"]), file)
+    with pytest.raises(UserError, match=r"damaged .*old"):
+        read_rollouts(file)
 
 
 def test_a_journal_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "rollouts"
     with pytest.raises(FileNotFoundError):  # the run's folder has been removed, and is not made anew
-        write_rollouts(tmp_path / "gone" / "rollouts" / "step_000001.jsonl.zst", [])
+        write_rollouts(tmp_path / "gone" / "rollouts" / "step_000001.parquet", [])
     assert not (tmp_path / "gone").exists()
-    (folder / "step_000001.jsonl.zst").mkdir(parents=True)  # in the way
+    (folder / "step_000001.parquet").mkdir(parents=True)  # in the way
     with pytest.raises(IsADirectoryError):
-        write_rollouts(folder / "step_000001.jsonl.zst", [trajectory([0.0], [1])])
-    assert [f.name for f in folder.iterdir()] == ["step_000001.jsonl.zst"]
+        write_rollouts(folder / "step_000001.parquet", [trajectory([0.0], [1])])
+    assert [f.name for f in folder.iterdir()] == ["step_000001.parquet"]
 
 
 def test_metrics_that_nobody_will_find_end_the_run(tmp_path: Path) -> None:

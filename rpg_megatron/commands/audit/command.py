@@ -13,6 +13,7 @@ from rich.console import Console
 from rpg_megatron.commands.audit import RANK, REPORT, REQUEST
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.data.rollout_files import list_rollouts
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import CONFIG
@@ -105,7 +106,7 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
             request["others"] = old
             model = settings.model.model_copy(update={"path": exports[-1].absolute()})
             settings = settings.model_copy(update={"model": model})
-        if journal := sorted((target / "rollouts").glob("step_*.jsonl.zst")):
+        if journal := list_rollouts(target):
             request["rollouts"] = str(journal[-1].absolute())
         settings = settings.model_copy(update={"runs": target.absolute().parent})
     return settings.model_copy(update={"name": f"{settings.name}-audit"}), request

@@ -1,7 +1,7 @@
 """Selects responses for a report from a run's rollouts and evaluations, within a budget of bytes.
 
-A step of a large run holds gigabytes, so a report reads the beginning of some steps, spread over the run, and
-skips the per-token numbers of each line. The page says what was read.
+A step of a large run holds gigabytes, so a report reads the beginning of some steps, spread over the run. The
+page says what was read.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
 from rpg_megatron.commands.report.run_files import RunFiles
+from rpg_megatron.config import UserError
+from rpg_megatron.data.rollout_files import iter_rollouts, list_rollouts
 
 _STEPS = 12
 """Maximum steps that are read of each kind."""
 _PROBLEMS = 20
 """Problems shown per kind of change."""
-_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, zstandard.ZstdError)
+_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, UserError)
+_TOKEN_BYTES = 16
+"""Numbers of a response's token in a rollout file."""
 
 Item = dict[str, Any]
 """One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage and the name of
@@ -59,7 +61,7 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
     candidates = []
     for name, files, lines in (
         ("held-out", _spread((run.folder / "evaluation").glob("step_*.jsonl")), _evaluation_items),
-        ("training", _spread((run.folder / "rollouts").glob("step_*.jsonl.zst")), _rollout_items),
+        ("training", _spread(list_rollouts(run.folder)), _rollout_items),
     ):
         chosen = _read_files(run, samples, name, files, lines, read // 2)
         candidates.append([_shorten(item, longest) for item in chosen])
@@ -169,30 +171,18 @@ def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Ite
 
 def _rollout_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
     """The responses of one training step within the budget."""
-    with file.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-        data = stream.read(budget)
-    for line in _lines(data, len(data) == budget):
-        row = _parse_rollout(line)
-        item = {"id": row["prompt_id"], "text": row["text"], "right": bool(row["correct"])}
-        names = ("tokens", "finish", "reward", "advantage", "prompt", "answer")
-        item |= {name: row[name] for name in names if name in row}
-        yield item if len(data) < budget else item | {"whole": False}
-
-
-def _parse_rollout(line: bytes) -> dict[str, Any]:
-    """A line of a rollouts file without its per-token numbers, which are slow to parse.
-
-    Quotes within JSON strings are escaped, so the searched keys occur only outside of strings.
-    """
-    start = line.find(b', "prompt": [')
-    response = line.find(b', "response": [', start)
-    if start < 0 or response < 0:
-        row: dict[str, Any] = json.loads(line)
-        return row | {"prompt": row["prompt"], "tokens": len(row["response"])}
-    row = json.loads(line[:start] + b"}")
-    tokens = line.count(b",", response + 15, line.index(b"]", response)) + 1
-    prompt = json.loads(line[start + 12 : line.index(b"]", start) + 1])
-    return {**row, "prompt": prompt, "tokens": tokens}
+    items: list[Item] = []
+    whole = True
+    for t in iter_rollouts(file):
+        budget -= len(t.text) + _TOKEN_BYTES * t.length
+        if budget < 0:
+            whole = False
+            break
+        item = {"id": t.prompt_id, "text": t.text, "right": t.correct, "tokens": len(t.response)}
+        item |= {"finish": t.finish, "reward": t.reward, "advantage": t.advantage}
+        items.append(item | {"prompt": t.prompt.tolist(), "answer": t.answer})
+    for item in items:
+        yield item if whole else item | {"whole": False}
 
 
 def _lines(data: bytes, cut: bool) -> list[bytes]:
