@@ -6,22 +6,25 @@ engine of its own; the second engine is reached over TCP, and no node reads the 
 real ranks and engines in fp32, two steps with a checkpoint after each, against a run on one node with the
 same layout: rollouts, metrics and final weights are the same bits; all engines sleep and wake as often.
 Weights travel in shared memory within each node, where each holds all of them, and by messages: from ranks of
-both nodes, where each holds half, and from the node's own rank, where that holds all. Not covered: GPUs (so
-no CUDA IPC, no NCCL), two machines.
+both nodes, where each holds half, and from the node's own rank, where that holds all. An engine of the second
+node that hangs is restarted there, and the run is the same. Not covered: GPUs (so no CUDA IPC, no NCCL), two
+machines.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from rpg_megatron.system import process_groups
 from tests.support.commands import Command
-from tests.support.runs import QUICKSTART, SETTINGS, Run, assert_same
+from tests.support.runs import QUICKSTART, SETTINGS, Run, assert_same, find_core
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -91,3 +94,28 @@ def test_two_nodes_are_one(tmp_path: Path, on_one_node, layout: list[str], trans
         # At the start, before each update, and twice for each checkpoint, in which it sleeps and wakes.
         assert told.count("sleep mode is not supported on CPU") >= 1 + STEPS + 2 * STEPS
     assert all(row["mismatch/logp_max"] < 1e-3 for row in run.rows()[1:])
+
+
+def test_a_core_that_hangs_on_the_other_node(
+    tmp_path: Path, on_one_node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noticed from the first node, killed and restarted on its own; the other engine does its work."""
+    one = Nodes(tmp_path, "hung", 2, *WHOLE, "bridge.transport=shared_memory", "engine.health_timeout=30")
+    first, other = one.launchers
+    first.wait_for_output("engine 1 is up", 900)
+    (server,) = [pid for pid in other.processes() if is_server(pid)]
+    core = find_core(server)
+    first.wait_for_output("step 0/", 600)  # now the first rollout begins
+    began = time.monotonic()
+    os.kill(core, signal.SIGSTOP)
+    first.wait_for_output("engine 1 hangs: its core did not answer for 30 s (engine.health_timeout)", 300)
+    noticed = time.monotonic() - began
+    one.end()
+    with capsys.disabled():
+        print(f"\nhung on the other node: noticed after {noticed:.0f} s")
+    assert sum(row["engine/restarts"] for row in one.rows()) == 1
+    assert_same(one, on_one_node(*WHOLE), STEPS)
+
+
+def is_server(pid: int) -> bool:
+    return b"vllm.entrypoints" in Path(f"/proc/{pid}/cmdline").read_bytes()
