@@ -225,8 +225,9 @@ class PromptStream:
         """
         if state["prompts"] != self._fingerprint or state["weights"] != self._weights:
             raise UserError(
-                "the training prompts have changed since the checkpoint was written (data set, its settings "
-                "or the tokenizer); restore the old ones, or start a new run from the exported model"
+                "the training prompts have changed since the checkpoint was written (the files of data.path "
+                "or data.mixture, their settings or the tokenizer); restore the old ones, or start a new run "
+                "from the exported model"
             )
         if state["seed"] != self._seed:
             raise UserError(

@@ -82,8 +82,7 @@ class RunLauncher:
         self._assignment = remote.assignment if remote else share_of(settings, 0, 1)
         self._engine_settings, self._synced = engine_settings or settings, synced
         self._rank_module, self._trains = rank_module or RANK, rank_module is None
-        self._uses_engines = engines
-        self._signals = signals
+        self._uses_engines, self._signals = engines, signals
         self._opened = open_run(settings, fresh=fresh, source=source)
         self.folder = self._opened.folder
         self.log = self.folder / LOGS / LAUNCHER_LOG
@@ -96,8 +95,7 @@ class RunLauncher:
         self._waiting: set[int] = set()
         """Engines to restart when the ranks release the shared GPUs."""
         self._started: dict[int, float] = {}
-        self._discard = False
-        self._all_started = False
+        self._discard = self._all_started = False
         self._warned: float | None = None
         self._probed = time.monotonic()
         with contextlib.ExitStack() as undo:

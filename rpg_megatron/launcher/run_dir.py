@@ -63,7 +63,7 @@ def is_finished(run: Path) -> bool:
         return False
     except (OSError, ValueError):
         return True  # it is written at the end
-    return "unsaved" not in facts
+    return not (isinstance(facts, dict) and "unsaved" in facts)
 
 
 def resolved_yaml(settings: Settings, *, explained: bool = False) -> str:

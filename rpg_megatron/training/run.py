@@ -93,8 +93,7 @@ class RankRun:
             self.policy.offloader.offload()
         # What a checkpoint would hold now: the last step whose updates are done, its row of metrics until
         # that is written, and the sampler's state after it.
-        self._step = self._saved_step = 0
-        self._save_problem = ""
+        self._step, self._saved_step, self._save_problem = 0, 0, ""
         self._row: dict[str, Any] | None = {}
         self._sampler_state: dict[str, Any] = {}
 

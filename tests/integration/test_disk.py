@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_at_the_end_is_no_success(
             while not list_steps(run):
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
-            fill(disk, 1_000_000)
+            fill(disk, 2_000_000)  # less than an export
             assert process.wait(TIMEOUT) == code, log.read_text()
         finally:
             process.kill()
