@@ -57,13 +57,13 @@ RELIED_ON = [
     (
         "utils/network_utils.py::get_distributed_init_method",
         "ip port",
-        "?",
+        "92118facde4e",
         "plugin.register replaces it, so that workers meet in a private file",
     ),
     (
         "v1/executor/uniproc_executor.py::UniProcExecutor._distributed_args",
         "self",
-        "?",
+        "fc6d0de93de6",
         "it calls the function that plugin.register replaces",
     ),
     (
