@@ -256,7 +256,7 @@ def test_a_sync_leaves_marks_of_progress(rig, transport):
     assert mark.exists()
 
 
-def test_every_route_asks_for_the_token(rig):
+def test_every_route_asks_for_the_token(rig, engines):
     for method, path in (
         ("POST", "/pause"),
         ("POST", "/resume"),
@@ -273,6 +273,8 @@ def test_every_route_asks_for_the_token(rig):
             assert rig.engine.call(method, path, {}, token=token)[0] == 401, (path, token)
     assert rig.engine.call("GET", "/health")[0] == 200
     assert rig.engine.token not in rig.engine.process.log.read_text()
+    for engine in engines:  # unix sockets, and gloo; vLLM's own store would listen everywhere
+        assert engine.listens_at() <= {"127.0.0.1"}
 
 
 def test_a_failing_apply_is_not_resumed(rig):

@@ -190,6 +190,7 @@ def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: Engin
     with pytest.raises(EngineError, match=r"engine 0 answered .* status 4"):
         ask(engine, request([1] * 500))  # longer than the context
     assert oct(engine.process.socket.stat().st_mode & 0o777) == "0o700"
+    assert engine.listens_at() <= {"127.0.0.1"}  # gloo; vLLM's own store would listen everywhere
 
 
 def megatron_params(model: Path) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import psutil
 
 from rpg_megatron.bridge.controller import SyncReport, sync_engine
 from rpg_megatron.bridge.manifest import Manifest, read_manifest
@@ -68,6 +69,12 @@ class Engine:
     tensor: int
     bridge: Path
     token: str
+
+    def listens_at(self) -> set[str]:
+        """The IP addresses at which its processes listen."""
+        assert self.process.pid is not None
+        found = [psutil.Process(pid).net_connections("inet") for pid in members(self.process.pid)]
+        return {c.laddr.ip for each in found for c in each if c.status == psutil.CONN_LISTEN}
 
     def call(
         self, method: str, path: str, body: Any = None, timeout: float = 60.0, token: str | None = ""

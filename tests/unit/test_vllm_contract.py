@@ -55,6 +55,18 @@ RELIED_ON = [
         "plugin.register",
     ),
     (
+        "utils/network_utils.py::get_distributed_init_method",
+        "ip port",
+        "92118facde4e",
+        "plugin.register replaces it, so that workers meet in a private file",
+    ),
+    (
+        "v1/executor/uniproc_executor.py::UniProcExecutor._distributed_args",
+        "self",
+        "fc6d0de93de6",
+        "it calls the function that plugin.register replaces",
+    ),
+    (
         "v1/worker/gpu_worker.py::Worker._start_weight_update",
         "self is_draft",
         "25af4532716e",

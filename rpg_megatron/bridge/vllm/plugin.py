@@ -22,6 +22,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -325,3 +327,21 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``: registers the backend in every vLLM process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)
+    if DIR_VARIABLE in os.environ:
+        _meet_in_private_file()
+
+
+def _meet_in_private_file() -> None:
+    """Have the workers of an engine find each other in a file of the bridge folder.
+
+    vLLM would use torch's TCP store, which has no authentication and listens on every network interface.
+    """
+
+    def private_file(_ip: str, _port: int) -> str:
+        # Of what follows the last colon, vLLM makes names of shared memory.
+        return f"file://{Path(os.environ[DIR_VARIABLE]).resolve()}/workers:{secrets.token_hex(8)}"
+
+    # The executors import the function by name, before or after this.
+    for name in ("utils.network_utils", "v1.executor.multiproc_executor", "v1.executor.uniproc_executor"):
+        if (module := sys.modules.get(f"vllm.{name}")) is not None:
+            module.get_distributed_init_method = private_file  # type: ignore[attr-defined]
