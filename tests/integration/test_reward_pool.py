@@ -34,6 +34,8 @@ def reward(response, answer):
             pass
     if response == "crash":
         os.abort()
+    if response == "nap":
+        time.sleep(1.0)
     if response == "exit":
         raise SystemExit(3)
     if response == "memory":
@@ -132,6 +134,22 @@ def test_it_works_on_after_each_kind_of_death(start: Callable[..., WorkerPool]) 
     for death in ("crash", "hang", "memory", "crash", "crash"):
         assert pool.submit(death, "a").result(timeout=300).failure
         assert pool.submit("a", "a").result(timeout=300).value is True
+
+
+def test_a_worker_killed_from_outside_costs_no_answer(start: Callable[..., WorkerPool]) -> None:
+    """As when the machine runs out of memory: idle, or while it grades. The function is not to blame."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RPG_TEST_POOL", mark)
+        pool = start(workers=1, deadline=1000.0)
+    assert pool.submit("a", "a").result(timeout=300).value is True
+    os.kill(max(children(mark)), signal.SIGKILL)
+    assert pool.submit("a", "a").result(timeout=300) == (True, None, "")
+    grading = pool.submit("nap", "nap")
+    time.sleep(0.3)
+    os.kill(max(children(mark)), signal.SIGKILL)
+    assert grading.result(timeout=300) == (True, None, "")
+    assert pool.pop_counts()["crash"] == 0
 
 
 def test_large_inputs_pass(start: Callable[..., WorkerPool]) -> None:

@@ -1,9 +1,9 @@
 """Kill parts of a run at moments drawn from a seed, and compare what becomes of it with an undisturbed run.
 
-A kill waits for the phase it is aimed at, then for a part of the phase's usual duration. Then all processes
-are stopped (SIGSTOP) and the moment is read: if it is another phase by now, they continue and the kill waits
-for the next one. If not, the target is killed while everything is stopped, so where it hit is known, and the
-others continue.
+A kill waits for the phase it is aimed at, then for a part of the phase's shortest duration. Then all
+processes are stopped (SIGSTOP) and the moment is read: if it is another phase by now, they continue and the
+kill waits for the next one. If not, the target is killed while everything is stopped, so where it hit is
+known, and the others continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.moments import EVALUATION, EXPORT, PHASES, SAVE, START, Moment
+from tests.support.moments import EVALUATION, EXPORT, PHASES, ROLLOUT, SAVE, START, UPDATE, Moment
 from tests.support.same_runs import compare_files, compare_rows, read_rows
 from tests.support.watched_runs import EVERY, LIMIT, STEPS, Reference, WatchedRun, name_of
 
@@ -43,7 +43,7 @@ class Kill:
     step: int
     """Not before this step."""
     fraction: float
-    """Of the phase's usual duration."""
+    """Of the phase's shortest duration."""
     choice: float
     """In [0, 1): which of several ranks, engines or workers."""
 
@@ -90,7 +90,9 @@ class KilledRun(WatchedRun):
         """Of the last kill, until it is recorded."""
         self.struck = 0.0
         self.lost: int | None = None
-        self.over = False
+        self.over = self.exporting = False
+        self.known: list[int] = []
+        """Processes, a little while ago."""
 
     def go(self, kills: Sequence[Kill]) -> None:
         """Run to the end, with the kills; raises AssertionError as soon as something is wrong."""
@@ -123,10 +125,10 @@ class KilledRun(WatchedRun):
         """Wait for the kill's moment, kill, and see to it that the run goes on."""
         delay = kill.fraction * self.reference.seconds.get(kill.phase, 1.0)
         while self.wait_for(kill):
-            known = self.command.processes()
-            self.pump_for(delay)
-            delay /= 2  # another try comes earlier
-            stopped = self.stop(known)
+            if kill.phase == EXPORT or not self.exporting:
+                self.pump_for(delay)
+                delay /= 4  # another try comes earlier
+            stopped = self.stop()
             moment = self.look()
             last = EXPORT in moment.proven  # the moment aimed at will not come again
             hit = kill.phase if kill.phase in moment.proven else EXPORT if last else None
@@ -165,6 +167,8 @@ class KilledRun(WatchedRun):
         """Until a kill's phase has begun; False if the run is over before."""
         end = time.monotonic() + LIMIT
         step = kill.step + (kill.phase == SAVE)  # which follows the step's row
+        before = UPDATE if kill.phase in (SAVE, ROLLOUT) else ROLLOUT
+        self.known, seen = self.command.processes(), self.look().phase if self.tap else START
         if kill.phase == EVALUATION:
             step += -step % EVERY
         while not self.over:
@@ -173,11 +177,14 @@ class KilledRun(WatchedRun):
                 self.go_on()
             elif self.tap is not None:
                 moment = self.look()
+                if moment.phase != seen and (seen := moment.phase) == before:
+                    self.known = self.command.processes()  # now, since it takes a while
                 if kill.phase == START:
                     due = self.has_started_so_far(kill.fraction)
                 else:
                     due = kill.phase == EXPORT or moment.rows >= step
-                if (kill.phase in moment.proven and due) or EXPORT in moment.proven:
+                self.exporting = EXPORT in moment.proven
+                if (kill.phase in moment.proven and due) or self.exporting:
                     return True
         return False
 
@@ -192,10 +199,10 @@ class KilledRun(WatchedRun):
             return self.tap.ranks_ready
         return any(folder.glob("engine-*.sock") for folder in self.command.folders())
 
-    def stop(self, known: list[int]) -> list[int]:
+    def stop(self) -> list[int]:
         """Stop every process, those that are known first; returns all."""
-        send(known, signal.SIGSTOP)
-        stopped = list(known)
+        send(self.known, signal.SIGSTOP)
+        stopped = list(self.known)
         while new := [pid for pid in self.command.processes() if pid not in stopped]:
             send(new, signal.SIGSTOP)
             stopped += new
