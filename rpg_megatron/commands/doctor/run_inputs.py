@@ -67,7 +67,7 @@ def probe_data(subject: Subject) -> Iterator[Check]:
     sources = subject.settings.data.sources
     yield ok("data", ", ".join(str(s.path or s.hub or s.preset) for s in sources))
     for text in warnings:
-        yield warning("data", text, "")
+        yield warning("prompts", text, "")
 
 
 def probe_reward(subject: Subject) -> Iterator[Check]:
