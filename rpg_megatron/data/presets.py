@@ -67,8 +67,11 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def find_preset(name: str) -> Preset:
-    """The preset of a name. Raises UserError with the closest match for an unknown one."""
+def find_preset(name: str, key: str = "data") -> Preset:
+    """The preset of a name. key: where its source is in the config, for messages.
+
+    Raises UserError with the closest match for an unknown one.
+    """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = (
@@ -76,5 +79,5 @@ def find_preset(name: str) -> Preset:
             if near
             else f"use one of {', '.join(PRESETS)}"
         )
-        raise UserError(f"data.preset: {name!r} is not known; {hint}")
+        raise UserError(f"{key}.preset: {name!r} is not known; {hint}")
     return PRESETS[name]

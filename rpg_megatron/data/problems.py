@@ -47,13 +47,14 @@ class Problem(NamedTuple):
         return self.prompt if isinstance(self.prompt, str) else "\n".join(m.content for m in self.prompt)
 
 
-def read_problems(settings: DataSettings) -> list[Problem]:
+def read_problems(settings: DataSettings, key: str = "data") -> list[Problem]:
     """Read and validate all sources. A warning counts the rows that are left out.
 
+    key: where these settings are in the config, for messages.
     Raises UserError, with file, row (from 1) and fix, for a malformed row unless ``data.malformed`` is
     ``skip``, and for a source without any problem.
     """
-    problems, left_out, first_bad = read_counted(settings)
+    problems, left_out, first_bad = read_counted(settings, key)
     if left_out:
         counts = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
         example = f"; first malformed row: {first_bad}" if first_bad else ""
@@ -61,11 +62,16 @@ def read_problems(settings: DataSettings) -> list[Problem]:
     return problems
 
 
-def read_counted(settings: DataSettings) -> tuple[list[Problem], dict[str, int], UserError | None]:
-    """The problems, the number of rows left out by reason, and the error of the first malformed row."""
+def read_counted(
+    settings: DataSettings, key: str = "data"
+) -> tuple[list[Problem], dict[str, int], UserError | None]:
+    """The problems, the number of rows left out by reason, and the error of the first malformed row.
+
+    key: where these settings are in the config, for messages. Raises UserError as ``read_problems`` does.
+    """
     if "{prompt}" not in settings.template:
         raise UserError(
-            f"data.template: {settings.template!r} has no placeholder for the problem; add {{prompt}}"
+            f"{key}.template: {settings.template!r} has no placeholder for the problem; add {{prompt}}"
         )
     problems: list[Problem] = []
     left_out: Counter[str] = Counter()
@@ -73,9 +79,10 @@ def read_counted(settings: DataSettings) -> tuple[list[Problem], dict[str, int],
     seen: set[str] = set()
     offset = 0
     for number, source in enumerate(settings.sources):
-        preset = find_preset(source.preset) if source.preset is not None else None
+        at = f"{key}.mixture[{number}]" if settings.mixture else key
+        preset = find_preset(source.preset, at) if source.preset is not None else None
         before, rows = len(problems), 0
-        for count, found in _read_source(source, preset, number, offset):
+        for count, found in _read_source(source, preset, number, offset, at):
             rows = count
             if isinstance(found, UserError):
                 if settings.malformed == "stop":
@@ -85,26 +92,26 @@ def read_counted(settings: DataSettings) -> tuple[list[Problem], dict[str, int],
             elif found is None:
                 left_out["filtered"] += 1
             elif settings.deduplicate or (preset is not None and preset.repeated):
-                key = " ".join(found.text.split())
-                if key in seen:
+                text = " ".join(found.text.split())
+                if text in seen:
                     left_out["duplicate"] += 1
                 else:
-                    seen.add(key)
+                    seen.add(text)
                     problems.append(found)
             else:
                 problems.append(found)
         if len(problems) == before:
-            raise _no_problems(source, preset, rows, first_bad)
+            raise _no_problems(source, preset, rows, first_bad, key, at)
         offset += rows
     return problems, dict(left_out), first_bad
 
 
 def _no_problems(
-    source: SourceSettings, preset: Preset | None, rows: int, bad: UserError | None
+    source: SourceSettings, preset: Preset | None, rows: int, bad: UserError | None, key: str, at: str
 ) -> UserError:
     name = origin(source, preset)
     if rows:
-        hint = f"; {bad}" if bad else "; check data.where and data.deduplicate"
+        hint = f"; {bad}" if bad else f"; check {at}.where and {key}.deduplicate"
         return UserError(f"{name}: none of its {rows} rows can be used{hint}")
     prompt, answer = source.prompt_key or "prompt", source.answer_key or "answer"
     return UserError(
@@ -114,16 +121,16 @@ def _no_problems(
 
 
 def _read_source(
-    source: SourceSettings, preset: Preset | None, number: int, offset: int
+    source: SourceSettings, preset: Preset | None, number: int, offset: int, key: str
 ) -> Iterator[tuple[int, Problem | UserError | None]]:
     """Yields the number of rows so far with a problem, the row's error, or None for a row filtered out."""
     fields: Fields | None = None
-    for index, where, row in read_rows(source, preset):
+    for index, where, row in read_rows(source, preset, key):
         if isinstance(row, UserError):
             yield index + 1, row
             continue
         try:
-            fields = fields or Fields.of(source, preset, row)
+            fields = fields or Fields.of(source, preset, row, key)
             if fields.accepts(row):
                 prompt, answer = fields.read(row, where)
                 chinese = fields.english and _CHINESE.search(str(prompt))
@@ -148,9 +155,11 @@ class Fields(NamedTuple):
     english: bool
     listed: bool
     """An answer may be the only item of a list."""
+    key: str
+    """Where the source is in the config, for messages."""
 
     @classmethod
-    def of(cls, source: SourceSettings, preset: Preset | None, row: dict[str, Any]) -> Fields:
+    def of(cls, source: SourceSettings, preset: Preset | None, row: dict[str, Any], key: str) -> Fields:
         """The fields of the settings; where not set, the preset's first pair that this row has."""
         pairs = preset.fields if preset else (("prompt", "answer"),)
         present = (p for p in pairs if _find(row, p[0]) is not None and _find(row, p[1]) is not None)
@@ -163,7 +172,7 @@ class Fields(NamedTuple):
         where = {key: v if isinstance(v, tuple) else (v,) for key, v in source.where.items()}
         optional = dict(preset.where) if preset else {}
         english, listed = (preset.english, preset.listed) if preset else (False, False)
-        return cls(prompt, answer, after, boxed, where, optional, english, listed)
+        return cls(prompt, answer, after, boxed, where, optional, english, listed, key)
 
     def accepts(self, row: dict[str, Any]) -> bool:
         """Whether the row passes the filters."""
@@ -173,8 +182,8 @@ class Fields(NamedTuple):
 
     def read(self, row: dict[str, Any], where: str) -> tuple[str | tuple[Message, ...], str]:
         """Problem and answer of a row. Raises UserError if one is missing, empty or of the wrong type."""
-        prompt = _prompt(_field(row, self.prompt, "data.prompt_key", where), self.prompt, where)
-        value = _field(row, self.answer, "data.answer_key", where)
+        prompt = _prompt(_field(row, self.prompt, f"{self.key}.prompt_key", where), self.prompt, where)
+        value = _field(row, self.answer, f"{self.key}.answer_key", where)
         if self.listed and isinstance(value, list) and len(value) == 1:
             value = value[0]
         answer = _answer(value, self.answer, where)
@@ -189,8 +198,8 @@ class Fields(NamedTuple):
             _before, marker, answer = answer.rpartition(self.after)
             if not marker:
                 raise UserError(
-                    f"{where}: {self.answer!r} does not contain {self.after!r} (data.answer_after); fix the "
-                    "line, or set data.answer_after to the marker of this file"
+                    f"{where}: {self.answer!r} does not contain {self.after!r} ({self.key}.answer_after); "
+                    f"fix the line, or set {self.key}.answer_after to the marker of this file"
                 )
         if self.boxed:
             box = last_box(answer)

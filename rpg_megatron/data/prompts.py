@@ -62,26 +62,30 @@ def load_tokenizer(model: Path) -> Any:
         ) from None
 
 
-def load_prompts(settings: DataSettings, tokenizer: Any) -> list[Prompt]:
+def load_prompts(settings: DataSettings, tokenizer: Any, key: str = "data") -> list[Prompt]:
     """Read the data and tokenize it with a Hugging Face tokenizer.
 
+    key: where these settings are in the config, for messages.
     Prompts that are too long are left out or truncated (``data.too_long``); a warning counts them. Raises
     UserError as ``read_problems`` and ``fit_prompts`` do.
     """
-    prompts, too_long = fit_prompts(read_problems(settings), settings, tokenizer)
+    prompts, too_long = fit_prompts(read_problems(settings, key), settings, tokenizer, key)
     if too_long:
         cut = settings.too_long == "cut"
         logger.warning(
-            "prompts: %s %d of %d prompts, which are longer than %d tokens (data.max_prompt_tokens)",
+            "prompts: %s %d of %d prompts, which are longer than %d tokens (%s.max_prompt_tokens)",
             "cut" if cut else "left out",
             too_long,
             len(prompts) + (0 if cut else too_long),
             settings.max_prompt_tokens,
+            key,
         )
     return prompts
 
 
-def fit_prompts(problems: list[Problem], settings: DataSettings, tokenizer: Any) -> tuple[list[Prompt], int]:
+def fit_prompts(
+    problems: list[Problem], settings: DataSettings, tokenizer: Any, key: str = "data"
+) -> tuple[list[Prompt], int]:
     """Render and tokenize problems; returns prompts of at most ``max_prompt_tokens`` tokens, and how many
     were longer: left out, or truncated to their last tokens.
 
@@ -89,9 +93,9 @@ def fit_prompts(problems: list[Problem], settings: DataSettings, tokenizer: Any)
     problem, if a problem has no tokens, and if no prompt is short enough.
     """
     if settings.chat and not getattr(tokenizer, "chat_template", None):
-        raise UserError("data.chat: the model's tokenizer has no chat template; set data.chat to false")
+        raise UserError(f"{key}.chat: the model's tokenizer has no chat template; set {key}.chat to false")
     with _time_limit(_RENDER_SECONDS + _RENDER_SECONDS_EACH * len(problems)):
-        texts = [_render(problem, settings, tokenizer) for problem in problems]
+        texts = [_render(problem, settings, tokenizer, key) for problem in problems]
     # A chat template adds the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not settings.chat)["input_ids"]
     prompts, too_long, limit = [], 0, settings.max_prompt_tokens
@@ -108,17 +112,17 @@ def fit_prompts(problems: list[Problem], settings: DataSettings, tokenizer: Any)
     if not prompts:
         raise UserError(
             f"{problems[0].where}: all {too_long} prompts are longer than {limit} tokens; "
-            "raise data.max_prompt_tokens"
+            f"raise {key}.max_prompt_tokens"
         )
     return prompts, too_long
 
 
-def _render(problem: Problem, settings: DataSettings, tokenizer: Any) -> str:
+def _render(problem: Problem, settings: DataSettings, tokenizer: Any, key: str) -> str:
     chat = [("user", problem.prompt)] if isinstance(problem.prompt, str) else list(problem.prompt)
     if not settings.chat:
         if len(chat) != 1:
             raise UserError(
-                f"{problem.where}: the problem is a chat of {len(chat)} messages; set data.chat to true"
+                f"{problem.where}: the problem is a chat of {len(chat)} messages; set {key}.chat to true"
             )
         return settings.template.replace("{prompt}", chat[0][1])
     if isinstance(problem.prompt, str):

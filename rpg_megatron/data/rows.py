@@ -25,22 +25,22 @@ _EXPANSION, _ALWAYS = 100, 256 * 1024**2
 few KB can stand for GBs, while real text compresses by a factor of 3 to 10."""
 
 
-def read_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
-    """The rows of a source, at most ``limit``.
+def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") -> Iterator[Row]:
+    """The rows of a source, at most ``limit``. key: where the source is in the config, for messages.
 
     Raises UserError if the file or data set does not exist, cannot be read at all, or is far larger in memory
     than on disk.
     """
     if source.path is None:
-        rows = _hub_rows(source, preset)
+        rows = _hub_rows(source, preset, key)
     elif (source.path / "dataset_info.json").is_file():
         rows = _bounded(source.path, _saved_rows(source.path))
     elif source.path.suffix == ".parquet":
-        rows = _bounded(source.path, _parquet_rows(source.path))
+        rows = _bounded(source.path, _parquet_rows(source.path, key))
     elif source.path.suffix == ".arrow":
-        rows = _bounded(source.path, _arrow_rows(source.path))
+        rows = _bounded(source.path, _arrow_rows(source.path, key))
     else:
-        rows = _json_rows(source.path)
+        rows = _json_rows(source.path, key)
     for row in rows:
         if source.limit is not None and row[0] >= source.limit:
             return
@@ -90,7 +90,7 @@ def origin(source: SourceSettings, preset: Preset | None) -> str:
 # -- JSON lines ----------------------------------------------------------------------------------------------
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path, key: str) -> Iterator[Row]:
     try:
         with open_regular(path) as file:
             for index, raw in enumerate(file):
@@ -98,11 +98,11 @@ def _json_rows(path: Path) -> Iterator[Row]:
                     where = f"{path}:{index + 1}"
                     yield index, where, _parse_json(raw, where, index == 0)
     except FileNotFoundError:
-        raise UserError(f"data.path: {path} does not exist; give a JSON lines file") from None
+        raise UserError(f"{key}.path: {path} does not exist; give a JSON lines file") from None
     except IsADirectoryError:
-        raise UserError(f"data.path: {path} is a directory; give a JSON lines file") from None
+        raise UserError(f"{key}.path: {path} is a directory; give a JSON lines file") from None
     except OSError as e:
-        raise UserError(f"data.path: {path} cannot be read ({e.strerror or e})") from None
+        raise UserError(f"{key}.path: {path} cannot be read ({e.strerror or e})") from None
 
 
 def _parse_json(raw: bytes, where: str, first: bool) -> dict[str, Any] | UserError:
@@ -131,11 +131,11 @@ def kind_of(value: Any) -> str:
 # -- Arrow and Parquet ---------------------------------------------------------------------------------------
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, key: str) -> Iterator[Row]:
     import pyarrow.parquet
     from pyarrow.lib import ArrowException
 
-    _check_file(path)
+    _check_file(path, key)
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (ArrowException, OSError) as e:
@@ -163,11 +163,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             index = last
 
 
-def _arrow_rows(path: Path) -> Iterator[Row]:
+def _arrow_rows(path: Path, key: str) -> Iterator[Row]:
     import datasets
     from pyarrow.lib import ArrowException
 
-    _check_file(path)
+    _check_file(path, key)
     try:
         found = datasets.Dataset.from_file(str(path))
     except (ArrowException, OSError, ValueError) as e:
@@ -188,7 +188,7 @@ def _saved_rows(path: Path) -> Iterator[Row]:
     yield from _dataset_rows(str(path), found)
 
 
-def _hub_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
+def _hub_rows(source: SourceSettings, preset: Preset | None, key: str) -> Iterator[Row]:
     import datasets
 
     name = source.hub or (preset.hub if preset else "")
@@ -199,8 +199,8 @@ def _hub_rows(source: SourceSettings, preset: Preset | None) -> Iterator[Row]:
         found = datasets.load_dataset(name, subset, split=split)
     except Exception as e:  # connection, permission and parsing errors of any type
         raise UserError(
-            f"data.hub: {name}{f', subset {subset}' if subset else ''}, split {split} cannot be loaded "
-            f"({type(e).__name__}: {_first_line(e)}); check name and network, or set data.path to a "
+            f"{key}.hub: {name}{f', subset {subset}' if subset else ''}, split {split} cannot be loaded "
+            f"({type(e).__name__}: {_first_line(e)}); check name and network, or set {key}.path to a "
             "local copy"
         ) from None
     yield from _dataset_rows(name, found)
@@ -229,10 +229,10 @@ def _table_rows(name: str, table: Any, start: int) -> Iterator[Row]:
         yield start + index, where, broken or row
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path, key: str) -> None:
     if not path.is_file():
         state = "is a directory" if path.is_dir() else "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"data.path: {path} {state}; give a {path.suffix} file")
+        raise UserError(f"{key}.path: {path} {state}; give a {path.suffix} file")
 
 
 def _first_line(error: BaseException) -> str:

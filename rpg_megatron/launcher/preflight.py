@@ -1,7 +1,8 @@
 """The checks before anything is started, without importing torch or vLLM.
 
 Every check raises UserError with what is wrong, where, and how to fix it. They run in the order in which a
-user would fix problems: environment, model, layout, batch, machine; data last, since reading it is slow.
+user would fix problems: environment, model, layout, batch, machine; the inputs last, since reading them is
+slow.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.config.files import read_text
-from rpg_megatron.data.problems import read_counted
+from rpg_megatron.launcher.input_checks import check_data, check_disk, check_reward
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
 from rpg_megatron.models.registry import check_layout, mapping_for
 from rpg_megatron.system import process_groups
@@ -60,9 +60,12 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
     slow.daemon = True
     slow.start()
     try:
-        check_data(settings)
+        warnings = [*check_disk(settings, shape), *check_data(settings)]
+        check_reward(settings.reward)
     finally:
         slow.cancel()
+    for text in warnings:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
     return shape
 
 
@@ -238,32 +241,6 @@ def check_port(port: int) -> None:
                 f"rendezvous_port: port {port} cannot be used ({e.strerror}); "
                 "stop the process that uses it, or set rendezvous_port=0 to choose a free one"
             ) from None
-
-
-def check_data(settings: Settings) -> None:
-    """Check that all data can be read, and that the tokenizer has a chat template if one is used."""
-    sets = [("data", settings.data)]
-    if settings.evaluation is not None:
-        sets += [(part.where, part.data) for part in settings.evaluation.heldout]
-    for where, data in sets:
-        if data.chat and not _has_chat_template(settings.model.path):
-            raise UserError(
-                f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
-                f"there, or set {where}.chat to false"
-            )
-        read_counted(data)
-
-
-def _has_chat_template(model: Path) -> bool:
-    """Whether the tokenizer's files include a chat template; True if they cannot be read."""
-    if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
-    try:
-        return '"chat_template"' in read_text(model / "tokenizer_config.json")
-    except FileNotFoundError:
-        return False
-    except (OSError, UnicodeDecodeError):
-        return True
 
 
 def _installed(name: str) -> bool:

@@ -1,4 +1,5 @@
-"""Which run a command resumes: the newest unfinished one of its name; otherwise it creates a new one.
+"""Which run a command resumes: the newest of its name, if it is unfinished or shorter than the command asks.
+Otherwise it creates a new one.
 
 A launcher holds a lock on a file in the run's folder, so that a second launcher does not write into it: with
 the same settings it is refused, with others it creates a run of its own.
@@ -12,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -109,17 +111,21 @@ def _open(settings: Settings, fresh: bool, source: Path | None) -> OpenRun:
                 _refuse_second(settings, folder)
                 notes.append(f"{shown(folder)} is running with other settings")
             continue
-        if is_finished(folder):
+        done = _finished_steps(folder)
+        if done is not None and done >= settings.training.steps:
             lock.close()
             break  # finished; older runs are not resumed
         try:
-            run = _continue(settings, folder, lock, notes)
+            run = _continue(settings, folder, lock, notes, finished=done is not None)
         except BaseException:
             lock.close()
             raise
         if run is not None:
             return run
         lock.close()
+        if done is not None:
+            notes.append(f"{shown(folder)} is finished and cannot be continued; starting a new run")
+            break
         if (folder / ORIGIN).exists():  # created with --fresh or --from, without a checkpoint yet
             origin = (folder / ORIGIN).read_text(encoding="utf-8")
             run = _start_from(settings, Path(origin)) if origin else _make(settings, origin="")
@@ -142,17 +148,39 @@ def _make(settings: Settings, origin: str | None = None) -> OpenRun:
     return OpenRun(folder, lock)
 
 
-def _continue(settings: Settings, folder: Path, lock: IO[str], notes: list[str]) -> OpenRun | None:
+def _finished_steps(folder: Path) -> int | None:
+    """Steps of a finished run, None if it is not finished."""
+    if not is_finished(folder):
+        return None
+    try:
+        return int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return sys.maxsize  # nobody knows; it is not continued
+
+
+def _continue(
+    settings: Settings, folder: Path, lock: IO[str], notes: list[str], *, finished: bool
+) -> OpenRun | None:
+    """Continue a run from its newest checkpoint; None if it has none, or if it is ``finished`` and was
+    trained with other settings: then another training of the same name is meant.
+    """
     checkpoint = _newest_whole(folder, notes)
     if checkpoint is None:
         return None
-    changes = _compare(settings, checkpoint)
+    try:
+        changes = _compare(settings, checkpoint)
+    except UserError as e:
+        if not finished:
+            raise
+        notes.append(str(e).rpartition("\n")[0])
+        return None
     state = read_state(checkpoint)
     _check_length(settings, checkpoint, state["step"])
     if not (folder / CONFIG).exists():
         shutil.copyfile(checkpoint / CONFIG, folder / CONFIG)
     (folder / LOGS).mkdir(exist_ok=True)
     _rewind(folder, state, notes)
+    (folder / SUMMARY).unlink(missing_ok=True)
     replace_settings(folder, settings, state["step"])
     notes.append(f"resuming {shown(folder)} from step {state['step']}; --fresh starts over{changes}")
     return OpenRun(folder, lock, checkpoint, notes, made=False)

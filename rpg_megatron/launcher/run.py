@@ -255,17 +255,23 @@ class RunLauncher:
         return any(rank.exit_code() is None for rank in self._ranks)
 
     def _check_signals(self) -> None:
-        """Forward a scheduler's warning to the ranks, which save and exit; any other signal ends the run."""
+        """Forward a scheduler's warning, or the first Ctrl-C, to the ranks, which save and exit.
+
+        Any other signal, and a second one, ends the run; so does Ctrl-C before the first step is done.
+        """
         signals, settings = self._signals, self._settings.checkpoint
         if not signals.number:
             return
-        saves = signals.warned and settings.every is not None
-        if not saves or signals.count > 1 or not self._all_started:
-            raise Interrupted(signals.number, requeue=saves and not self._all_started)
-        name = signal.Signals(signals.number).name
+        by_hand = signals.number == signal.SIGINT
+        saves = signals.saves and settings.every is not None
+        ready = self._all_started and (self._progress.started_training or not by_hand)
+        if not saves or signals.count > 1 or not ready:
+            raise Interrupted(signals.number, requeue=saves and not ready and not by_hand)
+        name = "Ctrl-C" if by_hand else signal.Signals(signals.number).name
         if self._warned is None:
             self._warned = time.monotonic()
-            self._progress.status(f"warning: {name}: saving, then exiting; a second signal ends the run")
+            again = "press Ctrl-C again to stop without saving" if by_hand else "a second signal ends the run"
+            self._progress.status(f"warning: {name}: saving, then exiting; {again}")
             for rank in self._ranks:
                 if rank.exit_code() is None:
                     rank.warn()

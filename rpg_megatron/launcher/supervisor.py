@@ -41,8 +41,8 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """REQUEUE, or a shell's exit code for a process that this signal killed."""
-        return REQUEUE if self.requeue else 128 + self.number
+        """REQUEUE, or a shell's exit code for a process that this signal killed, as after any Ctrl-C."""
+        return REQUEUE if self.requeue and self.number != signal.SIGINT else 128 + self.number
 
     def __str__(self) -> str:
         name = "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
@@ -61,6 +61,7 @@ class StopSignals:
         self.count = 0
         self._resumable = resumable
         self._first = 0.0
+        self._relayed = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
@@ -76,13 +77,14 @@ class StopSignals:
 
     def receive(self, number: int) -> None:
         """Record a signal that the launcher of another node received."""
+        self._relayed |= not self.number
         self._receive(number, None)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.number:
             self.number, self._first = number, now
-        elif self.warned and number in WARNINGS and now - self._first < _ECHO_SECONDS:
+        elif self.saves and now - self._first < _ECHO_SECONDS and (number in WARNINGS or self._relayed):
             return  # srun forwards a signal that the scheduler sent to every process already
         self.count += 1
         if self.raising:
@@ -92,6 +94,11 @@ class StopSignals:
     def warned(self) -> bool:
         """Whether the first signal was a scheduler's warning, and the command can be resumed."""
         return self._resumable and self.number in WARNINGS
+
+    @property
+    def saves(self) -> bool:
+        """Whether the first signal asks a run to save before it ends: a scheduler's warning, or Ctrl-C."""
+        return self.warned or (self._resumable and self.number == signal.SIGINT)
 
     def check(self) -> None:
         """Raise Interrupted if a signal was received."""

@@ -79,7 +79,10 @@ class Sampler:
         self._scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
         self._heldout: HeldOut | None = None
         if settings.evaluation is not None:
-            prompts = {part.name: load_prompts(part.data, tokenizer) for part in settings.evaluation.heldout}
+            prompts = {
+                part.name: load_prompts(part.data, tokenizer, part.where)
+                for part in settings.evaluation.heldout
+            }
             self._heldout = HeldOut(settings, tokenizer, pool, self._scorer, prompts)
 
     # -- requests --------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class RankRun:
         self.settings, self.steps, self.mesh, self._device = settings, settings.training.steps, mesh, device
         self._run_dir, self._checkpoint = run_dir, checkpoint
         self._version = 0
+        self._engines_up = settings.engine.colocated  # these booted before the ranks
         self._times: dict[str, float] = defaultdict(float)
         self._summary: dict[str, Any] = {}
         self._rollouts = RolloutWriter()
@@ -222,10 +223,11 @@ class RankRun:
         if self.settings.engine.colocated:
             with self.time("handover"):
                 self.policy.offloader.offload()
-        self._phase("sync", 0, self.settings.engine.replicas)
+        self._phase("sync" if self._engines_up else "waiting for engines", 0, self.settings.engine.replicas)
         start = time.monotonic()
         self.policy.served.refresh()
         reports = self._weight_sync.sync(version)
+        self._engines_up = True
         if self._row is not None:
             self._row |= {
                 "sync/seconds": time.monotonic() - start,

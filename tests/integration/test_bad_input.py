@@ -45,7 +45,11 @@ def _truncate(file: Path) -> None:
         (["parallel.data=16"], ["mini-batch holds 8", "parallel.data (16)"]),
         (["rollout.max_response_tokens=500"], ["512 positions"]),
         (["data.path=/nowhere/data.jsonl"], ["/nowhere/data.jsonl", "does not exist"]),
-        (["evaluation.data={path: /nowhere/held.jsonl, max_prompt_tokens: 64}"], ["/nowhere/held.jsonl"]),
+        (
+            ["evaluation.data={path: /nowhere/held.jsonl, max_prompt_tokens: 64}"],
+            ["evaluation.data.path: /nowhere/held.jsonl"],
+        ),
+        (["reward.type=nomod:nope"], ["reward.type: nomod:nope: there is no module 'nomod'"]),
         pytest.param(
             ["device=cuda"],
             ["device"],

@@ -139,6 +139,33 @@ def test_a_warned_run_is_saved_and_asks_to_be_queued_again(launch, number: signa
     assert_nothing_left(one)
 
 
+ONE_STEP = "open(sys.argv[1] + '/metrics.jsonl', 'w').write('{\"step\": 1}\\n')\n"
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_the_first_ctrl_c_saves_and_the_second_ends(launch, presses: int):
+    """Once a step is done; before, there is nothing to save, and the first one ends the run."""
+    saved = "os.makedirs(to := sys.argv[1] + '/checkpoints/step_000001', exist_ok=True)\n"
+    saved += "open(to + '/manifest.json', 'w').close(); os._exit(75)"
+    saves = "import sys\n" + SAVES + (saved if presses == 1 else "time.sleep(600)")
+    one = launch(rank_0=saves.replace("asked = False", ONE_STEP + "asked = False"), rank_1=saves)
+    one.wait_until_up()
+    wait_for(lambda: all((one.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
+    time.sleep(1.0)  # the launcher reads the step's row
+    one.process.send_signal(signal.SIGINT)
+    if presses == 2:
+        time.sleep(0.5)
+        assert one.process.poll() is None
+        one.process.send_signal(signal.SIGINT)
+    code, out, err = one.finish()
+    assert code == 130, err
+    told = "warning: Ctrl-C: saving, then exiting; press Ctrl-C again to stop without saving"
+    assert told in out.splitlines()
+    end = "rerun the same command to resume from" if presses == 1 else "the run's folder is kept"
+    assert err.startswith(f"stopped: Ctrl-C; {end}"), err
+    assert_nothing_left(one)
+
+
 def test_a_second_signal_and_a_time_limit_end_a_run_that_cannot_save(launch, tmp_path: Path):
     hangs = SAVES + "time.sleep(600)"
     one = launch(rank_0=hangs, rank_1=hangs)

@@ -99,6 +99,22 @@ def test_it_says_the_numbers_that_the_terminal_said(
     assert f" {sum(rates) / len(rates) / 1000:.1f} k tokens/s" in facts
 
 
+def test_headings_ticks_and_margins_tell_things_apart(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "b-001", steps=20, rollouts_every=10, evaluate_every=10)
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) | {"lr": 1e-4} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    browser.open(write_report([run], tmp_path / "report.html"))
+    headings = browser.run("[...document.querySelectorAll('h2')].map((e) => e.textContent)")
+    assert len(set(headings)) == len(headings)
+    selector = '[data-chart="Learning rate"] text.tick[text-anchor=end]'
+    ticks = browser.run(f"[...document.querySelectorAll('{selector}')].map((e) => e.textContent)")
+    assert len(set(ticks)) == len(ticks) > 2
+    assert browser.run(LINES.format("Groups without signal")) == 3
+    big = browser.run("document.querySelector('.big').textContent")
+    assert re.fullmatch(r"[\d.]+% ± [\d.]+ → [\d.]+% ± [\d.]+", " ".join(big.split())), big
+
+
 def test_hostile_text_is_shown_as_text(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
     browser.open(write_report(runs[:1], tmp_path / "report.html"))
     browser.run(

@@ -20,7 +20,7 @@ from rpg_megatron.commands.eval.output_dir import Folder, open_folder
 from rpg_megatron.commands.eval.process import SUMMARY
 from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request
 from rpg_megatron.commands.eval.table import show_summary
-from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.evaluation.metrics import describe_set
 from rpg_megatron.evaluation.results import EvalResult
@@ -272,6 +272,79 @@ def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
         assert settings.precision.dtype == "float32"
 
 
+EVALUATED = """
+seed: 7
+reward: {type: boxed}
+evaluation:
+  data: {path: DATA, template: 'Q {prompt}', limit: 3, max_prompt_tokens: 64}
+  name: mine
+  samples: 2
+  temperature: 0.5
+  top_p: 0.9
+"""
+
+
+def test_a_run_is_evaluated_as_it_evaluates_itself(
+    tmp_path: Path, data: Path, config_file: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    """Same seeds, problems, lengths and sampling, so the same number, unless the options say otherwise."""
+    run = tmp_path / "runs" / "tiny-001"
+    make_checkpoint(run / "hf" / "step_000002")
+    text = config_file.read_text().replace("train.jsonl", str(tmp_path / "train.jsonl"))
+    (run / "config.yaml").write_text(text + EVALUATED.replace("DATA", str(data)))
+    trained = load_settings(run / "config.yaml")
+    for request in (
+        EvalRequest(run),
+        EvalRequest(run, files=[str(data)]),
+        EvalRequest(run, files=[f"mine={data}"]),
+    ):
+        settings, _ = make_request(replace(request, device="cpu"))
+        assert settings.evaluation is not None
+        assert trained.evaluation is not None
+        assert settings.evaluation.heldout == trained.evaluation.heldout, "with the seeds of the run"
+        for key in ("samples", "temperature", "top_p"):
+            assert getattr(settings.evaluation, key) == getattr(trained.evaluation, key)
+        assert (settings.seed, settings.rollout.max_response_tokens) == (7, 16)
+        assert settings.engine.max_sequences == trained.engine.max_sequences
+    folder = open_folder(tmp_path / "out", settings, "tiny")
+    folder.close()
+    open_folder(tmp_path / "out", settings, "tiny").close()  # the same settings resume
+
+    given = EvalRequest(
+        run, samples=4, temperature=1.0, top_p=1.0, seed=1, max_response_tokens=32, device="cpu"
+    )
+    settings, _ = make_request(replace(given, overrides=["data.limit=2"]))
+    evaluation = settings.evaluation
+    assert evaluation is not None
+    assert (evaluation.samples, evaluation.temperature, evaluation.top_p) == (4, 1.0, 1.0)
+    assert (settings.seed, settings.rollout.max_response_tokens) == (1, 32)
+    assert (evaluation.heldout[0].data.limit, evaluation.heldout[0].data.template) == (2, "Q {prompt}")
+
+    other, _ = make_request(EvalRequest(run, files=[str(tmp_path / "train.jsonl")], device="cpu"))
+    assert other.evaluation is not None
+    (part,) = other.evaluation.heldout
+    assert (part.name, part.data.limit, part.data.template) == ("train", None, "Q {prompt}")
+    assert (other.seed, other.evaluation.samples) == (7, 2)
+
+
+def test_a_run_with_several_sets_is_evaluated_on_them(
+    tmp_path: Path, data: Path, config_file: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    run = tmp_path / "runs" / "tiny-001"
+    make_checkpoint(run / "hf" / "step_000002")
+    sets = f"evaluation: {{sets: [{{name: a, path: {data}, limit: 2, max_prompt_tokens: 64}}, "
+    sets += f"{{name: b, path: {data}, max_prompt_tokens: 64}}]}}\n"
+    (run / "config.yaml").write_text(config_file.read_text() + sets)
+    settings, _ = make_request(EvalRequest(run, device="cpu", overrides=["data.template='Q {prompt}'"]))
+    assert settings.evaluation is not None
+    a, b = settings.evaluation.heldout
+    assert [(p.name, p.seeds, p.data.limit) for p in (a, b)] == [
+        ("a", "evaluation/a", 2),
+        ("b", "evaluation/b", None),
+    ]
+    assert {p.data.template for p in (a, b)} == {"Q {prompt}"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -285,7 +358,7 @@ def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
         (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "holds no file of aime24"),
         (["MODEL", "--suite", "aime24", "--data-dir", "/nowhere"], "--data-dir: /nowhere is not a folder"),
         (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are named aime24"),
-        (["MODEL", "--data", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
+        (["MODEL", "--data", "/nowhere.jsonl"], "--data: /nowhere.jsonl does not exist"),
         (["MODEL", "--data", "a b.jsonl"], "'a b' is not a valid name of a set; give NAME=a b.jsonl"),
         (["MODEL", "--data", "DATA", "--temperature", "0", "-n", "2"], "use -n 1"),
         (["MODEL", "--data", "DATA", "--max-response-tokens", "512"], "512 leaves no room for a prompt"),
@@ -296,6 +369,8 @@ def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
         (["MODEL", "--data", "DATA", "data.path=x"], "select the problems with --suite or --data"),
         (["MODEL", "--data", "DATA", "data.tempalte=x"], "did you mean 'data.template'"),
         (["MODEL", "--data", "BAD"], "bad.jsonl:2: 'answer' is empty"),
+        (["MODEL", "--data", "DATA", "reward.type=nomod:nope"], "there is no module 'nomod'"),
+        (["MODEL", "--data", "DATA", "data.max_prompt_tokens=1"], "all 5 prompts are longer than 1 tokens"),
     ],
 )
 def test_each_mistake_is_one_message(

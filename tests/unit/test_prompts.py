@@ -149,7 +149,7 @@ def test_reading_for_long_is_told(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds, said
 ) -> None:
     monkeypatch.setattr(preflight, "_SILENT_SECONDS", 0.1 if seconds else 60.0)
-    monkeypatch.setattr(preflight, "check_data", lambda settings: time.sleep(seconds))
+    monkeypatch.setattr(preflight, "check_data", lambda settings: time.sleep(seconds) or [])
     preflight.check(load_settings(config_file))
     assert capsys.readouterr().err == said
 

@@ -279,8 +279,7 @@ def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
     assert checks["gradient"].verdict == "good"
     assert checks["signal"].verdict == "warn"
     assert checks["signal"].text == (
-        "100% of the last groups had equal rewards; none in 7 steps (4, 5, 6, …): all rewards of a group "
-        "were equal"
+        "100% of the last groups had equal rewards; no signal in 7 steps (4, 5, 6, …): all rewards were equal"
     )
     # Rewards of another group may still tell a group of equal ones apart from it.
     for r in rows:

@@ -125,6 +125,25 @@ def test_a_new_run_where_nothing_is_to_be_continued(tmp_path: Path, killed: Path
     assert (run.folder.name, run.checkpoint) == ("r-003", None)
 
 
+def test_a_finished_run_is_lengthened_by_its_own_command(tmp_path: Path, killed: Path) -> None:
+    (killed / "summary.json").write_text('{"steps": 4}')
+    same = open_run(make_settings(tmp_path, training={"steps": 4}))
+    assert same.folder.name == "r-002"  # the same command again is another run
+    same.close()
+    shutil.rmtree(same.folder)
+    other = open_run(make_settings(tmp_path, training={"steps": 9}, optimizer={"lr": 1.0}))
+    assert other.folder.name == "r-002"
+    told = "\n".join(other.notes)
+    assert "optimizer.lr: 1e-06 -> 1.0" in told
+    assert "is finished and cannot be continued; starting a new run" in told
+    other.close()
+    shutil.rmtree(other.folder)
+    longer = open_run(make_settings(tmp_path, training={"steps": 9}))
+    assert (longer.folder, longer.checkpoint, longer.made) == (killed, step_folder(killed, 4), False)
+    assert "resuming" in longer.notes[0]
+    assert not (killed / "summary.json").exists()  # it is not finished any more
+
+
 def test_from_a_checkpoint_of_another_run(tmp_path: Path, killed: Path) -> None:
     run = open_run(make_settings(tmp_path, name="fork"), source=step_folder(killed, 2))
     assert (run.folder.name, run.checkpoint, run.made) == ("fork-001", step_folder(killed, 2), True)

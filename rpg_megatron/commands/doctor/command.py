@@ -32,6 +32,7 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("clock", 20, machine.probe_clock),
     ("model", 30, run_inputs.probe_model),
     ("data", 60, run_inputs.probe_data),
+    ("reward", 60, run_inputs.probe_reward),
     ("run folder", 30, run_inputs.probe_run_folder),
     ("secrets", 10, run_inputs.probe_secrets),
     ("walltime", 20, run_inputs.probe_walltime),

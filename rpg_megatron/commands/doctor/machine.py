@@ -15,6 +15,7 @@ from rpg_megatron.commands.doctor.gpu import card_memory
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok
 from rpg_megatron.commands.plan.plan import gib, make_plan
 from rpg_megatron.config import UserError
+from rpg_megatron.launcher import input_checks
 from rpg_megatron.launcher.preflight import check_port, check_shared_memory
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
@@ -133,7 +134,4 @@ def probe_clock(subject: Subject) -> Iterator[Check]:
 
 def nearest_folder(subject: Subject) -> Path:
     """The folder of the runs, or its nearest existing parent."""
-    folder = (subject.settings.runs if subject.settings else Path("runs")).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
+    return input_checks.nearest_folder(subject.settings.runs if subject.settings else Path("runs"))

@@ -20,16 +20,9 @@ from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_appli
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count, gib
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launcher.preflight import (
-    check_batch,
-    check_data,
-    check_head_dim,
-    check_model,
-    check_parallel,
-)
+from rpg_megatron.launcher.input_checks import check_data, check_reward, disk_bytes
+from rpg_megatron.launcher.preflight import check_batch, check_head_dim, check_model, check_parallel
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
-from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.system.dtypes import ITEM_BYTES
 
 SPEED_BYTES = 32 * 1024**2
 SPEED_SECONDS = 3.0
@@ -62,16 +55,31 @@ def probe_model(subject: Subject) -> Iterator[Check]:
 
 
 def probe_data(subject: Subject) -> Iterator[Check]:
-    """Every line of the data can be read."""
+    """Every line of the data can be read, and prompts are short enough."""
     if subject.settings is None:
         yield not_applicable("data", ONLY_WITH_CONFIG)
         return
     try:
-        check_data(subject.settings)
-        sources = subject.settings.data.sources
-        yield ok("data", ", ".join(str(s.path or s.hub or s.preset) for s in sources))
+        warnings = check_data(subject.settings)
     except UserError as e:
         yield of_error("data", e)
+        return
+    sources = subject.settings.data.sources
+    yield ok("data", ", ".join(str(s.path or s.hub or s.preset) for s in sources))
+    for text in warnings:
+        yield warning("prompts", text, "")
+
+
+def probe_reward(subject: Subject) -> Iterator[Check]:
+    """The reward function can be imported."""
+    if subject.settings is None:
+        yield not_applicable("reward", ONLY_WITH_CONFIG)
+        return
+    try:
+        check_reward(subject.settings.reward)
+        yield ok("reward", subject.settings.reward.type)
+    except UserError as e:
+        yield of_error("reward", e)
 
 
 def probe_run_folder(subject: Subject) -> Iterator[Check]:
@@ -79,7 +87,7 @@ def probe_run_folder(subject: Subject) -> Iterator[Check]:
     folder = nearest_folder(subject)
     settings = subject.settings
     free = shutil.disk_usage(folder).free
-    wanted = disk_bytes(subject) if settings is not None and subject.shape is not None else 0
+    wanted = disk_bytes(settings, subject.shape) if settings is not None and subject.shape is not None else 0
     try:
         speed = _write_speed(folder, min(SPEED_BYTES, free // 4))
     except OSError as e:
@@ -155,24 +163,6 @@ def probe_walltime(subject: Subject, environment: Mapping[str, str] = os.environ
         yield failed("walltime", found, f"set checkpoint.every={every}, or raise the job's --time")
     else:
         yield ok("walltime", found)
-
-
-def disk_bytes(subject: Subject) -> int:
-    """Bytes of the kept checkpoints, one being written, and the export."""
-    assert subject.settings is not None
-    assert subject.shape is not None
-    settings = subject.settings
-    numbers = 0
-    for dims in mapping_for(subject.shape).hf_tensors().values():
-        size = 1
-        for dim in dims:
-            size *= dim
-        numbers += size
-    item = ITEM_BYTES[settings.precision.dtype]
-    one = numbers * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy
-    checkpoints = 0 if settings.checkpoint.every is None else one * (settings.checkpoint.keep + 1)
-    export = numbers * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
-    return checkpoints + (export if settings.export.enabled else 0)
 
 
 def _write_speed(folder: Path, nbytes: int) -> float | None:

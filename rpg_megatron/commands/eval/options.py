@@ -35,15 +35,25 @@ def evaluate(
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder with local copies of the suites, NAME.jsonl.")
     ] = None,
-    samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Responses per problem.")] = 1,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")
-    ] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Nucleus sampling threshold.")] = 1.0,
-    max_response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum response length. [default: 4096, or what fits]")
+    samples: Annotated[
+        int | None,
+        typer.Option("-n", "--samples", min=1, help="Responses per problem. [default: the run's, or 1]"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling and bootstrap.")] = 0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy. [default: the run's, or 1]"),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1, help="Nucleus sampling threshold. [default: the run's, or 1]"),
+    ] = None,
+    max_response_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum response length. [default: the run's, or 4096, or what fits]"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed for sampling and bootstrap. [default: the run's, or 0]")
+    ] = None,
     engines: Annotated[int, typer.Option(min=1, help="Number of vLLM servers.")] = 1,
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of each engine.")] = 1,
     device: Annotated[
@@ -56,6 +66,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model: avg@k, pass@k, maj@k with intervals, lengths. Rerun the same command to resume.
 
+    Without --suite and --data, a run is evaluated on its own held-out sets, as it evaluates itself.
     Exit code 75: stopped by a scheduler's signal; requeue the job.
     """
     from rpg_megatron.commands.eval.command import run_evaluation

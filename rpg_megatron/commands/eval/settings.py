@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from rpg_megatron.config.evaluation import NAME, EvaluationSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_counted
+from rpg_megatron.launcher.input_checks import check_prompt_lengths, check_reward
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.launcher.preflight import check_gpus, check_head_dim, check_model, check_packages
 from rpg_megatron.launcher.run_dir import CONFIG
@@ -37,7 +39,7 @@ _PROMPT = 2048
 
 @dataclass
 class EvalRequest:
-    """The options; None: not given."""
+    """The options; None: not given, so the run's, if MODEL is one."""
 
     model: Path
     suites: str = ""
@@ -46,11 +48,11 @@ class EvalRequest:
     """FILE or NAME=FILE."""
     folder: Path | None = None
     """Folder with the files of the suites."""
-    samples: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    samples: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     max_response_tokens: int | None = None
-    seed: int = 0
+    seed: int | None = None
     engines: int = 1
     tensor: int = 1
     device: str | None = None
@@ -60,34 +62,44 @@ class EvalRequest:
 def make_request(request: EvalRequest) -> tuple[Settings, str]:
     """Settings, and a name for the model. Raises UserError for invalid options."""
     model, run = find_model(request.model)
-    sets = find_sets(request.suites, request.files, request.folder)
-    if request.temperature == 0 and request.samples > 1:
+    trained = load_settings(run / CONFIG) if run is not None else None
+    own = _own_sets(trained, request)
+    sets = [] if own else find_sets(request.suites, request.files, request.folder)
+    sampling = _sampling(trained, request)
+    if sampling["temperature"] == 0 and sampling["samples"] > 1:
         raise UserError("--temperature 0 samples the same response each time; use -n 1")
     _check_overrides(request.overrides)
     shape = read_model_shape(model)
-    response = request.max_response_tokens or min(_RESPONSE, shape.max_positions // 2)
+    response = request.max_response_tokens or (
+        trained.rollout.max_response_tokens if trained else min(_RESPONSE, shape.max_positions // 2)
+    )
     if response >= shape.max_positions:
         raise UserError(
             f"--max-response-tokens: {response} leaves no room for a prompt: the model has "
             f"{shape.max_positions} positions (max_position_embeddings)"
         )
     reward: dict[str, Any] = {"type": "auto"}
+    engine: dict[str, Any] = {"replicas": request.engines, "tensor": request.tensor}
     data: dict[str, Any] = {"max_prompt_tokens": min(_PROMPT, shape.max_positions - response)}
-    if run is not None:
-        trained = load_settings(run / CONFIG)
+    if trained is not None:
         heldout = trained.evaluation.heldout[0].data if trained.evaluation else trained.data
         data |= {key: getattr(heldout, key) for key in _STYLE}
+        if own is not None:
+            data = heldout.model_dump(exclude={"name"})
         reward = trained.reward.model_dump(mode="json")
+        engine["max_sequences"] = trained.engine.max_sequences
+    if sets:
+        data |= {key: value for key, value in sets[0].items() if key != "name"}
     raw = {
         "name": "eval",
-        "seed": request.seed,
+        "seed": request.seed if request.seed is not None else trained.seed if trained else 0,
         "device": request.device or _device(),
         "model": {"path": str(model.absolute())},
         "precision": {"dtype": "float32" if shape.dtype == "float32" else "bfloat16"},
         "rollout": {"max_response_tokens": response},
-        "engine": {"replicas": request.engines, "tensor": request.tensor},
+        "engine": engine,
         "reward": reward,
-        "data": data | {key: value for key, value in sets[0].items() if key != "name"},
+        "data": data,
     }
     settings = make_settings(raw, list(request.overrides), "eval")
     prompt = settings.data.max_prompt_tokens
@@ -96,16 +108,49 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
             f"data.max_prompt_tokens ({prompt}) + --max-response-tokens ({response}) is more than the "
             f"model's {shape.max_positions} positions (max_position_embeddings); lower one of the two"
         )
-    common = settings.data.model_dump(exclude={"path", "preset", "split"})
-    evaluation = {
-        "sets": [common | part for part in sets],
-        "samples": request.samples,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-    }
-    settings = settings.model_copy(update={"evaluation": EvaluationSettings.model_validate(evaluation)})
+    if own is not None:
+        problems = _overridden(own, settings, request.overrides)
+    else:
+        common = settings.data.model_dump(exclude={"path", "preset", "split"})
+        problems = {"sets": [common | part for part in sets]}
+    evaluation = EvaluationSettings.model_validate(problems | sampling)
+    settings = settings.model_copy(update={"evaluation": evaluation})
     name = f"{run.name}-{model.name}" if run is not None else model.absolute().name
     return settings, re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSettings | None:
+    """The run's own evaluation, if it is asked for: no set is given, or its only one by its file.
+
+    Seeds depend on how the run names its set, so this gives the number that the run itself would report.
+    """
+    if trained is None or trained.evaluation is None or request.suites:
+        return None
+    if not request.files:
+        return trained.evaluation
+    data = trained.evaluation.data
+    if data is None or data.path is None or len(request.files) > 1:
+        return None
+    name, _, file = request.files[0].rpartition("=")
+    same = Path(file).absolute().resolve() == data.path.resolve() and name in ("", trained.evaluation.name)
+    return trained.evaluation if same else None
+
+
+def _sampling(trained: Settings | None, request: EvalRequest) -> dict[str, Any]:
+    """Responses per problem, temperature and top-p: as given, else the run's, else the defaults."""
+    base = (trained and trained.evaluation) or EvaluationSettings.model_construct()
+    fields = ("samples", "temperature", "top_p")
+    given = {key: getattr(request, key) for key in fields}
+    return {key: getattr(base, key) if value is None else value for key, value in given.items()}
+
+
+def _overridden(own: EvaluationSettings, settings: Settings, overrides: Sequence[str]) -> dict[str, Any]:
+    """The run's sets, with the keys of ``data`` that the command line sets."""
+    keys = {item.split(".")[1].partition("=")[0] for item in overrides if item.startswith("data.")}
+    given = settings.data.model_dump(include=keys)
+    if own.data is not None:
+        return {"name": own.name, "data": own.data.model_dump() | given}
+    return {"sets": [part.model_dump() | given for part in own.sets]}
 
 
 def check_request(settings: Settings) -> None:
@@ -121,7 +166,13 @@ def check_request(settings: Settings) -> None:
         check_gpus(settings, NodeAssignment(range(0), range(settings.engine.replicas)))
     assert settings.evaluation is not None
     for part in settings.evaluation.heldout:
-        read_counted(part.data)
+        try:
+            problems, *_ = read_counted(part.data)
+        except UserError as e:  # KEY=VALUE sets keys of data, but not its place
+            raise UserError(str(e).replace("data.path: ", "--data: ", 1)) from None
+        for text in check_prompt_lengths(problems, part.data, settings.model.path, "data"):
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+    check_reward(settings.reward)
 
 
 def find_model(path: Path) -> tuple[Path, Path | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import table
 from rpg_megatron.commands.plan.plan import find_target, make_plan
@@ -9,6 +11,7 @@ from rpg_megatron.commands.plan.sweep import lighter as find_lighter
 from rpg_megatron.commands.plan.sweep import smallest, smallest_engine
 from rpg_megatron.commands.plan.sweep import sweep as sweep_layouts
 from rpg_megatron.config import Settings
+from rpg_megatron.launcher.input_checks import list_problems
 
 
 def run_plan(settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool) -> bool:
@@ -18,6 +21,7 @@ def run_plan(settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool)
     """
     target = find_target(settings, gpu)
     plan = make_plan(settings, gpu)
+    plan = replace(plan, warnings=(*plan.warnings, *list_problems(settings, plan.shape)))
     swept = sweep_layouts(settings, plan.shape, target, settings.parallel.world) if sweep else None
     layout = engine = None
     if not plan.fits:

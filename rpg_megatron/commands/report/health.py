@@ -133,7 +133,7 @@ def _check_signal(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
     told = [f"{last:.0%} of the last groups had equal rewards"] if equal else []
     if silent:
         at = ", ".join(str(step) for step in sorted(silent)[:3]) + (", …" if len(silent) > 3 else "")
-        told.append(f"none in {_times(len(silent), 'step')} ({at}): all rewards of a group were equal")
+        told.append(f"no signal in {_times(len(silent), 'step')} ({at}): all rewards were equal")
     yield HealthCheck(
         "signal", "warn" if silent or last > _SILENT else "good", "; ".join(told) or "rewards differ"
     )

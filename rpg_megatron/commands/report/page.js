@@ -21,7 +21,7 @@ const withMargin = (value, margin, kind) => formatValue(value, kind)
   + (typeof margin === "number" ? ` ± ${kind === "percent" ? (100 * margin).toFixed(1)
     : Number(margin.toPrecision(2))}` : "");
 const beforeAfter = (change) => [change.before, change.after].map((value, i) =>
-  withMargin(value, change.margins[i], changeKind(change))).join(" → ");
+  withMargin(value, change.name in NAMES ? null : change.margins[i], changeKind(change))).join(" → ");
 const changeName = (change) => NAMES[change.name] ?? `held-out accuracy, ${change.name}`;
 
 function difference(change) {

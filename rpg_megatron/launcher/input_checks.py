@@ -1,0 +1,162 @@
+"""Checks of a run's inputs before anything is started: data, lengths of prompts, reward function, disk space.
+
+They import no torch. Each raises UserError for what would end the run, and returns warnings for the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.config.data import DataSettings
+from rpg_megatron.config.files import read_text
+from rpg_megatron.config.rollout import BUILT_IN_REWARDS, RewardSettings
+from rpg_megatron.data.problems import Problem, read_counted
+from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.rewards.pool import WorkerPool
+from rpg_megatron.system.dtypes import ITEM_BYTES
+
+_MEASURED = 5000
+"""Prompts whose length is measured; of more, as many spread over them."""
+_MANY = 0.1
+"""Share of prompts that are too long above which a warning says so."""
+
+
+def check_data(settings: Settings) -> list[str]:
+    """Check that all data can be read, and that prompts are not all longer than ``max_prompt_tokens``."""
+    warnings = []
+    sets = [("data", settings.data)]
+    if settings.evaluation is not None:
+        sets += [(part.where, part.data) for part in settings.evaluation.heldout]
+    for where, data in sets:
+        if data.chat and not has_chat_template(settings.model.path):
+            raise UserError(
+                f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
+                f"there, or set {where}.chat to false"
+            )
+        problems, *_ = read_counted(data, where)
+        warnings += check_prompt_lengths(problems, data, settings.model.path, where)
+        wanted = settings.rollout.prompts_per_step
+        if where == "data" and len(problems) < wanted:
+            warnings.append(
+                f"data: {len(problems)} problems, fewer than the {wanted} of a step "
+                "(rollout.prompts_per_step): some come more than once in a step"
+            )
+    return warnings + _group_warnings(settings)
+
+
+def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
+    """What the checks above and below say, errors as well, of the inputs that this machine has."""
+    sources = [source for data in (settings.data, *_heldout(settings)) for source in data.sources]
+    found: list[str] = []
+    checks: list[Callable[[], list[str] | None]] = [lambda: check_disk(settings, shape)]
+    if all(source.path is not None and source.path.exists() for source in sources):
+        checks.append(lambda: check_data(settings))
+    checks.append(lambda: check_reward(settings.reward))
+    for check in checks:
+        try:
+            found += check() or []
+        except UserError as e:
+            found.append(str(e))
+        except ImportError:  # a login node without numpy or tokenizers
+            continue
+    return found
+
+
+def _heldout(settings: Settings) -> list[DataSettings]:
+    return [part.data for part in settings.evaluation.heldout] if settings.evaluation else []
+
+
+def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Path, where: str) -> list[str]:
+    """Check that not all prompts are too long; returns a warning if many are.
+
+    where: key of ``data`` in the settings. Checks nothing if the tokenizer needs transformers.
+    """
+    from rpg_megatron.data.prompts import fit_prompts  # needs numpy, which a login node may lack
+
+    tokenizer = open_tokenizer(model, chat=data.chat)
+    if tokenizer is None:
+        return []
+    measured = problems[:: math.ceil(len(problems) / _MEASURED)]
+    _, too_long = fit_prompts(measured, data, tokenizer, where)
+    if too_long < _MANY * len(measured):
+        return []
+    what = "are left out" if data.too_long == "drop" else "lose their beginning"
+    return [
+        f"{where}: {too_long} of {len(measured)} prompts are longer than {data.max_prompt_tokens} tokens and "
+        f"{what} ({where}.max_prompt_tokens, too_long)"
+    ]
+
+
+def _group_warnings(settings: Settings) -> list[str]:
+    kind = settings.advantage.type
+    if settings.rollout.samples_per_prompt > 1 or kind in ("batch_mean", "reinforce_plus_plus"):
+        return []
+    return [
+        f"rollout.samples_per_prompt is 1, so advantage.type {kind} has no group to compare with: the "
+        "advantage is the reward itself; raise it, or set advantage.type to batch_mean"
+    ]
+
+
+def check_reward(reward: RewardSettings) -> None:
+    """Check that the user's reward function, if any, can be imported; another process imports it."""
+    if reward.type not in BUILT_IN_REWARDS:
+        memory = int(reward.memory_gib * 1024**3)
+        WorkerPool(reward.type, workers=0, deadline=reward.deadline, memory=memory).close()
+
+
+def check_disk(settings: Settings, shape: ModelShape) -> list[str]:
+    """Check that the disk of ``runs`` has room for a checkpoint and the export.
+
+    Returns a warning if it has too little for all checkpoints that are kept.
+    """
+    folder = nearest_folder(settings.runs)
+    free, needed = shutil.disk_usage(folder).free, disk_bytes(settings, shape)
+    least = disk_bytes(settings, shape, checkpoints=1)
+    fix = "remove old runs, lower checkpoint.keep, or choose a larger disk with runs=..."
+    if free < least:
+        raise UserError(
+            f"runs: {folder} has {_gib(free)} free, one checkpoint and the export need {_gib(least)}; {fix}"
+        )
+    if free < needed:
+        return [f"runs: {folder} has {_gib(free)} free, checkpoints and export need {_gib(needed)}; {fix}"]
+    return []
+
+
+def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = None) -> int:
+    """Bytes of checkpoints and export. checkpoints: None for those kept and the one being written."""
+    numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
+    item = ITEM_BYTES[settings.precision.dtype]
+    one = numbers * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy
+    if settings.checkpoint.every is None:
+        one = 0
+    export = numbers * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
+    return one * (checkpoints or settings.checkpoint.keep + 1) + (export if settings.export.enabled else 0)
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder, or its nearest existing parent."""
+    folder = path.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def has_chat_template(model: Path) -> bool:
+    """Whether the tokenizer's files include a chat template; True if they cannot be read."""
+    if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        return '"chat_template"' in read_text(model / "tokenizer_config.json")
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError):
+        return True
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 1024**3:,.1f} GiB"

@@ -1,0 +1,176 @@
+"""The inputs of a run are checked before a process starts: reward function, lengths of prompts, disk, batch.
+
+Why: found later, each of them costs the start of all engines, or the last checkpoint. Not covered: broken
+lines of data (test_prompts, test_datasets), the doctor's report (tests/integration/test_doctor_command).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.commands.doctor.probe import Subject
+from rpg_megatron.commands.doctor.run_inputs import probe_data, probe_reward
+from rpg_megatron.commands.plan.command import run_plan
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.data.problems import read_problems
+from rpg_megatron.data.prompts import fit_prompts
+from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.launcher.input_checks import check_data, check_disk, check_reward, disk_bytes
+
+GIB = 1024**3
+
+
+def shape_of(settings: Settings):
+    return read_model_shape(settings.model.path)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("reward.type=nomod:nope", "reward.type: nomod:nope: there is no module 'nomod'"),
+        ("reward.type=json:nope", "reward.type: json:nope: the module json has no 'nope'"),
+        ("data.max_prompt_tokens=1", "all 8 prompts are longer than 1 tokens; raise data.max_prompt_tokens"),
+        (
+            "evaluation={data: {path: HELD, max_prompt_tokens: 1}}",
+            "all 8 prompts are longer than 1 tokens; raise evaluation.data.max_prompt_tokens",
+        ),
+    ],
+)
+def test_train_doctor_and_plan_tell_of_bad_inputs(
+    config_file: Path, override: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override = override.replace("HELD", str(config_file.parent / "train.jsonl"))
+    settings = load_settings(config_file, [override])
+    with pytest.raises(UserError) as error:  # as in preflight, which train calls
+        _ = check_data(settings), check_reward(settings.reward)
+    assert told in str(error.value)
+    subject = Subject(settings, shape_of(settings))
+    failed = [c for c in (*probe_data(subject), *probe_reward(subject)) if c.verdict == "failed"]
+    assert len(failed) == 1
+    assert told in f"{failed[0].found}; {failed[0].fix}"
+    run_plan(settings, None, sweep=False, as_json=True)
+    assert any(told in text for text in json.loads(capsys.readouterr().out)["warnings"])
+
+
+def test_what_is_only_odd_is_a_warning(config_file: Path) -> None:
+    lengths = sorted(
+        len(ids)
+        for ids in open_tokenizer(load_settings(config_file).model.path, chat=False)(
+            [p.text for p in read_problems(load_settings(config_file).data)], add_special_tokens=True
+        )["input_ids"]
+    )
+    assert check_data(load_settings(config_file)) == []
+    lines = [json.dumps({"prompt": f"What is {i}+{i}?" + " again" * i, "answer": "1"}) for i in range(8)]
+    (config_file.parent / "train.jsonl").write_text("\n".join(lines))
+    odd = [f"data.max_prompt_tokens={lengths[0] + 2}", "rollout.prompts_per_step=10"]
+    odd += ["rollout.samples_per_prompt=1", "data.limit=6"]
+    long, few, alone = check_data(load_settings(config_file, odd))
+    assert "of 6 prompts are longer than" in long
+    assert "are left out (data.max_prompt_tokens" in long
+    assert few.startswith("data: 6 problems, fewer than the 10 of a step (rollout.prompts_per_step)")
+    assert alone.startswith("rollout.samples_per_prompt is 1, so advantage.type rpg has no group")
+    subject = Subject(load_settings(config_file, odd), None)
+    assert [c.verdict for c in probe_data(subject)] == ["ok", "warning", "warning", "warning"]
+    whole = [*odd[1:3], "advantage.type=batch_mean", "data.limit=8"]
+    assert len(check_data(load_settings(config_file, whole))) == 1
+
+
+def test_the_disk_has_room_for_a_checkpoint_before_anything_starts(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings(config_file)
+    shape, usage = shape_of(settings), namedtuple("usage", "total used free")
+
+    def free(nbytes: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(nbytes, 0, nbytes))
+
+    one, kept = disk_bytes(settings, shape, checkpoints=1), disk_bytes(settings, shape)
+    free(kept)
+    assert check_disk(settings, shape) == []
+    free(kept - 1)
+    (told,) = check_disk(settings, shape)
+    assert "checkpoints and export need" in told
+    free(one - 1)
+    with pytest.raises(UserError, match=r"one checkpoint and the export need .*; remove old runs, lower"):
+        check_disk(settings, shape)
+    assert (
+        check_disk(load_settings(config_file, ["checkpoint.every=null", "export.enabled=false"]), shape) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("evaluation={data: {path: BAD}}", "evaluation.data"),
+        ("evaluation={sets: [{name: a, path: GOOD}, {name: b, path: BAD}]}", "evaluation.sets[1]"),
+        ("data={mixture: [{path: GOOD}, {path: BAD}]}", "data.mixture[1]"),
+        ("data={path: BAD}", "data"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("line", "more", "told"),
+    [
+        ('{"question": "1+1", "answer": "2"}', "", "is missing (keys of this line: 'question', 'answer'); "
+         "add it or set KEY.prompt_key"),
+        ('{"prompt": "1+1", "answer": "2"}', ", answer_after: '#'", "set KEY.answer_after to the marker"),
+        (None, "", "KEY.path: "),
+        ('{"prompt": "1+1", "answer": "2"}', ", preset: amc24", "KEY.preset: 'amc24' is not known"),
+    ],
+)  # fmt: skip
+def test_a_hint_names_the_key_of_its_section(
+    config_file: Path, tmp_path: Path, section: str, key: str, line: str | None, more: str, told: str
+) -> None:
+    good, bad = config_file.parent / "train.jsonl", tmp_path / "bad.jsonl"
+    if line is not None:
+        bad.write_text(line + "\n")
+    override = section.replace("GOOD", str(good)).replace("BAD", f"{bad}{more}")
+    with pytest.raises(UserError) as error:
+        check_data(load_settings(config_file, [override]))
+    assert told.replace("KEY", key) in str(error.value)
+
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}\n"
+CHAT += "{%- if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_lengths_are_those_of_the_sampler(
+    config_file: Path, checkpoint: Path, tmp_path: Path, chat: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHAT)
+    settings = load_settings(config_file, [f"data.chat={chat}", f"model.path={model}"])
+    problems = read_problems(settings.data)
+    tokenizer = open_tokenizer(model, chat=chat)
+    assert tokenizer is not None
+    found, _ = fit_prompts(problems, settings.data, tokenizer)
+    wanted, _ = fit_prompts(problems, settings.data, AutoTokenizer.from_pretrained(str(model)))
+    assert [p.tokens.tolist() for p in found] == [p.tokens.tolist() for p in wanted]
+
+
+def test_a_tokenizer_that_cannot_be_read_here_is_not_judged(config_file: Path, tmp_path: Path) -> None:
+    assert open_tokenizer(tmp_path, chat=False) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert open_tokenizer(tmp_path, chat=False) is None
+
+
+def test_the_checks_import_no_torch(config_file: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom rpg_megatron.config import load_settings\n"
+        "from rpg_megatron.launcher.preflight import check\n"
+        "check(load_settings(Path(sys.argv[1]), ['reward.type=operator:eq']))\n"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(config_file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
