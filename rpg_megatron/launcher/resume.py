@@ -275,7 +275,6 @@ def _check_length(settings: Settings, checkpoint: Path, step: int) -> None:
 
 def _rewind(folder: Path, state: dict[str, Any], notes: list[str]) -> None:
     """Remove the files of steps after the checkpoint: they will be repeated. Damaged checkpoints are kept."""
-    (folder / SUMMARY).unlink(missing_ok=True)
     _cut_metrics(folder / METRICS, state, notes)
     for part in ("rollouts", "evaluation", "hf"):
         for file in (folder / part).glob("step_*"):
