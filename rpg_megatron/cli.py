@@ -105,7 +105,9 @@ def train(
         str | None, typer.Option(help="With --nodes: a name that distinguishes this job from others.")
     ] = None,
 ) -> None:
-    """Train a policy. Resumes the newest run of this name if it is unfinished and has a checkpoint.
+    """Train a policy. Resumes the newest run of this name if it has a checkpoint and steps are left.
+
+    The first Ctrl-C saves and exits, the second exits at once.
 
     On several nodes, start it once per node: with srun, or with --nodes and --node-rank.
     """

@@ -132,6 +132,8 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out accuracy" in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines.index("waiting for engines") < lines.index("evaluation") < lines.index("sync")
 
     run = tmp_path / "cli-001"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
