@@ -166,7 +166,10 @@ class RankRun:
                 time.sleep(1.0)
 
     def finish_saving(self, timeout: float | None = None) -> None:
-        """Wait until the current save has ended, at most ``timeout`` seconds. Not collective."""
+        """Wait until rollouts are written and the current save has ended, the latter at most ``timeout``
+        seconds. Not collective.
+        """
+        self._finish_rollouts()
         self._saver.wait(timeout)
         self._report_saves()
 
