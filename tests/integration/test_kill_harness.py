@@ -207,7 +207,7 @@ def test_phases_by_events_and_files() -> None:
             (run / "checkpoints" / ".step_000000.part").mkdir()  # left by a kill
             time.sleep(0.05)
             since = time.time()
-            assert phase(None) == phase("checkpoint") == phase("sync", True) == ("start",)
+            assert phase(None) == phase("checkpoint") == phase("waiting for engines", True) == ("start",)
             assert phase("evaluation") == ("evaluation",)
             (run / "evaluation" / "step_000000.jsonl").touch()
             assert phase(None) == phase("step") == ()

@@ -184,6 +184,7 @@ class KilledRun(WatchedRun):
                 else:
                     due = kill.phase == EXPORT or moment.rows >= step
                 self.exporting = EXPORT in moment.proven
+                assert self.tap.ranks_ready or moment.phase == START, "a start is told in other words"
                 if (kill.phase in moment.proven and due) or self.exporting:
                     return True
         return False

@@ -15,6 +15,7 @@ from rpg_megatron.rollout.sampler_client import EVENTS
 START, ROLLOUT, UPDATE, SAVE = "start", "rollout", "update", "save"
 SYNC, EVALUATION, EXPORT = "sync", "evaluation", "export"
 PHASES = (START, ROLLOUT, UPDATE, SAVE, SYNC, EVALUATION, EXPORT)
+_FIRST_SYNC = "waiting for engines"
 _PASSED_ON = "launcher.sock"
 
 
@@ -72,9 +73,9 @@ class EventTap:
         name = "step" if event["kind"] == "step" else event.get("name")
         if name is None or name == self.phase:
             return
-        self.ranks_ready |= name == SYNC
+        self.ranks_ready |= name == _FIRST_SYNC
         # A start is over when its sync is: until then the engines start.
-        if self.phase == START and name in (SYNC, "checkpoint"):
+        if self.phase == START and name in (_FIRST_SYNC, "checkpoint"):
             return
         now = time.monotonic()
         self.seconds[self.phase].append(now - self._begun)
