@@ -239,6 +239,10 @@ class KilledRun(WatchedRun):
         if kill.target in (SERVER, CORE):
             self.lost = moment.rows if self.lost is None else min(self.lost, moment.rows)
         if kill.target not in ENDS:
+            # A run that starts ends of it, unless the engine was up: another kill would hide which.
+            end = time.monotonic() + LIMIT
+            while self.tap and self.tap.phase == START and self.pump(0.1):
+                assert time.monotonic() < end, f"the start does not end\n{self.told()}"
             return
         code, err = self.finish()
         self.row["outcome"] = f"exit code {code}"
