@@ -317,6 +317,8 @@ class RunLauncher:
         time.sleep(1.0)  # other processes may fail as a result; one of their logs may explain more
         self._progress.pump(0.0)  # the last step before the failure
         self._check_nodes()
+        if self._ranks and all(rank.exit_code() == 0 for rank in self._ranks):
+            return  # all is done: only the ranks were still needed
         self._check_stopped()
         dead = self._supervisor.failed()[0]
         message = user_error(dead)

@@ -70,6 +70,21 @@ def test_the_death_of_any_child_ends_the_run_and_is_explained(
     assert one.folders() == []
 
 
+def test_a_sampler_that_dies_while_the_ranks_finish_fails_nothing(launch, tmp_path: Path):
+    """Only the ranks are still needed then: the run has all it wants, and is not to be done again."""
+    ends = """
+while not (here / 'dying').exists(): time.sleep(0.02)
+time.sleep(0.6)
+pathlib.Path(sys.argv[1], 'summary.json').write_text('{"steps": 2, "seconds": 61}')
+os._exit(0)
+"""
+    one = launch(rank_0=ends, rank_1=ends, sampler="(here / 'dying').touch(); os.kill(os.getpid(), 9)")
+    code, out, err = one.finish()
+    assert (code, err) == (0, "")
+    assert "2 in 1:01" in out
+    assert_nothing_left(one)
+
+
 def test_an_engine_that_dies_again_and_again_is_restarted_so_often_and_no_more(launch, tmp_path: Path):
     once_up = "while not (here / 'go').exists(): time.sleep(0.05)"
     one = launch(engine=f"{once_up}\nprint('last words', flush=True); os._exit(0)")
