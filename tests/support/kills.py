@@ -247,7 +247,10 @@ class KilledRun(WatchedRun):
         code, err = self.finish()
         self.row["outcome"] = f"exit code {code}"
         wrong = self.compare()
-        if kill.target in (RANK, SAMPLER):
+        if code == 0 and kill.target == SAMPLER and self.row["hit"] == EXPORT:
+            self.over = True  # the ranks had ended: nothing but them was needed
+            wrong += self.wait_nothing_left(1.0)
+        elif kill.target in (RANK, SAMPLER):
             if code != 1 or "was killed (SIGKILL" not in err or "Traceback (most" in self.told():
                 wrong.append(f"exit code {code}: {err.strip()[-500:]}")
             wrong += self.wait_nothing_left(1.0)
@@ -257,7 +260,8 @@ class KilledRun(WatchedRun):
             wrong += self.wait_nothing_left(60.0, processes=True)
         if wrong:
             self.conclude(wrong)
-        self.start_again()
+        if not self.over:
+            self.start_again()
 
     def go_on(self) -> None:
         """The command has ended by itself: start it again, unless the run is over."""
