@@ -49,6 +49,17 @@ _INDEX_CLASSES = frozenset(
 _WEIGHTS_ONLY, _NOT_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
+_optimizers: list[type] = [torch.optim.AdamW]
+
+
+def admit_optimizers(*classes: type) -> None:
+    """Let checkpoints refer to these classes too.
+
+    An optimizer with state in host memory writes the classes that it consists of into its checkpoints.
+    """
+    _optimizers.extend(classes)
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _INDEX_CLASSES:
@@ -105,7 +116,7 @@ def restricted_loading(folder: Path) -> Iterator[None]:
     # Torch reads objects with weights_only=False; this variable overrides it.
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
+        with torch.serialization.safe_globals([*SAFE_GLOBALS, *_optimizers]):
             yield
     except pickle.UnpicklingError as e:
         raise _refuse(folder, e) from None

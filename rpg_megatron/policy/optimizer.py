@@ -21,6 +21,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from rpg_megatron.checkpoints.restricted_pickle import admit_optimizers
 from rpg_megatron.config.policy import MemorySettings, OptimizerSettings, PrecisionSettings
 from rpg_megatron.system.collectives import default_group_on_host
 from rpg_megatron.system.dtypes import torch_dtype
@@ -96,6 +97,9 @@ class OffloadingAdam(torch.optim.Adam):
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, decoupled_weight_decay=True, **settings)
+
+
+admit_optimizers(OffloadingAdam)
 
 
 @contextmanager
