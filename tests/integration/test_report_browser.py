@@ -17,6 +17,7 @@ import pytest
 
 from rpg_megatron.commands.report import write_report
 from tests.support.browser import Browser, find_chromium
+from tests.support.launcher import wait_for
 from tests.support.report_runs import HOSTILE, make_run
 
 chromium = find_chromium()
@@ -167,6 +168,7 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
     assert browser.run(LINES.format("Entropy")) == 3
 
     browser.mouse("mouseMoved", 2, 2)
+    wait_for(lambda: browser.run("view.cursor") is None, 10)  # the chart hears that the pointer has left it
     browser.run("document.querySelector('[data-chart=Entropy]').focus()")
     for kind in ("keyDown", "keyUp", "keyDown"):
         browser.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from rpg_megatron.checkpoints.megatron_folder import find_short_files, read_contents
 from rpg_megatron.checkpoints.restricted_pickle import check_extra_states, read_index, restricted_loading
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.policy.optimizer import OffloadingAdam
 
 
 @dataclass
@@ -159,3 +162,17 @@ def test_files_of_a_checkpoint_that_are_no_regular_files_are_damage(checkpoint_f
     (checkpoint_folder / name).unlink()
     os.mkfifo(checkpoint_folder / name)
     assert find_short_files(checkpoint_folder, contents) == [f"{name} cannot be read (not a regular file)"]
+
+
+def test_a_conversion_knows_the_optimizers_that_a_checkpoint_names(tmp_path: Path) -> None:
+    """An optimizer with state in host memory writes its classes. In a process that has imported no more."""
+    torch.save({"gpu": OffloadingAdam, "cpu": torch.optim.AdamW}, tmp_path / "common.pt")
+    code = f"""
+import torch, rpg_megatron.commands.convert.convert
+from pathlib import Path
+from rpg_megatron.checkpoints.restricted_pickle import restricted_loading
+with restricted_loading(Path(".")):
+    print(*sorted(c.__name__ for c in torch.load({str(tmp_path / "common.pt")!r}).values()))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ran.stdout == "AdamW OffloadingAdam\n", ran.stderr
