@@ -1,4 +1,4 @@
-"""A run that is killed five times ends, bit for bit, as if left alone. Twenty runs, a hundred kills.
+"""A run that is killed five times ends, bit for bit, as if left alone. Over a hundred kills in 22 runs.
 
 Why: what a kill at one moment breaks, another moment does not show, and whatever a checkpoint forgets shows
 only as a run that learns a little worse. The kills are drawn from a seed (``tests/support/kills``): SIGKILL
@@ -30,7 +30,7 @@ from tests.support.watched_runs import LAYOUTS, Reference, leave_alone, private_
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "evidence" / "kills.jsonl"
-SEEDS = range(10)
+SEEDS = range(11)
 
 
 @pytest.fixture(scope="module")
