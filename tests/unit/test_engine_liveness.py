@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.bridge.vllm import liveness
-from rpg_megatron.bridge.vllm.liveness import Progress, wait_for_progress
+from rpg_megatron.bridge.vllm.liveness import ProgressMark, wait_for_progress
 
 
 class Core:
@@ -40,13 +40,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_of_the_core_is_enough(tmp_path: Path) -> None:
-    asyncio.run(asyncio.wait_for(wait_for_progress(Core(), Progress(tmp_path)), 10))
+    asyncio.run(asyncio.wait_for(wait_for_progress(Core(), ProgressMark(tmp_path)), 10))
     with pytest.raises(RuntimeError, match="dead"):
-        asyncio.run(wait_for_progress(Core(RuntimeError("dead")), Progress(tmp_path)))
+        asyncio.run(wait_for_progress(Core(RuntimeError("dead")), ProgressMark(tmp_path)))
 
 
 def test_a_mark_of_a_worker_is_enough_and_an_old_one_is_not(tmp_path: Path) -> None:
-    worker, server, core = Progress(tmp_path), Progress(tmp_path), Core(hangs=True)
+    worker, server, core = ProgressMark(tmp_path), ProgressMark(tmp_path), Core(hangs=True)
     worker.mark()
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077 == 0
@@ -68,6 +68,6 @@ def test_a_mark_of_a_worker_is_enough_and_an_old_one_is_not(tmp_path: Path) -> N
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    progress = Progress(tmp_path / "gone")
+    progress = ProgressMark(tmp_path / "gone")
     progress.mark()
     assert progress.last() == 0

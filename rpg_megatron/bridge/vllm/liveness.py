@@ -19,7 +19,7 @@ _MARK_SECONDS = 1.0
 _POLL_SECONDS = 0.5
 
 
-class Progress:
+class ProgressMark:
     """The mark of one engine, in the folder that its weights are published in. All of its processes belong to
     one session, after which the file is named.
     """
@@ -44,7 +44,7 @@ class Progress:
             return 0
 
 
-async def wait_for_progress(core: Any, progress: Progress) -> None:
+async def wait_for_progress(core: Any, progress: ProgressMark) -> None:
     """Wait until the core answers or a worker makes progress; forever if the engine hangs.
 
     core: vLLM's engine client. Raises its error if the core is dead.

@@ -45,7 +45,7 @@ from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.vllm.generate_route import add_route
-from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, Progress, wait_for_progress
+from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
 
@@ -89,7 +89,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
                 f"{DIR_VARIABLE} is not set: set it to the folder that weights are published in"
             )
         self.folder = Path(folder).resolve()
-        self._progress = Progress(self.folder)
+        self._progress = ProgressMark(self.folder)
         if self.device.type == "cpu":  # only there a step can take minutes
             for layer in getattr(getattr(self.model, "model", None), "layers", ()):
                 layer.register_forward_pre_hook(self._progress.mark)
@@ -307,7 +307,7 @@ class BearerAuth:
                 add_route(scope["app"])
             if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
                 try:
-                    progress = Progress(Path(os.environ[DIR_VARIABLE]))
+                    progress = ProgressMark(Path(os.environ[DIR_VARIABLE]))
                     await wait_for_progress(scope["app"].state.engine_client, progress)
                     await _answer(send, 200)
                 except EngineDeadError:

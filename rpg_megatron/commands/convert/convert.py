@@ -26,7 +26,7 @@ from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  checkpoints may name its classes
+from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it admits its classes in checkpoints
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, torch_dtype
