@@ -6,9 +6,10 @@ import hashlib
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,6 +61,20 @@ def load_tokenizer(model: Path) -> Any:
         raise UserError(
             f"model.path: no usable tokenizer in {model} ({e}); copy the model's tokenizer files there"
         ) from None
+
+
+def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to text, without special tokens, as ``tokenizer.decode`` does it.
+
+    The Rust tokenizer's own method, where ``decode`` adds nothing to it but a look at each id.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and not tokenizer.clean_up_tokenization_spaces:
+        from transformers import PreTrainedTokenizerFast  # slow to import
+
+        if type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
+            return partial(backend.decode, skip_special_tokens=True)
+    return partial(tokenizer.decode, skip_special_tokens=True)
 
 
 def load_prompts(settings: DataSettings, tokenizer: Any, key: str = "data") -> list[Prompt]:

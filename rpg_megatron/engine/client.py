@@ -18,11 +18,12 @@ from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH
 from rpg_megatron.data.trajectory import Floats, Tokens
 from rpg_megatron.engine.command import KEEP_ALIVE_SECONDS
+from rpg_megatron.system.messages import ExpectedError
 
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer at the end instead of one per token
 
 
-class EngineError(RuntimeError):
+class EngineError(ExpectedError):
     """A request to an engine failed; the message names the engine."""
 
 

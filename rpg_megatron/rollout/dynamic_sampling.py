@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.rollout import RolloutSettings
-from rpg_megatron.data.trajectory import Trajectory, from_row, to_row
+from rpg_megatron.rollout.groups import GroupScores, GroupTask
 
-Group = list[Trajectory]
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A graded group, whose trajectories a worker keeps."""
+
+    task: GroupTask
+    scores: GroupScores
 
 
 class DynamicSampler:
@@ -30,6 +35,7 @@ class DynamicSampler:
         self._settings = settings
         self._dynamic = settings.dynamic
         self._groups: list[Group] = list(surplus)
+        self._dropped: list[Group] = []
         self._carried_in = len(surplus)
         self._rounds = self._generated = self._all_right = self._all_wrong = 0
         self._right = self._responses = 0
@@ -53,19 +59,22 @@ class DynamicSampler:
         self._rounds += 1
         self._generated += len(groups)
         for group in groups:
-            right = sum(t.correct for t in group)
+            correct = group.scores.correct
+            right = sum(correct)
             self._right += right
-            self._responses += len(group)
-            self._all_right += right == len(group)
+            self._responses += len(correct)
+            self._all_right += right == len(correct)
             self._all_wrong += right == 0
-            if self._dynamic is None or 0 < right < len(group):
+            if self._dynamic is None or 0 < right < len(correct):
                 self._groups.append(group)
+            else:
+                self._dropped.append(group)
 
-    def result(self) -> tuple[Group, list[Group]]:
-        """The step's trajectories, with groups numbered from 0, and the surplus groups for the next step."""
-        count = self._settings.prompts_per_step
-        used = [replace(t, group=number) for number, group in enumerate(self._groups[:count]) for t in group]
-        return used, self._surplus()
+    def result(self) -> tuple[list[Group], list[Group], list[Group]]:
+        """The step's groups, the surplus groups for the next step, and those that are not needed any more."""
+        used, surplus = self._groups[: self._settings.prompts_per_step], self._surplus()
+        rest = self._groups[len(used) + len(surplus) :]
+        return used, surplus, self._dropped + rest
 
     def metrics(self) -> dict[str, float]:
         """``sampling/*``, in groups; empty unless sampling is dynamic."""
@@ -97,13 +106,3 @@ class DynamicSampler:
             f"the reward are too {'easy' if easy else 'hard'} for the model: use other data, or raise "
             "rollout.dynamic.rounds, rollout.dynamic.oversample or rollout.samples_per_prompt"
         )
-
-
-def groups_to_rows(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
-    """Surplus groups as JSON-serialisable rows."""
-    return [[to_row(trajectory) for trajectory in group] for group in groups]
-
-
-def groups_from_rows(rows: Sequence[Sequence[dict[str, Any]]]) -> list[Group]:
-    """Inverse of ``groups_to_rows``."""
-    return [[from_row(row) for row in group] for group in rows]

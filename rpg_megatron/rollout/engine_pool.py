@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rpg_megatron.bridge.controller import CheckFailed, SyncError, SyncReport, sync_engine
 from rpg_megatron.bridge.manifest import Manifest
@@ -20,6 +19,7 @@ from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.engine.client import EngineClient, EngineError
 from rpg_megatron.engine.restarts import ask_restart, incarnation_of, note_answer, set_gpu_owner
 from rpg_megatron.rollout.sampler_client import SyncResult
+from rpg_megatron.system.tasks import run_all
 
 logger = logging.getLogger("rpg_megatron.sampler")
 
@@ -46,6 +46,8 @@ class Replica:
         self.restart: asyncio.Task[None] | None = None
         """Ends when a failed engine answers again, without weights. None if it never failed."""
         self.watch: asyncio.Task[None] | None = None
+        self.load = 0
+        """Responses that it is asked for now."""
         self.link_timeout = 0.0
         """During a sync, how long it may wait for a message of a trainer, in seconds."""
 
@@ -75,6 +77,8 @@ class EnginePool:
         """Version that the engines should serve; None before the first sync."""
         self.returned = asyncio.Event()
         """Set when an engine has restarted and needs weights."""
+        self.serves = asyncio.Event()
+        """Set when an engine starts to serve the weights of the step."""
         self.resent = 0
         """Number of requests that were sent again."""
         self._settings = settings
@@ -120,7 +124,7 @@ class EnginePool:
                 if self.check(replica, incarnation):
                     result.reports.append(report)
                     replica.version = version
-                    replica.serving.set()
+                    self._set_serving(replica)
 
         await run_all([one(replica) for replica in self.replicas if not replica.serving.is_set()])
         return result
@@ -195,7 +199,7 @@ class EnginePool:
         if self.version is None:
             for replica in self.replicas:
                 if not replica.is_away:
-                    replica.serving.set()
+                    self._set_serving(replica)
                     self._start_watch(replica)
         elif version is not None and version != self.version:
             raise EngineError(f"weights {version} requested, but version {self.version} was synced last")
@@ -233,6 +237,10 @@ class EnginePool:
             raise EngineError(reason)
         self._ask_restart(replica, incarnation, reason)
 
+    def _set_serving(self, replica: Replica) -> None:
+        replica.serving.set()
+        self.serves.set()
+
     def _ask_restart(self, replica: Replica, incarnation: int, reason: str) -> None:
         logger.warning("%s; requesting a restart", reason)
         ask_restart(self._work, replica.index, incarnation, reason)
@@ -255,7 +263,7 @@ class EnginePool:
         note_answer(self._work, replica.index, replica.incarnation)
         logger.info("engine %d is back", replica.index)
         if self.version is None:  # never synced: it serves the weights it starts with
-            replica.serving.set()
+            self._set_serving(replica)
         self.returned.set()
 
     def _start_watch(self, replica: Replica) -> None:
@@ -286,20 +294,3 @@ class EnginePool:
                 key = "engine.health_timeout" if limit == allowed else "bridge.timeout"
                 reason = f"engine {replica.index} hangs: its core did not answer for {limit:.0f} s ({key})"
                 self._ask_restart(replica, incarnation, reason)
-
-
-async def run_all(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Run concurrently; results in order. The first failure cancels the rest and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(c) for c in coroutines]
-    except BaseExceptionGroup as e:
-        raise first_error(e) from None
-    return [task.result() for task in tasks]
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first exception inside nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

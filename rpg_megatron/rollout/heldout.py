@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data.prompts import Prompt
-from rpg_megatron.engine.client import Sample
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.evaluation.results import EvalResult
-from rpg_megatron.rewards.reward import Scorer
-from rpg_megatron.rollout.engine_pool import EnginePool, first_error
-from rpg_megatron.rollout.generation import GenerationRequest, generate_all, seed_of, stop_tokens
+from rpg_megatron.rollout.dispatcher import Dispatcher
+from rpg_megatron.rollout.groups import GroupTask
+from rpg_megatron.rollout.seeds import seed_of
+from rpg_megatron.system.tasks import run_all
+
+_FIRST_TICKET = 1 << 62
+"""The tickets of evaluations: those of rollouts must not depend on them."""
 
 
 class HeldOut:
-    """The held-out sets of the settings. Call its coroutines from the engine pool's event loop."""
+    """The held-out sets of the settings. For the dispatcher's event loop."""
 
     def __init__(
         self,
         settings: Settings,
-        tokenizer: Any,
-        pool: EnginePool,
-        scorer: Scorer,
+        dispatcher: Dispatcher,
         prompts: Mapping[str, list[Prompt]],
     ):
         """prompts: of each set, by its name. Raises UserError if the settings have no evaluation."""
         if settings.evaluation is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
         self._evaluation = settings.evaluation
-        self._tokenizer, self._pool, self._scorer = tokenizer, pool, scorer
-        self._max_sequences = settings.engine.max_sequences
+        self._dispatcher = dispatcher
+        self._tickets = itertools.count(_FIRST_TICKET)
         self._max_response, self._context = settings.rollout.max_response_tokens, context_length(settings)
-        self._stops = stop_tokens(settings.model.path, tokenizer)
         self._problems = [
             (heldout.name, prompt, seed_of(settings.seed, heldout.seeds, 0, index, prompt.id))
             for heldout in self._evaluation.heldout
@@ -56,61 +55,42 @@ class HeldOut:
         responses depend on the seed, the set and the problem's index in it, not on what is skipped.
         """
         problems = [problem for problem in self._problems if (problem[0], problem[1].id) not in skip]
-        requests = [
-            GenerationRequest(
-                prompt,
-                self._evaluation.samples,
-                seed,
-                min(self._max_response, self._context - len(prompt.tokens)),
-            )
-            for _, prompt, seed in problems
-        ]
         results: dict[int, EvalResult] = {}
 
-        async def grade(index: int) -> None:
-            request = requests[index]
-            results[index] = await self._grade(problems[index][0], request.prompt, request.responses)
-            request.found.clear()
+        async def one(index: int, task: GroupTask) -> None:
+            try:
+                await self._dispatcher.submit(task)
+                answers = await self._dispatcher.answers(task)
+            finally:
+                await self._dispatcher.forget([task.ticket])
+            name, prompt, _ = problems[index]
+            results[index] = EvalResult(
+                prompt_id=prompt.id,
+                answer=prompt.answer,
+                prompt=prompt.text,
+                responses=answers.responses,
+                correct=answers.correct,
+                extracted=answers.extracted,
+                lengths=answers.lengths,
+                finishes=answers.finishes,
+                set=name,
+            )
             on_result(results[index])
 
-        try:
-            async with asyncio.TaskGroup() as group:  # an error in grading or on_result ends the sampling too
+        await run_all([one(index, self._task(*problem[1:])) for index, problem in enumerate(problems)])
+        return [results[index] for index in range(len(problems))]
 
-                def start(index: int) -> None:
-                    group.create_task(grade(index))
-
-                group.create_task(
-                    generate_all(
-                        self._pool,
-                        requests,
-                        start,
-                        max_sequences=self._max_sequences,
-                        temperature=self._evaluation.temperature,
-                        top_p=self._evaluation.top_p,
-                        stop_token_ids=self._stops,
-                        logprobs=False,
-                    )
-                )
-        except BaseExceptionGroup as e:
-            raise first_error(e) from None
-        return [results[index] for index in range(len(requests))]
-
-    async def _grade(self, name: str, prompt: Prompt, samples: list[Sample]) -> EvalResult:
-        texts = [self._tokenizer.decode(s.tokens.tolist(), skip_special_tokens=True) for s in samples]
-        scores = await asyncio.gather(
-            *(
-                asyncio.wrap_future(self._scorer.submit(text, prompt.answer, len(sample.tokens)))
-                for text, sample in zip(texts, samples, strict=True)
-            )
-        )
-        return EvalResult(
-            prompt_id=prompt.id,
-            answer=prompt.answer,
-            prompt=prompt.text,
-            responses=texts,
-            correct=[score.correct for score in scores],
-            extracted=[score.extracted for score in scores],
-            lengths=[len(s.tokens) for s in samples],
-            finishes=[s.finish for s in samples],
-            set=name,
+    def _task(self, prompt: Prompt, seed: int) -> GroupTask:
+        return GroupTask(
+            next(self._tickets),
+            prompt.id,
+            prompt.tokens,
+            prompt.answer,
+            self._evaluation.samples,
+            seed,
+            min(self._max_response, self._context - len(prompt.tokens)),
+            version=0,
+            temperature=self._evaluation.temperature,
+            top_p=self._evaluation.top_p,
+            logprobs=False,
         )

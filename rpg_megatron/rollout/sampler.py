@@ -1,9 +1,9 @@
-"""The sampler process: sends prompts to the engines, scores the responses, returns batches to trainer rank 0.
+"""The sampler process: gives the engines prompts in one order, and collects the scores of the responses.
 
 ``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR``: settings from RUN_DIR/config.yaml,
-sockets in WORK_DIR, the run's token in the environment. An asyncio loop does the work; a thread serves rank
-0, one request at a time. The process ends on SIGTERM or when the launcher is gone; the launcher handles
-Ctrl-C.
+sockets in WORK_DIR, the run's token in the environment. Sampler workers (``worker.py``, as many as
+``rollout.workers``) talk to the engines and keep the trajectories; this process keeps lengths and rewards.
+It ends on SIGTERM or when the launcher is gone; the launcher handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,31 +13,29 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
-import traceback
-from collections import defaultdict
-from collections.abc import Coroutine
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.data.prompts import Prompt, PromptStream, load_prompts, load_tokenizer
-from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.client import EngineClient, EngineError, Sample
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE
+from rpg_megatron.data.batch_index import BatchIndex
+from rpg_megatron.data.prompts import Prompt, PromptStream, decoder_of, load_prompts, load_tokenizer
+from rpg_megatron.data.rollout_files import write_rollouts
+from rpg_megatron.data.trajectory import from_row
 from rpg_megatron.engine.command import TOKEN_VARIABLE, context_length
-from rpg_megatron.engine.process import engine_address
 from rpg_megatron.evaluation.results import EvalResult
-from rpg_megatron.rewards.reward import Scorer
-from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, groups_from_rows, groups_to_rows
+from rpg_megatron.rollout.dispatcher import Dispatcher
+from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, Group
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.generation import GenerationRequest, generate_all, seed_of, stop_tokens
+from rpg_megatron.rollout.groups import GroupTask, GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
+from rpg_megatron.rollout.remote_worker import RemoteWorker
 from rpg_megatron.rollout.sampler_client import (
     EVENTS,
     SOCKET,
@@ -46,7 +44,10 @@ from rpg_megatron.rollout.sampler_client import (
     SamplerClient,
     SyncResult,
 )
+from rpg_megatron.rollout.seeds import seed_of, stop_tokens
+from rpg_megatron.rollout.worker import Worker, engine_clients
 from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.messages import Server
 
 __all__ = ["RolloutBatch", "Sampler", "SamplerClient"]
 
@@ -59,31 +60,37 @@ class Sampler:
     def __init__(
         self,
         settings: Settings,
+        run: Path,
         tokenizer: Any,
         pool: EnginePool,
+        workers: Sequence[GroupWorker],
         events: EventSender,
     ):
-        self._settings = settings
-        self._tokenizer = tokenizer
+        """run: the run's folder, for groups that are carried over to the next step."""
+        self._settings, self._run = settings, run
         self._pool = pool
         self._events = events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
         self._context = context_length(settings)
-        self._stops = stop_tokens(settings.model.path, tokenizer)
-        self._stream = PromptStream(
-            load_prompts(settings.data, tokenizer), settings.seed, settings.data.weights
-        )
-        self._surplus: list[list[Trajectory]] = []
+        prompts = load_prompts(settings.data, tokenizer)
+        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._stream = PromptStream(prompts, settings.seed, settings.data.weights)
+        self.dispatcher = Dispatcher(pool, workers, settings.engine.max_sequences)
+        self._next_ticket = 0
+        self._surplus: list[Group] = []
         """Surplus groups of dynamic sampling in the last step."""
-        self._scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
+        self._files: dict[int, Path] = {}
+        """Where they are on disk, by ticket."""
+        self._used: list[int] = []
+        """Tickets of the last step, until the leaders have their trajectories."""
         self._heldout: HeldOut | None = None
         if settings.evaluation is not None:
-            prompts = {
+            heldout = {
                 part.name: load_prompts(part.data, tokenizer, part.where)
                 for part in settings.evaluation.heldout
             }
-            self._heldout = HeldOut(settings, tokenizer, pool, self._scorer, prompts)
+            self._heldout = HeldOut(settings, self.dispatcher, heldout)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -137,18 +144,49 @@ class Sampler:
         """``engine/*`` metrics since the last call."""
         return self._pool.pop_counts()
 
+    async def release(self) -> None:
+        """The leaders have their trajectories: the workers may forget them."""
+        used, self._used = self._used, []
+        await self.dispatcher.forget(used)
+
     async def state(self) -> dict[str, Any]:
-        """State for a checkpoint, JSON-serialisable: position in the data, and surplus groups."""
-        return {"stream": self._stream.state(), "surplus": groups_to_rows(self._surplus)}
+        """State for a checkpoint, JSON-serialisable: position in the data, and where surplus groups are."""
+        surplus = [
+            {"ticket": g.task.ticket, "prompt": g.task.prompt_id, "file": self._files[g.task.ticket].name}
+            for g in self._surplus
+        ]
+        return {"stream": self._stream.state(), "next_ticket": self._next_ticket, "surplus": surplus}
 
     async def restore(self, state: dict[str, Any]) -> None:
-        """Restore what ``state()`` returned."""
+        """Restore what ``state()`` returned. Raises UserError if a surplus group is no longer there."""
         self._stream.restore(state["stream"])
-        self._surplus = groups_from_rows(state["surplus"])
+        self._next_ticket = state.get("next_ticket", 0)
+        await self.dispatcher.forget([*self._used, *(g.task.ticket for g in self._surplus)])
+        self._surplus, self._used, self._files = [], [], {}
+        surplus = self._adopt(state["surplus"])
+        for group in surplus:
+            prompt = self._prompts[group["prompt"]]
+            file = self._run / "rollouts" / group["file"]
+            task = self._task(prompt, group["ticket"], 0, 0, 0)
+            (scores,) = await self.dispatcher.load([task], file)
+            self._surplus.append(Group(task, scores))
+            self._files[task.ticket] = file
 
-    def close(self) -> None:
-        """End the grading workers."""
-        self._scorer.close()
+    def _adopt(self, surplus: list[Any]) -> list[dict[str, Any]]:
+        """Surplus groups of a state. An earlier version had their rows in it: these are written to a file."""
+        if not surplus or isinstance(surplus[0], dict):
+            return surplus
+        file = self._run / "rollouts" / "carried_earlier.parquet"
+        found, trajectories = [], []
+        for rows in surplus:
+            ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+            group = [from_row(row) for row in rows]
+            for t in group:
+                t.group = ticket
+            trajectories += group
+            found.append({"ticket": ticket, "prompt": group[0].prompt_id, "file": file.name})
+        write_rollouts(file, trajectories)
+        return found
 
     async def _start(self, request: Coroutine[Any, Any, Any]) -> Any:
         if self._request is not None:  # of a client that disconnected
@@ -160,6 +198,7 @@ class Sampler:
 
     async def _rollout(self, step: int, version: int) -> RolloutBatch:
         started, reward_seconds, start = time.monotonic(), 0.0, 0
+        await self.release()
         dynamic = DynamicSampler(self._settings.rollout, self._surplus)
         while count := dynamic.prompts_needed(step):
             prompts = self._stream.take(count)
@@ -167,45 +206,67 @@ class Sampler:
             dynamic.add(groups)
             reward_seconds += seconds
             start += count
-        trajectories, self._surplus = dynamic.result()
+        groups, self._surplus, dropped = dynamic.result()
+        await self.dispatcher.forget([g.task.ticket for g in dropped])
+        await self._write_surplus(step)
+        self._used = [g.task.ticket for g in groups]
+        index = self._index(groups)
         seconds = time.monotonic() - started
-        metrics = batch_metrics(trajectories) | dynamic.metrics() | self._scorer.pop_counts()
+        metrics = batch_metrics(groups) | dynamic.metrics() | await self.dispatcher.counts()
         metrics |= {"time/rollout": seconds - reward_seconds, "time/reward": reward_seconds}
-        return RolloutBatch(trajectories, metrics, seconds)
+        return RolloutBatch(index, metrics, seconds, await self.state())
 
     async def _sample_groups(
         self, prompts: list[Prompt], start: int, step: int, version: int
-    ) -> tuple[list[list[Trajectory]], float]:
-        """Scored groups in the order of the prompts, and seconds from the last response to the last score.
+    ) -> tuple[list[Group], float]:
+        """Graded groups in the order of the prompts, and seconds from the last response to the last score.
 
         start: index of the first prompt in the step; the seeds depend on it.
         """
-        requests = [self._request_of(prompt, start + i, step) for i, prompt in enumerate(prompts)]
-        scoring: dict[int, list[asyncio.Task[Trajectory]]] = {}  # runs while the engines generate
-        self._events.phase("rollout", 0, len(requests))
+        tasks = []
+        for i, prompt in enumerate(prompts):
+            tasks.append(self._task(prompt, self._next_ticket, start + i, step, version))
+            self._next_ticket += 1
+        done, generated = 0, time.monotonic()
+        self._events.phase("rollout", 0, len(tasks))
 
-        def on_complete(index: int) -> None:
-            request = requests[index]
-            scoring[index] = [
-                asyncio.create_task(
-                    self._trajectory(request, sample, group=index, number=number, version=version)
-                )
-                for number, sample in enumerate(request.responses)
-            ]
-            self._events.phase("rollout", len(scoring), len(requests))
+        def on_generated() -> None:
+            nonlocal done, generated
+            done, generated = done + 1, time.monotonic()
+            self._events.phase("rollout", done, len(tasks))
 
-        await generate_all(
-            self._pool,
-            requests,
-            on_complete,
-            max_sequences=self._settings.engine.max_sequences,
-            temperature=self._settings.rollout.temperature,
-            stop_token_ids=self._stops,
-            logprobs=True,
-        )
-        generated = time.monotonic()
-        groups = [await asyncio.gather(*scoring[index]) for index in range(len(prompts))]
+        try:
+            scores = await asyncio.gather(*(self.dispatcher.submit(task, on_generated) for task in tasks))
+        except BaseException:
+            await self.dispatcher.forget([task.ticket for task in tasks])
+            raise
+        groups = [Group(task, found) for task, found in zip(tasks, scores, strict=True)]
         return groups, time.monotonic() - generated
+
+    async def _write_surplus(self, step: int) -> None:
+        """Write the surplus groups that are new: checkpoints, and workers that die, refer to the file."""
+        new = [g.task.ticket for g in self._surplus if g.task.ticket not in self._files]
+
+        def name(worker: int) -> Path:
+            return self._run / "rollouts" / f"carried_{step:06d}_{worker}.parquet"
+
+        files = self._files | await self.dispatcher.save(new, name)
+        self._files = {g.task.ticket: files[g.task.ticket] for g in self._surplus}
+
+    def _index(self, groups: Sequence[Group]) -> BatchIndex:
+        def column(values: list[int]) -> NDArray[np.int64]:
+            return np.array(values, np.int64)
+
+        each = [(number, g, sample) for number, g in enumerate(groups) for sample in range(g.task.samples)]
+        return BatchIndex(
+            worker=column([self.dispatcher.worker_of(g.task.prompt_id) for _, g, _ in each]),
+            ticket=column([g.task.ticket for _, g, _ in each]),
+            group=column([number for number, _, _ in each]),
+            sample=column([sample for _, _, sample in each]),
+            prompt_length=column([len(g.task.prompt) for _, g, _ in each]),
+            response_length=column([n for g in groups for n in g.scores.lengths]),
+            reward=np.array([r for g in groups for r in g.scores.rewards], np.float64),
+        )
 
     async def _evaluate(self) -> list[EvalResult]:
         if self._heldout is None:
@@ -221,61 +282,40 @@ class Sampler:
 
         return await self._heldout.evaluate(count)
 
-    def _request_of(self, prompt: Prompt, index: int, step: int) -> GenerationRequest:
-        return GenerationRequest(
-            prompt,
-            self._settings.rollout.samples_per_prompt,
+    def _task(self, prompt: Prompt, ticket: int, index: int, step: int, version: int) -> GroupTask:
+        rollout = self._settings.rollout
+        return GroupTask(
+            ticket,
+            prompt.id,
+            prompt.tokens,
+            prompt.answer,
+            rollout.samples_per_prompt,
             seed_of(self._settings.seed, "rollout", step, index, prompt.id),
-            min(self._settings.rollout.max_response_tokens, self._context - len(prompt.tokens)),
-        )
-
-    async def _trajectory(
-        self, request: GenerationRequest, sample: Sample, *, group: int, number: int, version: int
-    ) -> Trajectory:
-        prompt = request.prompt
-        text = self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
-        score = await asyncio.wrap_future(self._scorer.submit(text, prompt.answer, len(sample.tokens)))
-        return Trajectory(
-            prompt_id=prompt.id,
-            sample=number,
-            group=group,
-            prompt=prompt.tokens,
-            response=sample.tokens,
-            behaviour=sample.logprobs,
-            versions=np.full(len(sample.tokens), version, np.int32),
-            finish=sample.finish,
-            text=text,
-            reward=score.reward,
-            correct=score.correct,
-            parts=score.parts,
-            answer=prompt.answer,
-            extracted=score.extracted,
-            reason=score.reason,
-            seed=request.seed + number,
+            min(rollout.max_response_tokens, self._context - len(prompt.tokens)),
+            version,
+            rollout.temperature,
         )
 
 
-def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics ``reward/*``, ``groups/*`` and ``response/*`` of a batch.
 
     ``groups/*`` are shares of the batch's groups, after dynamic sampling: all responses right, all wrong
     (``Trajectory.correct``: for a reward function that returns a number, above 0), and all rewards equal,
     whatever they are. The last are those without a learning signal, also under dense rewards.
     """
-    groups: dict[int, list[Trajectory]] = defaultdict(list)
-    for t in trajectories:
-        groups[t.group].append(t)
-    right = [sum(t.correct for t in group) / len(group) for group in groups.values()]
-    equal = [len({t.reward for t in group}) == 1 for group in groups.values()]
-    rewards = np.array([t.reward for t in trajectories], np.float64)
-    lengths = np.array([len(t.response) for t in trajectories], np.float64)
+    scores = [g.scores for g in groups]
+    right = [sum(s.correct) / len(s.correct) for s in scores]
+    equal = [len(set(s.rewards)) == 1 for s in scores]
+    rewards = np.array([r for s in scores for r in s.rewards], np.float64)
+    lengths = np.array([n for s in scores for n in s.lengths], np.float64)
     parts = {
-        f"reward/{name}": float(np.mean([t.parts[name] for t in trajectories]))
-        for name in trajectories[0].parts
+        f"reward/{name}": float(np.mean([value for s in scores for value in s.parts[name]]))
+        for name in scores[0].parts
     }
     return parts | {
         "reward/mean": float(rewards.mean()),
-        "reward/accuracy": float(np.mean([t.correct for t in trajectories])),
+        "reward/accuracy": float(np.mean([c for s in scores for c in s.correct])),
         "reward/std": float(rewards.std()),
         "groups/all_right": float(np.mean([share == 1 for share in right])),
         "groups/all_wrong": float(np.mean([share == 0 for share in right])),
@@ -284,74 +324,84 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "response/length_p50": float(np.quantile(lengths, 0.5)),
         "response/length_p95": float(np.quantile(lengths, 0.95)),
         "response/length_max": float(lengths.max()),
-        "response/truncated_frac": float(np.mean([t.finish == "length" for t in trajectories])),
+        "response/truncated_frac": float(np.mean([t for s in scores for t in s.truncated])),
     }
 
 
 # -- the process ---------------------------------------------------------------------------------------------
 
-_METHODS = ("rollout", "sync", "sleep", "wake", "evaluate", "resume_request", "counts", "state", "restore")
+_METHODS = (
+    "rollout",
+    "sync",
+    "sleep",
+    "wake",
+    "evaluate",
+    "resume_request",
+    "release",
+    "counts",
+    "state",
+    "restore",
+)
 
 
-def serve(listener: Listener, sampler: Sampler, loop: asyncio.AbstractEventLoop) -> None:
-    """Serve clients, one at a time, until the listener is closed. Runs in a thread, the work in ``loop``."""
-    while True:
-        try:
-            connection = listener.accept()
-        except (AuthenticationError, EOFError, ConnectionError) as e:
-            logger.warning("rejected a client: %s", e)
-            continue
-        except OSError:  # the listener is closed
-            return
-        with connection:
-            _serve_client(connection, sampler, loop)
-
-
-def _serve_client(connection: Connection, sampler: Sampler, loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        try:
-            method, arguments = connection.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            if method not in _METHODS:
-                raise RuntimeError(f"unknown method {method!r}; use one of {', '.join(_METHODS)}")
-            answer = (
-                "ok",
-                asyncio.run_coroutine_threadsafe(getattr(sampler, method)(**arguments), loop).result(),
-            )
-        except UserError as e:
-            answer = "user_error", str(e)
-        except EngineError as e:
-            answer = "error", f"{method}: {e}"
-        except Exception as e:
-            logger.exception("%s failed", method)
-            answer = "error", f"{method} failed in the sampler: {e!r}\n{traceback.format_exc()}"
-        try:
-            connection.send(answer)
-        except OSError:
-            return
-
-
-async def _run(settings: Settings, work: Path, token: str) -> None:
+async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
     for number in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
-        loop.add_signal_handler(number, stop.set)
-    tokenizer = load_tokenizer(settings.model.path)
-    engines = [
-        EngineClient(i, engine_address(work, i), token, timeout=settings.engine.request_timeout)
-        for i in range(settings.engine.replicas)
+        loop.add_signal_handler(number, end, 0)
+
+    def on_end(code: int, message: str) -> None:
+        if code != 2:  # a user error is in the log already
+            logger.error("%s; see the messages above", message)
+        end(code if code == 2 else 1)
+
+    host = os.environ.get(ADDRESS_VARIABLE, "")
+    count = settings.rollout.workers
+    remote = [
+        RemoteWorker(i, run, work, token, host, lambda number: sampler.dispatcher.restore(number), on_end)
+        for i in range(count if count > 1 else 0)
     ]
+    starting = [asyncio.create_task(worker.start()) for worker in remote]
+    tokenizer = load_tokenizer(settings.model.path)
+    clients = engine_clients(settings, work, token)
+    own = (
+        Worker(settings, decoder_of(tokenizer), clients, work, stop_tokens(settings.model.path, tokenizer))
+        if not remote
+        else None
+    )
     events = EventSender(work / EVENTS)
-    sampler = Sampler(settings, tokenizer, EnginePool(settings.engine, engines, work), events)
-    with Listener(str(work / SOCKET), family="AF_UNIX", authkey=token.encode()) as listener:
-        threading.Thread(target=serve, args=(listener, sampler, loop), daemon=True, name="serve").start()
-        await stop.wait()
-    sampler.close()
-    for engine in engines:
-        await engine.close()
+    pool = EnginePool(settings.engine, clients, work)
+    sampler = Sampler(settings, run, tokenizer, pool, [own] if own else remote, events)
+
+    async def addresses() -> list[str]:
+        await asyncio.gather(*starting)
+        return [worker.address for worker in remote] or [listening]
+
+    methods = {name: getattr(sampler, name) for name in _METHODS} | {"addresses": addresses}
+    if own:
+        methods["fetch"] = own.fetch
+    server = Server(token, methods)
+    listening = server.listen(f"ipc://{work / SOCKET}")
+    if own and host:
+        listening = server.listen(f"tcp://{host}:*")
+    serving = asyncio.create_task(server.serve())
+    code = await ended
+    serving.cancel()
+    sampler.dispatcher.close()
+    for worker in remote:
+        await worker.close()
+    if own:
+        await own.close()
+    else:
+        for client in clients:
+            await client.close()
     events.close()
+    return code
 
 
 def main() -> int:
@@ -367,11 +417,10 @@ def main() -> int:
         token = os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise UserError(f"the sampler needs the run's token in {TOKEN_VARIABLE}; the launcher sets it")
-        asyncio.run(_run(load_settings(run / "config.yaml"), work, token))
+        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

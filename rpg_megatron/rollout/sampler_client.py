@@ -1,43 +1,39 @@
-"""Rank 0's client of the sampler process, and the types that they exchange.
-
-Requests and answers are pickled by ``multiprocessing.connection`` over a unix socket in a private folder; the
-run's token authenticates both sides. A request is ``(method, keyword arguments)``, an answer ``(kind,
-value)`` with kind "ok", "user_error" or "error".
-"""
+"""Rank 0's client of the sampler process, the leaders' client of its workers, and what they exchange."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.config import UserError
+from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.system.messages import Client
 
 SOCKET = "sampler.sock"
 """File name of the sampler's socket in the work folder."""
 EVENTS = "events.sock"
 """File name of the progress display's socket in the work folder."""
-_POLL_SECONDS = 0.2
+_TRAJECTORIES = 64
+"""Number of trajectories in an answer to ``fetch``."""
 
 
-@dataclass
-class RolloutBatch:
-    """The scored rollouts of a step."""
+class RolloutBatch(msgspec.Struct, tag=True):
+    """The graded rollouts of a step; the workers keep the trajectories."""
 
-    trajectories: list[Trajectory]
-    """Sorted by group, in the order of the prompts, then by sample."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    index: BatchIndex
+    metrics: dict[str, float] = {}
     """``reward/*``, ``response/*``, ``time/*``."""
     seconds: float = 0.0
-    """From the request to the last scored response."""
+    """From the request to the last graded response."""
+    state: dict[str, Any] = {}
+    """The sampler's state after these rollouts, for a checkpoint: JSON-serialisable."""
 
 
 @dataclass
@@ -50,14 +46,17 @@ class SyncResult:
     """Messages of engines whose check failed; they keep their old weights. Publishing again may help."""
 
 
-@dataclass(frozen=True)
-class ResyncRequired:
+class ResyncRequired(msgspec.Struct, tag=True, frozen=True):
     """Returned instead of a result: engines were restarted, and the weights must be published again.
 
     Publish, ``sync(..., again=True)``, then ``resume_request``; meanwhile the request continues.
     """
 
     engines: tuple[int, ...]
+
+
+_ROLLOUT = RolloutBatch | ResyncRequired
+_EVALUATION = list[EvalResult] | ResyncRequired
 
 
 class SamplerClient:
@@ -80,63 +79,67 @@ class SamplerClient:
         while_waiting: called a few times a second during a request. If it raises, the request ends with that
         exception and the client must not be used again.
         """
-        self._while_waiting = while_waiting
-        end = time.monotonic() + timeout
-        while True:
-            try:
-                self._connection = Client(str(socket), family="AF_UNIX", authkey=token.encode())
-                return
-            except AuthenticationError:
-                raise RuntimeError(f"the sampler at {socket} refuses our token") from None
-            except (OSError, EOFError) as e:
-                if time.monotonic() > end:
-                    raise RuntimeError(f"no sampler answers at {socket} ({e}); see its log") from None
-                time.sleep(0.05)
+        self._client = Client(
+            f"ipc://{socket}", token, name="sampler", timeout=timeout, while_waiting=while_waiting
+        )
+        self._request: Any = None
+        """Type of the result of the last rollout or evaluation."""
 
     def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
-        """Sample and score the next prompts; ``version``: of the weights that the engines serve."""
-        answer: RolloutBatch | ResyncRequired = self._call("rollout", step=step, version=version)
+        """Sample and grade the next prompts; ``version``: of the weights that the engines serve."""
+        self._request = _ROLLOUT
+        answer: RolloutBatch | ResyncRequired = self._client.call("rollout", _ROLLOUT, step, version)
         return answer
 
     def sync(self, manifest: Manifest, version: int, *, again: bool = False) -> SyncResult:
         """Load the published weights into the engines; ``again``: only into those that do not serve them."""
-        answer: SyncResult = self._call("sync", manifest=manifest, version=version, again=again)
+        answer: SyncResult = self._client.call("sync", SyncResult, manifest, version, again)
         return answer
 
     def sleep(self, level: int) -> None:
         """Put the engines to sleep. Level 1: until ``wake``. Level 2 discards the weights: until ``sync``."""
-        self._call("sleep", level=level)
+        self._client.call("sleep", None, level)
 
     def wake(self) -> None:
         """Wake engines that sleep at level 1."""
-        self._call("wake")
+        self._client.call("wake", None)
 
     def evaluate(self) -> list[EvalResult] | ResyncRequired:
         """Sample and grade the held-out sets; results in their order."""
-        answer: list[EvalResult] | ResyncRequired = self._call("evaluate")
+        self._request = _EVALUATION
+        answer: list[EvalResult] | ResyncRequired = self._client.call("evaluate", _EVALUATION)
         return answer
 
     def resume_request(self) -> Any:
         """The result of the ``rollout`` or ``evaluate`` that returned ResyncRequired, or ResyncRequired."""
-        return self._call("resume_request")
+        return self._client.call("resume_request", self._request)
+
+    def release(self) -> None:
+        """Let the workers forget the last rollout: every leader has its trajectories."""
+        self._client.call("release", None)
+
+    def addresses(self) -> list[str]:
+        """Where the workers hand out trajectories, by their number."""
+        answer: list[str] = self._client.call("addresses", list[str])
+        return answer
 
     def counts(self) -> dict[str, float]:
-        """``engine/restarts`` and ``engine/requests_resent`` since the last call."""
-        answer: dict[str, float] = self._call("counts")
+        """``engine/*`` metrics since the last call."""
+        answer: dict[str, float] = self._client.call("counts", dict[str, float])
         return answer
 
     def state(self) -> dict[str, Any]:
         """The sampler's state for a checkpoint: position in the data, and surplus groups."""
-        answer: dict[str, Any] = self._call("state")
+        answer: dict[str, Any] = self._client.call("state", dict[str, Any])
         return answer
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state()`` returned."""
-        self._call("restore", state=state)
+        self._client.call("restore", None, state)
 
     def close(self) -> None:
         """Disconnect. The sampler waits for the next client; the launcher ends it."""
-        self._connection.close()
+        self._client.close()
 
     def __enter__(self) -> SamplerClient:
         return self
@@ -144,18 +147,49 @@ class SamplerClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, method: str, **arguments: Any) -> Any:
-        try:
-            self._connection.send((method, arguments))
-            while not self._connection.poll(_POLL_SECONDS):
-                self._while_waiting()
-            kind, value = self._connection.recv()
-        except (EOFError, ConnectionError, OSError) as e:
-            raise RuntimeError(
-                f"the sampler is gone ({type(e).__name__} while waiting for {method}); see its log"
-            ) from None
-        if kind == "user_error":
-            raise UserError(value)
-        if kind == "error":
-            raise RuntimeError(value)
-        return value
+
+class TrajectoryClient:
+    """A leader's connections to the workers, made when first needed; see ``TrajectorySource``."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: str,
+        *,
+        timeout: float = 120.0,
+        while_waiting: Callable[[], None] = lambda: None,
+    ):
+        """timeout: seconds to wait for a worker, also while it is started again. while_waiting: as above."""
+        self._addresses, self._token = addresses, token
+        self._timeout, self._while_waiting = timeout, while_waiting
+        self._clients: dict[int, Client] = {}
+
+    def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
+        """See ``TrajectorySource``."""
+        found: dict[int, Trajectory] = {}
+        for number in sorted(set(worker)):
+            places = [i for i, w in enumerate(worker) if w == number]
+            for start in range(0, len(places), _TRAJECTORIES):
+                some = places[start : start + _TRAJECTORIES]
+                answer = self._client(number).call(
+                    "fetch", list[Trajectory], [int(ticket[i]) for i in some], [int(sample[i]) for i in some]
+                )
+                found |= dict(zip(some, answer, strict=True))
+        return [found[i] for i in range(len(worker))]
+
+    def close(self) -> None:
+        """Disconnect."""
+        for client in self._clients.values():
+            client.close()
+
+    def _client(self, number: int) -> Client:
+        if number not in self._clients:
+            self._clients[number] = Client(
+                self._addresses[number],
+                self._token,
+                name=f"sampler worker {number}",
+                timeout=self._timeout,
+                while_waiting=self._while_waiting,
+                again=True,
+            )
+        return self._clients[number]

@@ -31,7 +31,7 @@ from rpg_megatron.engine.command import context_length
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.models.activation_sites import FINAL_INPUT, LOGITS, Trace
 from rpg_megatron.policy.microbatch import MicroBatch
-from rpg_megatron.rollout.generation import seed_of
+from rpg_megatron.rollout.seeds import seed_of
 from rpg_megatron.system.collectives import broadcast_object
 from rpg_megatron.system.dtypes import dtype_name
 from rpg_megatron.system.files import atomic_write_text

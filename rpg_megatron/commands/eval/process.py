@@ -19,19 +19,21 @@ from typing import Any
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.data.problems import read_counted
-from rpg_megatron.data.prompts import Prompt, fit_prompts, load_tokenizer
-from rpg_megatron.engine.client import EngineClient, EngineError
+from rpg_megatron.data.prompts import Prompt, decoder_of, fit_prompts, load_tokenizer
+from rpg_megatron.engine.client import EngineError
 from rpg_megatron.engine.command import TOKEN_VARIABLE
-from rpg_megatron.engine.process import engine_address
 from rpg_megatron.evaluation.metrics import describe_set, write_results
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.evaluation.results_file import append_result, read_results, results_file
-from rpg_megatron.rewards.reward import Scorer
-from rpg_megatron.rollout.engine_pool import EnginePool, run_all
+from rpg_megatron.rollout.dispatcher import Dispatcher
+from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.sampler_client import EVENTS
+from rpg_megatron.rollout.seeds import stop_tokens
+from rpg_megatron.rollout.worker import Worker, engine_clients
 from rpg_megatron.system.events import EventSender
 from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.system.tasks import run_all
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -63,12 +65,10 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
     }
     finished = {(name, result.prompt_id) for name, results in done.items() for result in results}
     total = sum(map(len, prompts.values()))
-    scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
     events = EventSender(work / EVENTS)
-    engines = [
-        EngineClient(i, engine_address(work, i), token, timeout=settings.engine.request_timeout)
-        for i in range(settings.engine.replicas)
-    ]
+    engines = engine_clients(settings, work, token)
+    stops = stop_tokens(settings.model.path, tokenizer)
+    worker = Worker(settings, decoder_of(tokenizer), engines, work, stops)
 
     def keep(result: EvalResult) -> None:
         append_result(results_file(folder, result.set), result)
@@ -79,16 +79,15 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
     try:
         # Nobody restarts an engine here: graded responses are on disk, and rerunning the command resumes.
         fleet = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
-        heldout = HeldOut(settings, tokenizer, fleet, scorer, prompts)
+        dispatcher = Dispatcher(fleet, [worker], settings.engine.max_sequences)
+        heldout = HeldOut(settings, dispatcher, prompts)
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             events.phase(PHASE, len(finished), total)
             fleet.expect(None)  # engines serve the weights they were started with
             await heldout.evaluate(keep, skip=frozenset(finished))
     finally:
-        scorer.close()
-        for engine in engines:
-            await engine.close()
+        await worker.close()
         events.close()
     counts = {name: left_out for name, (_, left_out) in loaded.items()}
     _conclude(folder, settings, prompts, done, counts)

@@ -1,0 +1,117 @@
+"""Groups of responses: what the sampler asks its workers for, and what it keeps of the answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from rpg_megatron.data.trajectory import Tokens, Trajectory
+
+
+class GroupTask(msgspec.Struct, frozen=True):
+    """A group of responses to one prompt, to be generated and graded."""
+
+    ticket: int
+    """Number of the group in the run; groups are generated in this order."""
+    prompt_id: int
+    prompt: Tokens
+    """Token ids, int32 [P]."""
+    answer: str
+    """The reference answer."""
+    samples: int
+    """Number of responses."""
+    seed: int
+    """Response i is sampled with seed + i."""
+    max_tokens: int
+    """Token limit of a response."""
+    version: int
+    """Version of the weights that the engines serve."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    logprobs: bool = True
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """Result of one engine's work on a group."""
+
+    complete: bool
+    """Whether all responses are there; if not, the engine failed."""
+    resent: int = 0
+    """Number of requests that have to be sent again."""
+    failure: str = ""
+    """Why the engine failed."""
+
+
+class GroupScores(msgspec.Struct, frozen=True):
+    """What the sampler keeps of a graded group; all lists in the order of its responses."""
+
+    lengths: list[int]
+    """Tokens of each response."""
+    rewards: list[float]
+    correct: list[bool]
+    truncated: list[bool]
+    parts: dict[str, list[float]]
+    """Components of the rewards."""
+
+
+class GroupAnswers(msgspec.Struct, frozen=True):
+    """What an evaluation keeps of a graded group; all lists in the order of its responses."""
+
+    responses: list[str]
+    correct: list[bool]
+    extracted: list[str | None]
+    lengths: list[int]
+    finishes: list[str]
+
+
+class GroupWorker(Protocol):
+    """Generates and grades groups, and keeps their trajectories until they are dropped."""
+
+    async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
+        """Generate the missing responses of a group on one engine; grading starts when they are complete.
+
+        incarnation: of the engine; what another one answers does not count. Raises EngineError if the engine
+        refuses the request.
+        """
+        ...
+
+    async def score(self, ticket: int) -> GroupScores:
+        """The scores of a complete group, when it is graded."""
+        ...
+
+    async def answers(self, ticket: int) -> GroupAnswers:
+        """The texts and verdicts of a complete group, when it is graded."""
+        ...
+
+    async def drop(self, tickets: list[int]) -> None:
+        """Forget groups."""
+        ...
+
+    async def save(self, tickets: list[int], file: Path) -> None:
+        """Write complete groups to a rollout file, in which ``group`` is the ticket. Raises UserError."""
+        ...
+
+    async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
+        """Read groups from a file that ``save`` wrote. Raises UserError if it is missing or damaged."""
+        ...
+
+    async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
+        """Trajectories of complete groups, waiting for groups that are generated again."""
+        ...
+
+    async def counts(self) -> dict[str, float]:
+        """Metrics ``reward/*`` of failures since the last call."""
+        ...
+
+
+def scores_of(group: list[Trajectory]) -> GroupScores:
+    """The scores of a group's trajectories."""
+    return GroupScores(
+        lengths=[len(t.response) for t in group],
+        rewards=[t.reward for t in group],
+        correct=[t.correct for t in group],
+        truncated=[t.finish == "length" for t in group],
+        parts={name: [t.parts[name] for t in group] for name in group[0].parts},
+    )

@@ -1,0 +1,149 @@
+"""A sampler worker in a process of its own, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask
+from rpg_megatron.system.messages import AsyncClient
+from rpg_megatron.system.parent_death import with_parent_death_signal
+
+logger = logging.getLogger("rpg_megatron.sampler")
+
+_DEATHS = 3
+"""A worker that dies so often without finishing a group ends the run."""
+
+
+class WorkerGone(RuntimeError):
+    """The worker died during a call; it is started again, without its groups."""
+
+
+class RemoteWorker:
+    """See ``GroupWorker``: a call waits until the worker runs. For one event loop."""
+
+    def __init__(
+        self,
+        number: int,
+        run: Path,
+        work: Path,
+        token: str,
+        host: str,
+        on_restart: Callable[[int], None],
+        on_end: Callable[[int, str], None],
+    ):
+        """host: address at which other nodes reach it; empty: a unix socket only. on_restart: called with the
+        number when it runs again. on_end: called with exit code and message if it cannot run.
+        """
+        self.number, self._run, self._work, self._token = number, run, work, token
+        self._address = f"tcp://{host}:*" if host else ""
+        self._on_restart, self._on_end = on_restart, on_end
+        self._socket = work / f"worker-{number}.sock"
+        self._client: AsyncClient | None = None
+        self._up = asyncio.Event()
+        self._deaths = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the leaders fetch trajectories; after ``start``."""
+        return self._address
+
+    async def start(self) -> None:
+        """Start the process and wait until it answers."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._keep_running())
+        await self._up.wait()
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), 5.0)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        if self._client is not None:
+            self._client.close()
+
+    async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
+        """See ``GroupWorker``, as for all methods below."""
+        return await self._call("generate", Generated, task, engine, incarnation)  # type: ignore[no-any-return]
+
+    async def score(self, ticket: int) -> GroupScores:
+        """See ``GroupWorker``."""
+        scores: GroupScores = await self._call("score", GroupScores, ticket)
+        self._deaths = 0
+        return scores
+
+    async def answers(self, ticket: int) -> GroupAnswers:
+        """See ``GroupWorker``."""
+        return await self._call("answers", GroupAnswers, ticket)  # type: ignore[no-any-return]
+
+    async def drop(self, tickets: list[int]) -> None:
+        """See ``GroupWorker``."""
+        await self._call("drop", None, tickets)
+
+    async def save(self, tickets: list[int], file: Path) -> None:
+        """See ``GroupWorker``."""
+        await self._call("save", None, tickets, file)
+
+    async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
+        """See ``GroupWorker``."""
+        return await self._call("load", list[GroupScores], tickets, file)  # type: ignore[no-any-return]
+
+    async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
+        """See ``GroupWorker``."""
+        return await self._call("fetch", list[Trajectory], tickets, samples)  # type: ignore[no-any-return]
+
+    async def counts(self) -> dict[str, float]:
+        """See ``GroupWorker``."""
+        return await self._call("counts", dict[str, float])  # type: ignore[no-any-return]
+
+    async def _call(self, method: str, returns: Any, *arguments: Any) -> Any:
+        await self._up.wait()
+        assert self._client is not None
+        return await self._client.call(method, returns, *arguments)
+
+    async def _keep_running(self) -> None:
+        first = True
+        while True:
+            self._socket.unlink(missing_ok=True)
+            module = [sys.executable, "-P", "-m", "rpg_megatron.rollout.worker"]
+            command = [*module, str(self._run), str(self._work), str(self.number), self._address]
+            self._process = await asyncio.create_subprocess_exec(
+                *with_parent_death_signal(command, signal.SIGKILL)
+            )
+            self._client = AsyncClient(f"ipc://{self._socket}", self._token)
+            hello = asyncio.create_task(self._client.call("where", str))
+            ended = asyncio.create_task(self._process.wait())
+            await asyncio.wait([hello, ended], return_when=asyncio.FIRST_COMPLETED)
+            if hello.done():
+                where = hello.result()
+                self._address = where if self._address else f"ipc://{self._socket}"
+                self._up.set()
+                if not first:
+                    self._on_restart(self.number)
+                first = False
+            code = await ended
+            hello.cancel()
+            self._up.clear()
+            self._client.fail(WorkerGone(f"sampler worker {self.number} died"))
+            self._client.close()
+            self._deaths += 1
+            logger.warning("sampler worker %d ended with code %d; it is started again", self.number, code)
+            if code == 2 or self._deaths == _DEATHS:
+                self._on_end(
+                    code, f"sampler worker {self.number} ended {self._deaths} times, with code {code}"
+                )
+                return

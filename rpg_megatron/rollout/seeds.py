@@ -1,0 +1,38 @@
+"""Seeds of the responses, and the tokens that end them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config import UserError
+from rpg_megatron.config.files import read_json
+
+
+def seed_of(seed: int, purpose: str, step: int, index: int, prompt_id: int) -> int:
+    """Seed of a group's first response: a 62-bit hash, so that the seeds of two groups do not overlap."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}/{index}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
+    """Token ids that end a response: the tokenizer's end-of-sequence token, and those of the checkpoint's
+    generation_config.json (config.json if there is none). Raises UserError if there is none at all.
+    """
+    found = {tokenizer.eos_token_id}
+    listed = None
+    for name in ("generation_config.json", "config.json"):
+        try:
+            listed = read_json(model / name).get("eos_token_id")
+            break
+        except (OSError, ValueError, AttributeError):
+            continue
+    found |= set(listed) if isinstance(listed, list) else {listed}
+    stops = sorted(t for t in found if isinstance(t, int))
+    if not stops:
+        raise UserError(
+            f"model.path: neither the tokenizer nor generation_config.json in {model} names an "
+            "end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
+    return stops

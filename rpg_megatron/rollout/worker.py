@@ -1,0 +1,307 @@
+"""A sampler worker: asks engines for groups, detokenises and grades responses, keeps the trajectories.
+
+With ``rollout.workers: 1`` it is a part of the sampler's process; with more, each is a process of its own,
+``python -m rpg_megatron.rollout.worker RUN_DIR WORK_DIR NUMBER ADDRESS``, which the sampler starts and
+restarts. It serves the sampler by a unix socket in WORK_DIR, and there or at ADDRESS, if that is not empty,
+the data-parallel leaders, which fetch their trajectories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.data.prompts import decoder_of, load_tokenizer
+from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.engine.client import EngineClient, EngineGone, Sample
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import engine_address
+from rpg_megatron.engine.restarts import incarnation_of
+from rpg_megatron.rewards.reward import Scorer
+from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask, scores_of
+from rpg_megatron.rollout.seeds import stop_tokens
+from rpg_megatron.system.messages import Server
+from rpg_megatron.system.tasks import run_all
+
+_TOKENS_PER_CALL = 4096
+"""A call to an engine is for as many responses as this covers at their token limit, at least one."""
+METHODS = ("generate", "score", "answers", "drop", "save", "load", "fetch", "counts")
+"""Methods that a worker serves to other processes."""
+
+
+class _Group:
+    """A group under way, or complete."""
+
+    def __init__(self, task: GroupTask):
+        self.task = task
+        self.found: dict[int, Sample] = {}
+        """The responses so far, by number. Any engine may generate the others: the seed determines them."""
+        self.grading: asyncio.Task[None] | None = None
+        self.graded: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
+
+    def missing(self, most: int) -> list[range]:
+        """Numbers of the responses that are not there, in runs of at most ``most``."""
+        runs: list[range] = []
+        for number in range(self.task.samples):
+            if number in self.found:
+                continue
+            if runs and runs[-1].stop == number and len(runs[-1]) < most:
+                runs[-1] = range(runs[-1].start, number + 1)
+            else:
+                runs.append(range(number, number + 1))
+        return runs
+
+
+class Worker:
+    """See ``GroupWorker``. For one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        decode: Callable[[list[int]], str],
+        engines: Sequence[EngineClient],
+        work: Path,
+        stop_token_ids: Sequence[int],
+    ):
+        """decode: token ids to text. work: the folder shared with the launcher. stop_token_ids: those that end a
+        response.
+        """
+        self._decode, self._engines, self._work, self._stops = decode, engines, work, list(stop_token_ids)
+        self._max_sequences = settings.engine.max_sequences
+        reward = settings.reward
+        share = -(-reward.workers // settings.rollout.workers)
+        self._scorer = Scorer(
+            reward.model_copy(update={"workers": share}), settings.rollout.max_response_tokens
+        )
+        self._groups: dict[int, _Group] = {}
+        self._arrived = asyncio.Event()
+        """Set when a group was added."""
+
+    async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
+        """See ``GroupWorker``. Few responses share a call, so that answers arrive over time."""
+        group = self._group(task)
+        resent, failure = 0, ""
+
+        async def ask(numbers: range) -> None:
+            nonlocal resent, failure
+            try:
+                samples = await self._engines[engine].generate(
+                    task.prompt,
+                    n=len(numbers),
+                    max_tokens=task.max_tokens,
+                    seed=task.seed + numbers.start,
+                    stop_token_ids=self._stops,
+                    temperature=task.temperature,
+                    top_p=task.top_p,
+                    logprobs=task.logprobs,
+                )
+            except EngineGone as e:
+                failure = failure or str(e)
+                resent += 1
+                return
+            if incarnation_of(self._work, engine) == incarnation:
+                group.found |= dict(zip(numbers, samples, strict=True))
+            else:  # a restarted engine may have answered, without weights
+                resent += 1
+
+        most = min(self._max_sequences, max(1, _TOKENS_PER_CALL // task.max_tokens))
+        await run_all([ask(numbers) for numbers in group.missing(most)])
+        complete = len(group.found) == task.samples
+        if complete and group.grading is None:
+            group.grading = asyncio.create_task(self._grade(group))
+        return Generated(complete, resent, failure)
+
+    async def score(self, ticket: int) -> GroupScores:
+        """See ``GroupWorker``."""
+        return scores_of(await self._graded(ticket))
+
+    async def answers(self, ticket: int) -> GroupAnswers:
+        """See ``GroupWorker``."""
+        group = await self._graded(ticket)
+        return GroupAnswers(
+            responses=[t.text for t in group],
+            correct=[t.correct for t in group],
+            extracted=[t.extracted for t in group],
+            lengths=[len(t.response) for t in group],
+            finishes=[t.finish for t in group],
+        )
+
+    async def drop(self, tickets: list[int]) -> None:
+        """See ``GroupWorker``."""
+        for ticket in tickets:
+            self._groups.pop(ticket, None)
+
+    async def save(self, tickets: list[int], file: Path) -> None:
+        """See ``GroupWorker``."""
+        trajectories = [t for ticket in tickets for t in await self._graded(ticket)]
+        try:
+            await asyncio.to_thread(write_rollouts, file, trajectories)
+        except OSError as e:
+            raise UserError(
+                f"{file} cannot be written ({e}); free disk space, then rerun the same command"
+            ) from e
+
+    async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
+        """See ``GroupWorker``."""
+        found: dict[int, list[Trajectory]] = {ticket: [] for ticket in tickets}
+        try:
+            for t in iter_rollouts(file):
+                if t.group in found:
+                    found[t.group].append(t)
+        except OSError as e:
+            raise UserError(
+                f"{file} cannot be read ({e}): groups that a step carried over; restore it"
+            ) from None
+        for ticket, trajectories in found.items():
+            if not trajectories:
+                raise UserError(f"{file}: group {ticket} is missing; restore the file")
+            self._groups[ticket] = group = _Group(_task_of(ticket, trajectories))
+            group.graded.set_result(trajectories)
+        self._arrived.set()
+        return [scores_of(trajectories) for trajectories in found.values()]
+
+    async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
+        """See ``GroupWorker``."""
+        return [(await self._graded(ticket))[sample] for ticket, sample in zip(tickets, samples, strict=True)]
+
+    async def counts(self) -> dict[str, float]:
+        """See ``GroupWorker``."""
+        return self._scorer.pop_counts()
+
+    async def close(self) -> None:
+        """End the grading workers, and disconnect from the engines."""
+        self._scorer.close()
+        for engine in self._engines:
+            await engine.close()
+
+    def _group(self, task: GroupTask) -> _Group:
+        if task.ticket not in self._groups:
+            self._groups[task.ticket] = _Group(task)
+            self._arrived.set()
+        return self._groups[task.ticket]
+
+    async def _graded(self, ticket: int) -> list[Trajectory]:
+        """A group's trajectories; waits for it if this worker was restarted and does not have it yet."""
+        while ticket not in self._groups:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return await asyncio.shield(self._groups[ticket].graded)
+
+    async def _grade(self, group: _Group) -> None:
+        try:
+            samples = [group.found[number] for number in range(group.task.samples)]
+            found = await run_all([self._trajectory(group.task, n, s) for n, s in enumerate(samples)])
+        except Exception as e:
+            group.graded.set_exception(e)
+            return
+        group.found.clear()
+        if not group.graded.done():
+            group.graded.set_result(found)
+
+    async def _trajectory(self, task: GroupTask, number: int, sample: Sample) -> Trajectory:
+        text = self._decode(sample.tokens.tolist())
+        score = await asyncio.wrap_future(self._scorer.submit(text, task.answer, len(sample.tokens)))
+        return Trajectory(
+            prompt_id=task.prompt_id,
+            sample=number,
+            group=task.ticket,
+            prompt=task.prompt,
+            response=sample.tokens,
+            behaviour=sample.logprobs,
+            versions=np.full(len(sample.tokens), task.version, np.int32),
+            finish=sample.finish,
+            text=text,
+            reward=score.reward,
+            correct=score.correct,
+            parts=score.parts,
+            answer=task.answer,
+            extracted=score.extracted,
+            reason=score.reason,
+            seed=task.seed + number,
+        )
+
+
+def _task_of(ticket: int, group: list[Trajectory]) -> GroupTask:
+    first = group[0]
+    return GroupTask(
+        ticket,
+        first.prompt_id,
+        first.prompt,
+        first.answer,
+        len(group),
+        first.seed,
+        max_tokens=0,
+        version=int(first.versions.max(initial=0)),
+    )
+
+
+# -- the process ---------------------------------------------------------------------------------------------
+
+
+def worker_socket(work: Path, number: int) -> Path:
+    """Where worker ``number`` listens."""
+    return work / f"worker-{number}.sock"
+
+
+def engine_clients(settings: Settings, work: Path, token: str) -> list[EngineClient]:
+    """A client of each engine."""
+    return [
+        EngineClient(i, engine_address(work, i), token, timeout=settings.engine.request_timeout)
+        for i in range(settings.engine.replicas)
+    ]
+
+
+async def _run(settings: Settings, work: Path, number: int, address: str, token: str) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for warning in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
+        loop.add_signal_handler(warning, stop.set)
+    tokenizer = load_tokenizer(settings.model.path)
+    worker = Worker(
+        settings,
+        decoder_of(tokenizer),
+        engine_clients(settings, work, token),
+        work,
+        stop_tokens(settings.model.path, tokenizer),
+    )
+
+    async def where() -> str:
+        return listening
+
+    server = Server(token, {name: getattr(worker, name) for name in METHODS} | {"where": where})
+    listening = server.listen(f"ipc://{worker_socket(work, number)}")
+    if address:
+        listening = server.listen(address)
+    serving = asyncio.create_task(server.serve())
+    await stop.wait()
+    serving.cancel()
+    await worker.close()
+
+
+def main() -> int:
+    """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o077)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        run, work, number, address = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+        asyncio.run(
+            _run(load_settings(run / "config.yaml"), work, number, address, os.environ[TOKEN_VARIABLE])
+        )
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

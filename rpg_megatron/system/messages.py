@@ -1,0 +1,331 @@
+"""Requests and answers between the processes of a run: msgpack over ZeroMQ, encrypted.
+
+A server is a ROUTER socket, a client a DEALER socket. A request is (number, method, arguments), an answer
+(number, kind, value) with kind "ok", "user_error" or "error". Values are dataclasses, msgspec structs and
+numpy arrays; both sides know their types and refuse others, and nothing in a message is executed. The CURVE
+keys follow from the run's token: whoever does not know it can neither read nor ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import itertools
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from rpg_megatron.config.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_ARRAY = 1
+"""Number of msgpack's extension type for a numpy array: (dtype, bytes), one dimension."""
+_POLL_SECONDS = 0.2
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_FAILURES = 5
+"""Failed handshakes in a row that mean another token; one that ends fails only once."""
+
+
+class ExpectedError(RuntimeError):
+    """An error whose message says all: a client gets it without a traceback."""
+
+
+class PeerGone(RuntimeError):
+    """The other process has ended or closed the connection."""
+
+
+# -- encoding ------------------------------------------------------------------------------------------------
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((value.dtype.str, value.tobytes())))
+    raise TypeError(f"a message cannot hold {type(value)}")
+
+
+def _unpack_array(code: int, data: memoryview) -> Any:
+    dtype, values = msgspec.msgpack.decode(data, type=tuple[str, bytes])
+    if code != _ARRAY or np.dtype(dtype).kind not in "biuf":
+        raise ValueError(f"extension {code} of type {dtype}")
+    return np.frombuffer(values, dtype).copy()  # what is read from bytes cannot be written to
+
+
+def _unpack(kind: type, value: Any) -> Any:
+    return Path(value) if kind is Path else value
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+
+
+def encode(value: Any) -> bytes:
+    """A value as msgpack."""
+    return _encoder.encode(value)
+
+
+def decode(data: bytes | memoryview, kind: Any) -> Any:
+    """The value, of type ``kind``. Raises msgspec.DecodeError."""
+    return msgspec.msgpack.Decoder(kind, ext_hook=_unpack_array, dec_hook=_unpack).decode(data)
+
+
+# -- keys ----------------------------------------------------------------------------------------------------
+
+
+class _Keys(NamedTuple):
+    public: bytes
+    secret: bytes
+
+
+def _keys(token: str, owner: str) -> _Keys:
+    secret = z85.encode(hashlib.blake2b(f"{owner} {token}".encode(), digest_size=32).digest())
+    return _Keys(zmq.curve_public(secret), secret)
+
+
+class _OnlyClients:
+    """ZeroMQ asks it about the key of each client that connects."""
+
+    def __init__(self, token: str):
+        self._key = _keys(token, "client").public
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+def _client_socket(context: Any, address: str, token: str) -> Any:
+    socket = context.socket(zmq.DEALER)
+    own = _keys(token, "client")
+    socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
+    socket.curve_serverkey = _keys(token, "server").public
+    socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, 0
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 500
+    socket.connect(address)
+    return socket
+
+
+# -- server --------------------------------------------------------------------------------------------------
+
+Handler = Callable[..., Awaitable[Any]]
+"""A coroutine function with annotated arguments."""
+
+
+class Server:
+    """Serves coroutines by name, several requests at a time. For one event loop."""
+
+    def __init__(self, token: str, methods: Mapping[str, Handler]):
+        """methods: by name; the types of their arguments are those of their annotations."""
+        self._methods = {name: (method, _arguments_of(method)) for name, method in methods.items()}
+        self._context = zmq.asyncio.Context()
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OnlyClients(token))
+        self._socket = self._context.socket(zmq.ROUTER)
+        own = _keys(token, "server")
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = own.public, own.secret
+        self._socket.linger, self._socket.sndhwm, self._socket.rcvhwm = 0, 0, 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def listen(self, address: str) -> str:
+        """Listen at ``ipc://PATH``, or at ``tcp://HOST:PORT``, where the port may be ``*``.
+
+        Returns the address with its port. Raises OSError if it cannot be used.
+        """
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as e:
+            raise OSError(e.errno, f"cannot listen at {address}: {e}") from None
+        return bytes(self._socket.last_endpoint).decode().rstrip("\0")
+
+    async def serve(self) -> None:
+        """Serve until cancelled."""
+        try:
+            while True:
+                client, number, method, body = await self._socket.recv_multipart()
+                task = asyncio.create_task(self._answer(client, number, method.decode(), body))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._authenticator.stop()
+            self._context.destroy(linger=0)
+
+    async def _answer(self, client: bytes, number: bytes, method: str, body: bytes) -> None:
+        try:
+            if method not in self._methods:
+                raise RuntimeError(f"unknown method {method!r}; use one of {', '.join(self._methods)}")
+            call, arguments = self._methods[method]
+            kind, value = b"ok", encode(await call(*decode(body, arguments)))
+        except UserError as e:
+            kind, value = b"user_error", encode(str(e))
+        except Exception as e:
+            kind = b"error"
+            if isinstance(e, ExpectedError):
+                value = encode(str(e))
+            else:
+                logger.exception("%s failed", method)
+                value = encode(f"{method} failed: {e!r}\n{traceback.format_exc()}")
+        await self._socket.send_multipart([client, number, kind, value])
+
+
+def _arguments_of(handler: Handler) -> Any:
+    hints = get_type_hints(handler)
+    return tuple.__class_getitem__(tuple(hints[name] for name in inspect.signature(handler).parameters))
+
+
+# -- clients -------------------------------------------------------------------------------------------------
+
+
+def _result(kind: bytes, value: bytes, returns: Any) -> Any:
+    if kind == b"ok":
+        return decode(value, returns)
+    raise (UserError if kind == b"user_error" else ExpectedError)(decode(value, str))
+
+
+class AsyncClient:
+    """Client for one event loop; any number of requests at a time."""
+
+    def __init__(self, address: str, token: str):
+        """Connect, when the server listens."""
+        self._context = zmq.asyncio.Context()
+        self._socket = _client_socket(self._context, address, token)
+        self._numbers = itertools.count()
+        self._waiting: dict[bytes, asyncio.Future[tuple[bytes, bytes]]] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    async def call(self, method: str, returns: Any, *arguments: Any) -> Any:
+        """The method's result, of type ``returns``.
+
+        Raises UserError and RuntimeError with the server's message, and what ``fail`` was called with.
+        """
+        number = next(self._numbers).to_bytes(8, "big")
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._socket.send_multipart([number, method.encode(), encode(arguments)])
+            kind, value = await answer
+        finally:
+            self._waiting.pop(number, None)
+        return _result(kind, value, returns)
+
+    def fail(self, error: Exception) -> None:
+        """End all requests with this exception: the server is gone."""
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._reader.cancel()
+        self._context.destroy(linger=0)
+
+    async def _read(self) -> None:
+        while True:
+            number, kind, value = await self._socket.recv_multipart()
+            answer = self._waiting.get(number)
+            if answer is not None and not answer.done():
+                answer.set_result((kind, value))
+
+
+class Client:
+    """Blocking client, one request at a time."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        name: str,
+        timeout: float = 120.0,
+        while_waiting: Callable[[], None] = lambda: None,
+        again: bool = False,
+    ):
+        """Connect; waits up to ``timeout`` seconds for the server to listen.
+
+        name: of the server, for messages. while_waiting: called a few times a second during a request; if it
+        raises, the request ends with that exception. again: if the server is gone, wait up to ``timeout``
+        seconds for its successor, and send the request again.
+        """
+        self._name, self._address, self._timeout, self._again = name, address, timeout, again
+        self._while_waiting = while_waiting
+        self._context = zmq.Context()
+        self._context.linger = 0
+        self._socket = _client_socket(self._context, address, token)
+        self._events = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
+        )
+        self._connected = False
+        self._failures = self._number = 0
+        end = time.monotonic() + timeout
+        try:
+            while not self._connected:
+                self._look(min(_POLL_SECONDS, timeout))
+                if not self._connected and time.monotonic() > end:
+                    raise RuntimeError(f"no {name} answers at {address}; see its log")
+        except RuntimeError:
+            self.close()
+            raise
+
+    def call(self, method: str, returns: Any, *arguments: Any) -> Any:
+        """The method's result, of type ``returns``.
+
+        Raises UserError and RuntimeError with the server's message, PeerGone if the server is gone.
+        """
+        self._number += 1
+        number = self._number.to_bytes(8, "big")
+        request = [number, method.encode(), encode(arguments)]
+        self._look(0)
+        self._check_connected(method)
+        self._socket.send_multipart(request)
+        gone: float | None = None  # since when
+        while True:
+            was = self._connected
+            if not self._socket.poll(1000 * _POLL_SECONDS):
+                self._while_waiting()
+            self._look(0)
+            while self._socket.poll(0):
+                got, kind, value = self._socket.recv_multipart()
+                if got == number:
+                    return _result(kind, value, returns)
+            if self._connected and not was:
+                self._socket.send_multipart(request)
+            gone = None if self._connected else gone or time.monotonic()
+            if gone is not None and time.monotonic() - gone > self._timeout:
+                raise PeerGone(f"the {self._name} did not come back; see its log")
+            self._check_connected(method)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._socket.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def _check_connected(self, method: str) -> None:
+        if not self._connected and not self._again:
+            raise PeerGone(f"the {self._name} is gone (while waiting for {method}); see its log")
+
+    def _look(self, seconds: float) -> None:
+        """Take what has happened to the connection, waiting so long for the first event."""
+        while self._events.poll(1000 * seconds):
+            event = recv_monitor_message(self._events)["event"]
+            if event == zmq.EVENT_DISCONNECTED or event & _FAILED:
+                self._connected = False
+            if event & _FAILED:
+                self._failures += 1
+                if self._failures == _FAILURES:
+                    raise RuntimeError(f"the {self._name} at {self._address} refuses our token")
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected, self._failures = True, 0
+            seconds = 0
