@@ -396,10 +396,9 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     for worker in remote:
         await worker.close()
     if own:
-        await own.close()
-    else:
-        for client in clients:
-            await client.close()
+        own.close()
+    for client in clients:
+        await client.close()
     events.close()
     return code
 

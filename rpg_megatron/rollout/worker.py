@@ -72,8 +72,8 @@ class Worker:
         work: Path,
         stop_token_ids: Sequence[int],
     ):
-        """decode: token ids to text. work: the folder shared with the launcher. stop_token_ids: those that end a
-        response.
+        """decode: token ids to text. work: the folder shared with the launcher. stop_token_ids: those that end
+        a response.
         """
         self._decode, self._engines, self._work, self._stops = decode, engines, work, list(stop_token_ids)
         self._max_sequences = settings.engine.max_sequences
@@ -177,11 +177,9 @@ class Worker:
         """See ``GroupWorker``."""
         return self._scorer.pop_counts()
 
-    async def close(self) -> None:
-        """End the grading workers, and disconnect from the engines."""
+    def close(self) -> None:
+        """End the grading workers."""
         self._scorer.close()
-        for engine in self._engines:
-            await engine.close()
 
     def _group(self, task: GroupTask) -> _Group:
         if task.ticket not in self._groups:
@@ -265,13 +263,8 @@ async def _run(settings: Settings, work: Path, number: int, address: str, token:
     for warning in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
         loop.add_signal_handler(warning, stop.set)
     tokenizer = load_tokenizer(settings.model.path)
-    worker = Worker(
-        settings,
-        decoder_of(tokenizer),
-        engine_clients(settings, work, token),
-        work,
-        stop_tokens(settings.model.path, tokenizer),
-    )
+    engines, stops = engine_clients(settings, work, token), stop_tokens(settings.model.path, tokenizer)
+    worker = Worker(settings, decoder_of(tokenizer), engines, work, stops)
 
     async def where() -> str:
         return listening
@@ -283,7 +276,9 @@ async def _run(settings: Settings, work: Path, number: int, address: str, token:
     serving = asyncio.create_task(server.serve())
     await stop.wait()
     serving.cancel()
-    await worker.close()
+    worker.close()
+    for engine in engines:
+        await engine.close()
 
 
 def main() -> int:

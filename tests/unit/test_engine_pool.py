@@ -11,6 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import pytest
 from rpg_megatron.bridge import controller
 from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed, SyncReport
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.config.rollout import EngineSettings
-from rpg_megatron.data.prompts import Prompt
+from rpg_megatron.config import Settings
+from rpg_megatron.config.rollout import EngineSettings, RewardSettings, RolloutSettings
 from rpg_megatron.engine.client import EngineError, EngineGone, Sample
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
@@ -31,10 +32,15 @@ from rpg_megatron.engine.restarts import (
     take_request,
 )
 from rpg_megatron.rollout import engine_pool as fleet_module
+from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.generation import GenerationRequest, generate_all
+from rpg_megatron.rollout.groups import GroupTask
+from rpg_megatron.rollout.worker import Worker
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
+SETTINGS = Settings.model_construct(
+    engine=EngineSettings(max_sequences=4), reward=RewardSettings(), rollout=RolloutSettings()
+)
 
 
 class Engine:
@@ -106,16 +112,26 @@ def build(work: Path, count: int, restarts: int = 3) -> tuple[EnginePool, list[E
     return EnginePool(EngineSettings(restarts=restarts), engines, work), engines
 
 
-def draws(count: int = 12) -> list[GenerationRequest]:
-    return [GenerationRequest(Prompt(i, "", "", np.zeros(3, np.int32)), 6, 100 * i, 9) for i in range(count)]
+def draws(count: int = 12) -> list[GroupTask]:
+    return [GroupTask(i, i, np.zeros(3, np.int32), "", 6, 100 * i, 9, version=0) for i in range(count)]
 
 
 async def sample(fleet: EnginePool) -> list[list[list[int]]]:
     """Sample a dozen groups; their tokens. Fails if a group is finished twice."""
-    groups, finished = draws(), []
-    await generate_all(fleet, groups, finished.append, max_sequences=4, temperature=1.0)
-    assert sorted(finished) == list(range(len(groups)))
-    return [[s.tokens.tolist() for s in group.responses] for group in groups]
+    clients: Any = [replica.client for replica in fleet.replicas]
+    worker = Worker(SETTINGS, str, clients, fleet._work, [0])
+    dispatcher = Dispatcher(fleet, [worker], SETTINGS.engine.max_sequences)
+    finished: list[int] = []
+    tasks = draws()
+    try:
+        await asyncio.gather(*(dispatcher.submit(t, partial(finished.append, t.ticket)) for t in tasks))
+    finally:
+        dispatcher.close()
+        worker.close()
+    assert sorted(finished) == [task.ticket for task in tasks]
+    return [
+        [t.response.tolist() for t in await worker.fetch([task.ticket] * 6, list(range(6)))] for task in tasks
+    ]
 
 
 def expected(version: int) -> list[list[list[int]]]:

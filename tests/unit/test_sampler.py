@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.rollout import DynamicSamplingSettings, RewardSettings
+from rpg_megatron.data.batch_index import index_of
+from rpg_megatron.data.prompts import decoder_of
+from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, Sample
 from rpg_megatron.evaluation.metrics import score_sets
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.generation import seed_of, stop_tokens
-from rpg_megatron.rollout.sampler import RolloutBatch, Sampler
+from rpg_megatron.rollout.sampler import Sampler
+from rpg_megatron.rollout.sampler_client import RolloutBatch
+from rpg_megatron.rollout.seeds import seed_of, stop_tokens
+from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
 
 
@@ -59,6 +65,9 @@ class FakeEngine:
     async def wait_ready(self, timeout: float) -> None:
         """At once."""
 
+    async def close(self) -> None:
+        """Nothing to close."""
+
     async def progresses(self, timeout: float) -> bool:
         return True
 
@@ -77,18 +86,50 @@ def settings(config_file: Path) -> Settings:
     return load_settings(config_file, [*overrides, evaluation, "training.minibatches=2"])
 
 
-def sampler_with(
-    settings: Settings, engines: list[FakeEngine], events: Path = Path("/nowhere/events")
-) -> Sampler:
-    fleet = EnginePool(settings.engine, engines, events.parent)  # never synced: they are taken as they are
-    return Sampler(settings, Tokenizer(), fleet, EventSender(events))
+@dataclass
+class Batch:
+    """A step's batch with its trajectories."""
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float]
+    seconds: float
+
+
+class LocalSampler(Sampler):
+    """With one worker, in the same process."""
+
+    def __init__(self, settings: Settings, engines: list[FakeEngine], events: Path = Path("/nowhere/events")):
+        tokenizer = Tokenizer()
+        pool = EnginePool(settings.engine, engines, events.parent)  # never synced: they are taken as they are
+        stops = stop_tokens(settings.model.path, tokenizer)
+        self.worker = Worker(settings, decoder_of(tokenizer), engines, events.parent, stops)
+        run = settings.model.path.parent / "run"
+        (run / "rollouts").mkdir(parents=True, exist_ok=True)
+        super().__init__(settings, run, tokenizer, pool, [self.worker], EventSender(events))
+
+    async def batch(self, step: int, version: int) -> Batch:
+        found = await self.rollout(step, version)
+        assert isinstance(found, RolloutBatch)
+        trajectories = await self.worker.fetch(found.index.ticket.tolist(), found.index.sample.tolist())
+        trajectories = [
+            replace(t, group=group) for t, group in zip(trajectories, found.index.group.tolist(), strict=True)
+        ]
+        for at_hand, sent in zip(
+            index_of(trajectories).columns()[2:], found.index.columns()[2:], strict=True
+        ):
+            assert at_hand.tolist() == sent.tolist()
+        await self.release()
+        return Batch(trajectories, found.metrics, found.seconds)
+
+    def close(self) -> None:
+        self.worker.close()
 
 
 def engines(seed: int, count: int = 2) -> list[FakeEngine]:
     return [FakeEngine(i, random.Random(100 * seed + i)) for i in range(count)]
 
 
-def flat(batch: RolloutBatch) -> list[tuple]:
+def flat(batch: Batch) -> list[tuple]:
     return [
         (t.group, t.sample, t.prompt_id, t.response.tolist(), t.behaviour.tolist(), t.reward, t.finish)
         for t in batch.trajectories
@@ -96,8 +137,8 @@ def flat(batch: RolloutBatch) -> list[tuple]:
 
 
 def test_a_step_is_the_same_whatever_the_timing(settings: Settings) -> None:
-    a = asyncio.run(sampler_with(settings, engines(1)).rollout(1, 0))
-    b = asyncio.run(sampler_with(settings, engines(2, count=3)).rollout(1, 0))
+    a = asyncio.run(LocalSampler(settings, engines(1)).batch(1, 0))
+    b = asyncio.run(LocalSampler(settings, engines(2, count=3)).batch(1, 0))
     assert flat(a) == flat(b)
     assert [(t.group, t.sample) for t in a.trajectories] == [(g, s) for g in range(6) for s in range(5)]
     for t in a.trajectories:
@@ -109,18 +150,18 @@ def test_a_step_is_the_same_whatever_the_timing(settings: Settings) -> None:
 
 
 def test_other_steps_and_seeds_draw_others(settings: Settings) -> None:
-    async def two_steps() -> tuple[RolloutBatch, RolloutBatch]:
-        sampler = sampler_with(settings, engines(1))
+    async def two_steps() -> tuple[RolloutBatch, Batch]:
+        sampler = LocalSampler(settings, engines(1))
         state = await sampler.state()
-        first = await sampler.rollout(1, 0)
+        first = await sampler.batch(1, 0)
         await sampler.restore(state)
-        return first, await sampler.rollout(2, 0)
+        return first, await sampler.batch(2, 0)
 
     first, second = asyncio.run(two_steps())
     assert [t.prompt_id for t in first.trajectories] == [t.prompt_id for t in second.trajectories]
     assert flat(first) != flat(second)
     other = replace_seed(settings, 1)
-    assert flat(asyncio.run(sampler_with(other, engines(1)).rollout(1, 0))) != flat(first)
+    assert flat(asyncio.run(LocalSampler(other, engines(1)).batch(1, 0))) != flat(first)
 
 
 def replace_seed(settings: Settings, seed: int) -> Settings:
@@ -129,12 +170,12 @@ def replace_seed(settings: Settings, seed: int) -> Settings:
 
 def test_a_resumed_sampler_goes_on_with_the_same_steps(settings: Settings) -> None:
     async def run() -> tuple[list[tuple], list[tuple]]:
-        sampler = sampler_with(settings, engines(1))
-        await sampler.rollout(1, 0)
+        sampler = LocalSampler(settings, engines(1))
+        await sampler.batch(1, 0)
         state = json.loads(json.dumps(await sampler.state()))
-        resumed = sampler_with(settings, engines(5))
+        resumed = LocalSampler(settings, engines(5))
         await resumed.restore(state)
-        return flat(await sampler.rollout(2, 1)), flat(await resumed.rollout(2, 1))
+        return flat(await sampler.batch(2, 1)), flat(await resumed.batch(2, 1))
 
     went_on, resumed = asyncio.run(run())
     assert went_on == resumed
@@ -146,7 +187,7 @@ def test_a_prompt_that_comes_twice_makes_two_groups(settings: Settings) -> None:
         update={"rollout": settings.rollout.model_copy(update={"prompts_per_step": 12})}
     )
     fakes = engines(1)
-    batch = asyncio.run(sampler_with(larger, fakes).rollout(1, 0))
+    batch = asyncio.run(LocalSampler(larger, fakes).batch(1, 0))
     ids = [t.prompt_id for t in batch.trajectories[::5]]
     assert len(ids) == 12
     assert len(set(ids)) == 8
@@ -156,11 +197,11 @@ def test_a_prompt_that_comes_twice_makes_two_groups(settings: Settings) -> None:
 
 def test_engines_share_the_work_and_are_not_flooded(settings: Settings) -> None:
     fakes = engines(1)
-    sampler = sampler_with(settings, fakes)
+    sampler = LocalSampler(settings, fakes)
 
     async def many() -> None:
         for step in range(4):
-            await sampler.rollout(step, 0)
+            await sampler.batch(step, 0)
 
     asyncio.run(many())
     assert all(len(f.requests) >= 4 for f in fakes)
@@ -175,15 +216,15 @@ def test_engines_share_the_work_and_are_not_flooded(settings: Settings) -> None:
 def test_a_group_larger_than_an_engine_takes_several_requests(settings: Settings) -> None:
     small = settings.model_copy(update={"engine": settings.engine.model_copy(update={"max_sequences": 2})})
     fakes = engines(1)
-    batch = asyncio.run(sampler_with(small, fakes).rollout(1, 0))
+    batch = asyncio.run(LocalSampler(small, fakes).batch(1, 0))
     assert {r["n"] for f in fakes for r in f.requests} == {1, 2}
-    assert flat(batch) == flat(asyncio.run(sampler_with(settings, engines(1)).rollout(1, 0)))
+    assert flat(batch) == flat(asyncio.run(LocalSampler(settings, engines(1)).batch(1, 0)))
 
 
 def test_a_failing_engine_ends_the_step_with_one_message(settings: Settings) -> None:
     fakes = [FakeEngine(0, random.Random(0)), FakeEngine(1, random.Random(1), fail_after=1)]
     with pytest.raises(EngineError, match=r"^engine 1 is gone$"):
-        asyncio.run(sampler_with(settings, fakes).rollout(1, 0))
+        asyncio.run(LocalSampler(settings, fakes).batch(1, 0))
 
 
 def test_metrics_and_events(settings: Settings, tmp_path: Path) -> None:
@@ -193,7 +234,7 @@ def test_metrics_and_events(settings: Settings, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as display:
         display.bind(str(path))
         display.settimeout(5)
-        batch = asyncio.run(sampler_with(settings, engines(1), path).rollout(1, 0))
+        batch = asyncio.run(LocalSampler(settings, engines(1), path).batch(1, 0))
         events = [json.loads(display.recv(4096)) for _ in range(7)]
     assert [(e["kind"], e["name"], e["total"]) for e in events] == [("phase", "rollout", 6)] * 7
     assert [e["done"] for e in events] == list(range(7))
@@ -233,11 +274,11 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run_steps(settings: Settings, count: int, **state: object) -> list[RolloutBatch]:
-    async def steps() -> list[RolloutBatch]:
-        sampler = sampler_with(settings, engines(1))
+def run_steps(settings: Settings, count: int, **state: object) -> list[Batch]:
+    async def steps() -> list[Batch]:
+        sampler = LocalSampler(settings, engines(1))
         try:
-            return [await sampler.rollout(step, step) for step in range(1, count + 1)]
+            return [await sampler.batch(step, step) for step in range(1, count + 1)]
         finally:
             sampler.close()
 
@@ -302,10 +343,10 @@ def test_surplus_that_is_dropped_is_never_trained_on(settings: Settings) -> None
 @pytest.mark.usefixtures("rewards")
 def test_an_easy_mixture_takes_one_round_and_every_seed_is_its_own(settings: Settings) -> None:
     fakes = engines(1)
-    sampler = sampler_with(dynamic(settings, "even", oversample=2.0), fakes)
+    sampler = LocalSampler(dynamic(settings, "even", oversample=2.0), fakes)
 
-    async def steps() -> list[RolloutBatch]:
-        return [await sampler.rollout(step, 0) for step in (1, 2, 3, 4)]
+    async def steps() -> list[Batch]:
+        return [await sampler.batch(step, 0) for step in (1, 2, 3, 4)]
 
     try:
         batches = asyncio.run(steps())
@@ -322,14 +363,14 @@ def test_a_resumed_sampler_has_what_was_carried_over(settings: Settings) -> None
     mixture = dynamic(settings, "mixed", oversample=3.0)
 
     async def run() -> tuple[list[tuple], list[tuple]]:
-        sampler = sampler_with(mixture, engines(1))
-        resumed = sampler_with(mixture, engines(5))
+        sampler = LocalSampler(mixture, engines(1))
+        resumed = LocalSampler(mixture, engines(5))
         try:
-            first = await sampler.rollout(1, 1)
+            first = await sampler.batch(1, 1)
             assert first.metrics["sampling/carried_over"] > 0
             state = json.loads(json.dumps(await sampler.state()))
             await resumed.restore(state)
-            return flat(await sampler.rollout(2, 2)), flat(await resumed.rollout(2, 2))
+            return flat(await sampler.batch(2, 2)), flat(await resumed.batch(2, 2))
         finally:
             sampler.close()
             resumed.close()
@@ -340,7 +381,7 @@ def test_a_resumed_sampler_has_what_was_carried_over(settings: Settings) -> None
 
 def test_evaluation_covers_the_whole_set_in_order_and_repeats_its_seeds(settings: Settings) -> None:
     fakes = engines(1)
-    sampler = sampler_with(settings, fakes)
+    sampler = LocalSampler(settings, fakes)
 
     async def twice() -> list:
         return [await sampler.evaluate(), await sampler.evaluate()]
@@ -355,7 +396,7 @@ def test_evaluation_covers_the_whole_set_in_order_and_repeats_its_seeds(settings
     assert {r.set for r in first} == {"heldout"}
     without = settings.model_copy(update={"evaluation": None})
     with pytest.raises(UserError, match=r"evaluation\.data"):
-        asyncio.run(sampler_with(without, engines(1)).evaluate())
+        asyncio.run(LocalSampler(without, engines(1)).evaluate())
 
 
 def test_several_held_out_sets_are_told_apart(config_file: Path) -> None:
@@ -365,7 +406,7 @@ def test_several_held_out_sets_are_told_apart(config_file: Path) -> None:
         sets = ", ".join(f"{{name: {name}, path: {data}, max_prompt_tokens: 99}}" for name in parts)
         settings = load_settings(config_file, [f"evaluation={{sets: [{sets}], samples: 3, top_p: 0.9}}"])
         fakes = engines(1)
-        results = asyncio.run(sampler_with(settings, fakes).evaluate())
+        results = asyncio.run(LocalSampler(settings, fakes).evaluate())
         assert {q["top_p"] for f in fakes for q in f.requests} == {0.9}
         return results
 

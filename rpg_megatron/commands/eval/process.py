@@ -87,7 +87,9 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
             fleet.expect(None)  # engines serve the weights they were started with
             await heldout.evaluate(keep, skip=frozenset(finished))
     finally:
-        await worker.close()
+        worker.close()
+        for engine in engines:
+            await engine.close()
         events.close()
     counts = {name: left_out for name, (_, left_out) in loaded.items()}
     _conclude(folder, settings, prompts, done, counts)
