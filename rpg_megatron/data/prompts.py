@@ -68,13 +68,33 @@ def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
 
     The Rust tokenizer's own method, where ``decode`` adds nothing to it but a look at each id.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and not tokenizer.clean_up_tokenization_spaces:
-        from transformers import PreTrainedTokenizerFast  # slow to import
+    return partial((_backend(tokenizer) or tokenizer).decode, skip_special_tokens=True)
 
-        if type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-            return partial(backend.decode, skip_special_tokens=True)
-    return partial(tokenizer.decode, skip_special_tokens=True)
+
+def save_decoder(tokenizer: Any, file: Path) -> None:
+    """Write what ``load_decoder`` needs, if the Rust tokenizer alone can decode."""
+    backend = _backend(tokenizer)
+    if backend is not None:
+        file.write_text(backend.to_str(), encoding="utf-8")
+
+
+def load_decoder(file: Path, model: Path) -> Callable[[list[int]], str]:
+    """``decoder_of`` the tokenizer in a checkpoint's folder, without transformers if ``file`` was written."""
+    if file.exists():
+        from tokenizers import Tokenizer
+
+        return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=True)
+    return decoder_of(load_tokenizer(model))
+
+
+def _backend(tokenizer: Any) -> Any | None:
+    """The Rust tokenizer if ``tokenizer.decode`` does nothing else."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.clean_up_tokenization_spaces:
+        return None
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
+    return backend if type(tokenizer)._decode is PreTrainedTokenizerFast._decode else None
 
 
 def load_prompts(settings: DataSettings, tokenizer: Any, key: str = "data") -> list[Prompt]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class RemoteWorker:
         work: Path,
         token: str,
         host: str,
+        stop_token_ids: Sequence[int],
         on_restart: Callable[[int], None],
         on_end: Callable[[int, str], None],
     ):
@@ -42,6 +43,7 @@ class RemoteWorker:
         number when it runs again. on_end: called with exit code and message if it cannot run.
         """
         self.number, self._run, self._work, self._token = number, run, work, token
+        self._stops = [str(token) for token in stop_token_ids]
         self._address = f"tcp://{host}:*" if host else ""
         self._on_restart, self._on_end = on_restart, on_end
         self._socket = work / f"worker-{number}.sock"
@@ -120,7 +122,14 @@ class RemoteWorker:
         while True:
             self._socket.unlink(missing_ok=True)
             module = [sys.executable, "-P", "-m", "rpg_megatron.rollout.worker"]
-            command = [*module, str(self._run), str(self._work), str(self.number), self._address]
+            command = [
+                *module,
+                str(self._run),
+                str(self._work),
+                str(self.number),
+                self._address,
+                *self._stops,
+            ]
             self._process = await asyncio.create_subprocess_exec(
                 *with_parent_death_signal(command, signal.SIGKILL)
             )

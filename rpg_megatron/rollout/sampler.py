@@ -25,7 +25,14 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE
 from rpg_megatron.data.batch_index import BatchIndex
-from rpg_megatron.data.prompts import Prompt, PromptStream, decoder_of, load_prompts, load_tokenizer
+from rpg_megatron.data.prompts import (
+    Prompt,
+    PromptStream,
+    decoder_of,
+    load_prompts,
+    load_tokenizer,
+    save_decoder,
+)
 from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import from_row
 from rpg_megatron.engine.command import TOKEN_VARIABLE, context_length
@@ -45,7 +52,7 @@ from rpg_megatron.rollout.sampler_client import (
     SyncResult,
 )
 from rpg_megatron.rollout.seeds import seed_of, stop_tokens
-from rpg_megatron.rollout.worker import Worker, engine_clients
+from rpg_megatron.rollout.worker import DECODER, Worker, engine_clients
 from rpg_megatron.system.events import EventSender
 from rpg_megatron.system.messages import Server
 
@@ -360,20 +367,20 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
             logger.error("%s; see the messages above", message)
         end(code if code == 2 else 1)
 
+    tokenizer = load_tokenizer(settings.model.path)
+    stops = stop_tokens(settings.model.path, tokenizer)
+    save_decoder(tokenizer, work / DECODER)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers
     remote = [
-        RemoteWorker(i, run, work, token, host, lambda number: sampler.dispatcher.restore(number), on_end)
+        RemoteWorker(
+            i, run, work, token, host, stops, lambda number: sampler.dispatcher.restore(number), on_end
+        )
         for i in range(count if count > 1 else 0)
     ]
     starting = [asyncio.create_task(worker.start()) for worker in remote]
-    tokenizer = load_tokenizer(settings.model.path)
     clients = engine_clients(settings, work, token)
-    own = (
-        Worker(settings, decoder_of(tokenizer), clients, work, stop_tokens(settings.model.path, tokenizer))
-        if not remote
-        else None
-    )
+    own = None if remote else Worker(settings, decoder_of(tokenizer), clients, work, stops)
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work)
     sampler = Sampler(settings, run, tokenizer, pool, [own] if own else remote, events)

@@ -1,9 +1,9 @@
 """A sampler worker: asks engines for groups, detokenises and grades responses, keeps the trajectories.
 
 With ``rollout.workers: 1`` it is a part of the sampler's process; with more, each is a process of its own,
-``python -m rpg_megatron.rollout.worker RUN_DIR WORK_DIR NUMBER ADDRESS``, which the sampler starts and
-restarts. It serves the sampler by a unix socket in WORK_DIR, and there or at ADDRESS, if that is not empty,
-the data-parallel leaders, which fetch their trajectories.
+``python -m rpg_megatron.rollout.worker RUN_DIR WORK_DIR NUMBER ADDRESS STOP_TOKEN...``, which the
+sampler starts and restarts. It serves the sampler by a unix socket in WORK_DIR, and there or at ADDRESS, if
+that is not empty, the data-parallel leaders, which fetch their trajectories.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.data.prompts import decoder_of, load_tokenizer
+from rpg_megatron.data.prompts import load_decoder
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineGone, Sample
@@ -28,12 +28,13 @@ from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
 from rpg_megatron.rewards.reward import Scorer
 from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask, scores_of
-from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.system.messages import Server
 from rpg_megatron.system.tasks import run_all
 
 _TOKENS_PER_CALL = 4096
 """A call to an engine is for as many responses as this covers at their token limit, at least one."""
+DECODER = "decoder.json"
+"""File in the work folder with which workers decode tokens."""
 METHODS = ("generate", "score", "answers", "drop", "save", "load", "fetch", "counts")
 """Methods that a worker serves to other processes."""
 
@@ -72,8 +73,8 @@ class Worker:
         work: Path,
         stop_token_ids: Sequence[int],
     ):
-        """decode: token ids to text. work: the folder shared with the launcher. stop_token_ids: those that end
-        a response.
+        """decode: token ids to text. work: the folder shared with the launcher. stop_token_ids: tokens that
+        end a response.
         """
         self._decode, self._engines, self._work, self._stops = decode, engines, work, list(stop_token_ids)
         self._max_sequences = settings.engine.max_sequences
@@ -258,13 +259,15 @@ def engine_clients(settings: Settings, work: Path, token: str) -> list[EngineCli
     ]
 
 
-async def _run(settings: Settings, work: Path, number: int, address: str, token: str) -> None:
+async def _run(
+    settings: Settings, work: Path, number: int, address: str, stops: list[int], token: str
+) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for warning in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
         loop.add_signal_handler(warning, stop.set)
-    tokenizer = load_tokenizer(settings.model.path)
-    engines, stops = engine_clients(settings, work, token), stop_tokens(settings.model.path, tokenizer)
-    worker = Worker(settings, decoder_of(tokenizer), engines, work, stops)
+    engines = engine_clients(settings, work, token)
+    decode = load_decoder(work / DECODER, settings.model.path)
+    worker = Worker(settings, decode, engines, work, stops)
 
     async def where() -> str:
         return listening
@@ -289,9 +292,8 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         run, work, number, address = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-        asyncio.run(
-            _run(load_settings(run / "config.yaml"), work, number, address, os.environ[TOKEN_VARIABLE])
-        )
+        settings, stops = load_settings(run / "config.yaml"), [int(token) for token in sys.argv[5:]]
+        asyncio.run(_run(settings, work, number, address, stops, os.environ[TOKEN_VARIABLE]))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2

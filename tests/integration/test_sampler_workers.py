@@ -1,0 +1,152 @@
+"""Sampler workers in processes of their own: the batch is the same for any number of them, and if one dies.
+
+Engines are stand-ins whose answers follow from prompt and seed, behind real sockets; sampler, workers and the
+leaders' fetch are the product's. Not covered: real engines (test_rollout_engine), real ranks (test_training).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpg_megatron.config import load_settings
+from rpg_megatron.data.trajectory import Trajectory, to_row
+from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.process import engine_socket
+from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
+from tests.support.stand_in_engines import StandIns, stand_in_engines
+
+REWARD = "def odd(response, answer): return len(response) % 2 == 1\n"
+TOKEN = "a token"
+
+
+@contextmanager
+def sampler(config: Path, workers: int, as_bytes: bool = True) -> Iterator[tuple[Sampling, StandIns]]:
+    """A sampler process over two stand-in engines."""
+    overrides = [
+        f"rollout.workers={workers}",
+        "engine.replicas=2",
+        "reward.type=odd_reward:odd",
+        "rollout.dynamic={oversample: 3.0}",
+    ]
+    settings = load_settings(config, overrides)
+    (config.parent / "odd_reward.py").write_text(REWARD)
+    with tempfile.TemporaryDirectory() as name:
+        work, run = Path(name), config.parent / f"run-{workers}-{as_bytes}"
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir()
+        (run / "config.yaml").write_text(settings.to_yaml())
+        sockets = [engine_socket(work, i) for i in range(2)]
+        with stand_in_engines(sockets, as_bytes=as_bytes) as engines, (run / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(run), str(work), str(work)],
+                env=os.environ | {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": f"{Path.cwd()}:{config.parent}"},
+                stdout=log,
+                stderr=log,
+            )
+            try:
+                with SamplerClient(work / SOCKET, TOKEN) as client:
+                    source = TrajectoryClient(client.addresses(), TOKEN)
+                    yield Sampling(client, source, process.pid), engines
+                    source.close()
+                process.terminate()
+                assert process.wait(30) == 0, (run / "log").read_text()
+            finally:
+                process.kill()
+                process.wait()
+
+
+class Sampling:
+    """The clients of a sampler process."""
+
+    def __init__(self, client: SamplerClient, source: TrajectoryClient, pid: int):
+        self.client, self.source, self.pid = client, source, pid
+
+    def rollout(self, step: int) -> RolloutBatch:
+        batch = self.client.rollout(step, 0)
+        assert isinstance(batch, RolloutBatch)
+        return batch
+
+    def fetch(self, batch: RolloutBatch) -> list[Trajectory]:
+        i = batch.index
+        return self.source.fetch(i.worker.tolist(), i.ticket.tolist(), i.sample.tolist())
+
+    def step(self, step: int) -> list[dict[str, Any]]:
+        """A step's trajectories as rows, and its metrics but for times."""
+        batch = self.rollout(step)
+        found = rows(batch, self.fetch(batch))
+        self.client.release()
+        return found
+
+    def workers(self) -> list[int]:
+        """Processes of the workers, by number."""
+        out = subprocess.run(
+            ["pgrep", "-P", str(self.pid), "-f", "rpg_megatron.rollout.worker"],
+            capture_output=True,
+            text=True,
+        )
+        return [int(pid) for pid in out.stdout.split()]
+
+
+def rows(batch: RolloutBatch, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    groups = batch.index.group.tolist()
+    metrics = {k: v for k, v in batch.metrics.items() if not k.startswith("time/")}
+    return [metrics] + [to_row(replace(t, group=g)) for t, g in zip(trajectories, groups, strict=True)]
+
+
+@pytest.fixture
+def expected(config_file: Path) -> list[list[dict[str, Any]]]:
+    """Three steps of a sampler without worker processes."""
+    with sampler(config_file, 1) as (one, _):
+        steps = [one.step(number) for number in (1, 2, 3)]
+    assert any(rows[0]["sampling/carried_in"] for rows in steps)
+    return steps
+
+
+def test_the_batch_does_not_depend_on_workers_or_route(
+    config_file: Path, expected: list[list[dict[str, Any]]]
+) -> None:
+    with sampler(config_file, 1, as_bytes=False) as (json, _):
+        assert [json.step(number) for number in (1, 2, 3)] == expected
+    with sampler(config_file, 2) as (two, engines):
+        assert len(two.workers()) == 2
+        assert two.step(1) == expected[0]
+        # Both die before the leaders have their trajectories, among them groups of the step before.
+        batch = two.rollout(2)
+        assert set(batch.index.worker.tolist()) == {0, 1}
+        for pid in two.workers():
+            os.kill(pid, signal.SIGKILL)
+        assert rows(batch, two.fetch(batch)) == expected[1]
+        two.client.release()
+        # One dies while it waits for engines.
+        engines.delay, engines.asked = 0.5, 0
+        killed = threading.Thread(target=kill_when_asked, args=(two.workers()[0], engines))
+        killed.start()
+        assert two.step(3) == expected[2]
+        killed.join()
+
+
+def kill_when_asked(pid: int, engines: StandIns) -> None:
+    while not engines.asked:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long  # two more samplers with processes; the default tier has one and two workers
+@pytest.mark.parametrize("workers", [4, 8])
+def test_any_number_of_workers(config_file: Path, expected: list[list[dict[str, Any]]], workers: int) -> None:
+    with sampler(config_file, workers) as (many, _):
+        assert [many.step(number) for number in (1, 2, 3)] == expected

@@ -1,0 +1,102 @@
+"""Stand-ins for vLLM's servers: what they answer follows from the prompt and the seed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
+
+
+class StandIns:
+    """HTTP/1.1 on a unix socket each, in a thread."""
+
+    def __init__(self, as_bytes: bool):
+        self.as_bytes = as_bytes
+        """Whether they have the plug-in's route."""
+        self.delay = 0.0
+        """Seconds until an answer."""
+        self.asked = 0
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                _, _, length = head.partition("content-length:")
+                body = await reader.readexactly(int(length.split()[0])) if length else b""
+                path = head.split()[1]
+                status, answer = "200 OK", b"{}"
+                if path == GENERATE and not self.as_bytes:
+                    status = "404 Not Found"
+                elif path.startswith("/inference"):
+                    self.asked += 1
+                    await asyncio.sleep(self.delay)
+                    answer = self.answer(json.loads(body), path == GENERATE)
+                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    def answer(self, asked: dict[str, Any], as_bytes: bool) -> bytes:
+        sampling = asked["sampling_params"]
+        drawn = [
+            self.sample(asked["token_ids"], sampling["seed"] + i, sampling["max_tokens"])
+            for i in range(sampling["n"])
+        ]
+        if as_bytes:
+            return msgspec.msgpack.encode(
+                [SampledBytes(i, "stop", t.tobytes(), v.tobytes()) for i, (t, v) in enumerate(drawn)]
+            )
+        return json.dumps(
+            {
+                "choices": [
+                    {
+                        "index": i,
+                        "token_ids": tokens.tolist(),
+                        "finish_reason": "stop",
+                        "logprobs": {
+                            "content": [
+                                {"token": f"token_id:{t}", "logprob": v}
+                                for t, v in zip(tokens.tolist(), values.tolist(), strict=True)
+                            ]
+                        },
+                    }
+                    for i, (tokens, values) in enumerate(drawn)
+                ]
+            }
+        ).encode()
+
+    def sample(self, prompt: list[int], seed: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids below 128 and their log-probs."""
+        digest = hashlib.blake2b(f"{seed} {prompt}".encode(), digest_size=8).digest()
+        rng = np.random.default_rng(int.from_bytes(digest, "big"))
+        length = int(rng.integers(1, longest + 1))
+        return rng.integers(0, 128, length, np.int32), -rng.exponential(1.0, length).astype(np.float32)
+
+
+@contextmanager
+def stand_in_engines(sockets: Sequence[Path], *, as_bytes: bool = True) -> Iterator[StandIns]:
+    """One at each of the sockets."""
+    stand_ins, loop = StandIns(as_bytes), asyncio.new_event_loop()
+
+    async def start() -> None:
+        for socket in sockets:
+            await asyncio.start_unix_server(stand_ins.connection, socket)
+
+    loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield stand_ins
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
