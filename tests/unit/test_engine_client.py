@@ -1,4 +1,4 @@
-"""Client, events and the line between rank 0 and the sampler, without vLLM.
+"""Client and events, without vLLM.
 
 Why: whatever an engine answers, the run must get the log-probs of the sampled tokens or one clear message
 that names the engine. Not covered: that vLLM answers in this form (the integration test).
@@ -7,9 +7,7 @@ that names the engine. Not covered: that vLLM answers in this form (the integrat
 import asyncio
 import json
 import socket
-import threading
 from collections.abc import Callable
-from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron.bridge.vllm.generate_route import SampledBytes
-from rpg_megatron.config import UserError
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
-from rpg_megatron.rollout.sampler import serve
-from rpg_megatron.rollout.sampler_client import RolloutBatch, SamplerClient
 from rpg_megatron.system.events import EventSender
 
 
@@ -209,60 +204,3 @@ def test_events_arrive_and_never_hurt(tmp_path: Path) -> None:
     sender.phase("rollout", 2, 3)  # the display is gone
     sender.close()
     sender.phase("rollout", 3, 3)
-
-
-# -- rank 0 and the sampler ----------------------------------------------------------------------------------
-
-
-class FakeSampler:
-    async def rollout(self, step: int, version: int) -> RolloutBatch:
-        return RolloutBatch([], {"step": step, "version": version}, 0.5)
-
-    async def evaluate(self) -> None:
-        raise UserError("set evaluation.data")
-
-    async def state(self) -> dict[str, Any]:
-        raise ZeroDivisionError("a bug")
-
-    async def restore(self, state: dict[str, Any]) -> None:
-        raise EngineError("engine 1 is gone")
-
-
-def test_answers_and_errors_cross_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "sampler.sock"
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    with Listener(str(path), family="AF_UNIX", authkey=b"secret") as listener:
-        threading.Thread(target=serve, args=(listener, FakeSampler(), loop), daemon=True).start()
-        with pytest.raises(RuntimeError, match="refuses our token"):
-            SamplerClient(path, "wrong", timeout=5)
-        with SamplerClient(path, "secret", timeout=5) as client:
-            assert client.rollout(4, 7) == RolloutBatch([], {"step": 4, "version": 7}, 0.5)
-            with pytest.raises(UserError, match=r"^set evaluation.data$"):
-                client.evaluate()
-            with pytest.raises(RuntimeError, match="a bug"):
-                client.state()
-            with pytest.raises(RuntimeError, match=r"^restore: engine 1 is gone$"):
-                client.restore({})
-            assert client.rollout(1, 1).seconds == 0.5
-        with SamplerClient(path, "secret", timeout=5) as client:
-            assert client.rollout(1, 1).seconds == 0.5
-    loop.call_soon_threadsafe(loop.stop)
-
-
-def test_no_sampler_and_a_dead_sampler(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no sampler answers at"):
-        SamplerClient(tmp_path / "no.sock", "secret", timeout=0.2)
-    path = tmp_path / "sampler.sock"
-    with Listener(str(path), family="AF_UNIX", authkey=b"secret") as listener:
-
-        def hang_up() -> None:
-            connection = listener.accept()
-            connection.recv()
-            connection.close()
-
-        threading.Thread(target=hang_up, daemon=True).start()
-        client = SamplerClient(path, "secret", timeout=5)
-        with pytest.raises(RuntimeError, match="the sampler is gone"):
-            client.evaluate()
-        client.close()
