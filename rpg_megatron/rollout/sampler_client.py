@@ -18,6 +18,7 @@ from typing import Any
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import UserError
+from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.results import EvalResult
 
@@ -38,6 +39,10 @@ class RolloutBatch:
     """``reward/*``, ``response/*``, ``time/*``."""
     seconds: float = 0.0
     """From the request to the last scored response."""
+    index: BatchIndex | None = None
+    """Place, lengths and reward of each trajectory."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """The sampler's state after them, for ``restore``."""
 
 
 @dataclass
@@ -97,6 +102,10 @@ class SamplerClient:
         """Sample and score the next prompts; ``version``: of the weights that the engines serve."""
         answer: RolloutBatch | ResyncRequired = self._call("rollout", step=step, version=version)
         return answer
+
+    def release(self) -> None:
+        """All leaders have fetched the step's trajectories: the workers may free them."""
+        self._call("release")
 
     def sync(self, manifest: Manifest, version: int, *, again: bool = False) -> SyncResult:
         """Load the published weights into the engines; ``again``: only into those that do not serve them."""
