@@ -72,11 +72,10 @@ class RankRun:
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
-        self._placement = mesh.coordinates(settings.model.vocab_multiple)
         publisher = open_publisher(
             settings.bridge,
             bridge,
-            self._placement,
+            mesh.coordinates(settings.model.vocab_multiple),
             self.policy.served.tensors,
             self._trainer.layout,
             torch_dtype(settings.precision.dtype),
@@ -270,7 +269,7 @@ class RankRun:
         self._trainer.compute_log_probs(batch)
 
     def save_rollouts(self, step: int, batch: Batch) -> None:
-        """Begin to write the step's rollouts, each leader its own. Its row and its checkpoint wait for all."""
+        """Begin to write the step's rollouts, each leader its own. Row and checkpoint wait for all."""
         self._finish_rollouts()
         self._rollouts.start(step, batch.mine)
 
@@ -387,9 +386,8 @@ class RankRun:
         self, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
     ) -> None:
         """Write the weights as a Hugging Face checkpoint. dtype: float32 or bfloat16; None: the policy's."""
-        self._trainer.write_checkpoint(
-            out, torch_dtype(dtype or self.settings.precision.dtype), max_shard_bytes
-        )
+        written = torch_dtype(dtype or self.settings.precision.dtype)
+        self._trainer.write_checkpoint(out, written, max_shard_bytes)
 
     def close(self) -> None:
         """Finish saving, then free shared memory and close connections."""
