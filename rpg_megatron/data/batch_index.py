@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -51,19 +51,16 @@ class TrajectorySource(Protocol):
         ...
 
 
-def index_of(trajectories: Sequence[Trajectory]) -> BatchIndex:
+def index_of(trajectories: Iterable[Trajectory]) -> BatchIndex:
     """The index of trajectories that are at hand: worker 0, and the group as ticket."""
-
-    def integers(values: Sequence[int]) -> NDArray[np.int64]:
-        return np.array(values, np.int64)
-
-    group = integers([t.group for t in trajectories])
+    rows = [(t.group, t.sample, len(t.prompt), len(t.response), t.reward) for t in trajectories]
+    group, sample, prompt, response, reward = zip(*rows, strict=True) if rows else [()] * 5
     return BatchIndex(
-        worker=np.zeros(len(trajectories), np.int64),
-        ticket=group,
-        group=group,
-        sample=integers([t.sample for t in trajectories]),
-        prompt_length=integers([len(t.prompt) for t in trajectories]),
-        response_length=integers([len(t.response) for t in trajectories]),
-        reward=np.array([t.reward for t in trajectories], np.float64),
+        worker=np.zeros(len(rows), np.int64),
+        ticket=np.array(group, np.int64),
+        group=np.array(group, np.int64),
+        sample=np.array(sample, np.int64),
+        prompt_length=np.array(prompt, np.int64),
+        response_length=np.array(response, np.int64),
+        reward=np.array(reward, np.float64),
     )

@@ -1,12 +1,17 @@
-"""Read and write the rollout files of a run (``rollouts/step_N.parquet``): all trajectories of a step.
+"""Read and write the rollouts of a run (``rollouts/step_N.parquet``): all trajectories of a step.
 
-A row is a trajectory, a column one of its fields. Files of earlier versions (``step_N.jsonl.zst``, one JSON
-object a line) can be read too.
+A row is a trajectory, a column one of its fields. With several data-parallel replicas, whose leaders write at
+the same time, ``step_N.parquet`` is a folder of one file each, ``part_00000_of_00004.parquet`` and so on:
+readers of Parquet take it as one data set. Files of earlier versions (``step_N.jsonl.zst``, one JSON object a
+line) can be read too.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import batched
@@ -49,6 +54,7 @@ _SCHEMA = pa.schema(
         "anchor": _FLOATS,  # null: the same as ``old``
     }
 )
+_PART = re.compile(r"part_\d{5}_of_(\d{5})\.parquet")
 _LISTS = [field.name for field in _SCHEMA if pa.types.is_list(field.type)]
 _PLAIN = [name for name in _SCHEMA.names if name not in _LISTS]
 _DIFFERENT = [f"{name}.list.element" for name in _LISTS if name != "versions"]
@@ -58,8 +64,11 @@ _DIFFERENT = [f"{name}.list.element" for name in _LISTS if name != "versions"]
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
     """Write a Parquet file, zstd-compressed, atomically; reading returns the same bits.
 
-    Raises OSError, and leaves no file then; the parent of the file's folder must exist.
+    file: all rollouts of a step, or a part of them (``part_file``), in batch order.
+    Raises OSError, and leaves no file then; the run's folder must exist.
     """
+    if file.parent.suffix == ".parquet":  # a part
+        file.parent.parent.mkdir(exist_ok=True)
     file.parent.mkdir(exist_ok=True)
     encoding = {
         # Only where values repeat: elsewhere a dictionary is built and given up.
@@ -92,26 +101,24 @@ class RolloutWriter:
 
 
 def iter_rollouts(file: Path) -> Iterator[Trajectory]:
-    """The trajectories of a file, bit for bit as they were written, a few in memory at a time.
+    """The trajectories of a step in batch order, bit for bit as they were written, a few in memory at a time.
 
-    Raises UserError if the file is damaged.
+    Raises UserError if the file, or a part of the folder, is damaged or missing.
     """
     if file.suffix != ".parquet":
-        yield from _iter_lines(file)
-        return
-    try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
-            for batch in opened.iter_batches(_ROWS):
-                yield from _from_batch(batch)
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, KeyError) as e:  # OSError: damage too
-        what = str(e).partition("\n")[0]
-        raise UserError(f"{file}: damaged ({what}); choose another step, or restore the file") from None
+        return _iter_lines(file)
+    if not file.is_dir():
+        return _iter_parquet(file, _ROWS)
+    parts = _expected_parts(file)
+    for part in parts:
+        if not part.is_file():
+            raise UserError(f"{part}: missing; choose another step, or restore the file")
+    rows = max(1, _ROWS // len(parts))
+    return heapq.merge(*(_iter_parquet(part, rows) for part in parts), key=lambda t: (t.group, t.sample))
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:
-    """All trajectories of a file. Raises UserError if it is damaged."""
+    """All trajectories of a step. Raises UserError as ``iter_rollouts`` does."""
     return list(iter_rollouts(file))
 
 
@@ -122,12 +129,52 @@ def rollouts_file(run: Path, step: int) -> Path:
     return older if older.is_file() and not file.exists() else file
 
 
+def part_file(file: Path, number: int, count: int) -> Path:
+    """Path of a part of a step's rollouts; the only one is the file itself."""
+    return file if count == 1 else file / f"part_{number:05d}_of_{count:05d}.parquet"
+
+
+def rollouts_complete(file: Path) -> bool:
+    """Whether a step's rollouts are written, all parts of them."""
+    if not file.is_dir():
+        return file.is_file()
+    return all(part.is_file() for part in _expected_parts(file))
+
+
+def remove_rollouts(file: Path) -> None:
+    """Remove what was written of a step's rollouts, as a file or in parts. Raises OSError."""
+    file.with_name(f".{file.name}.part").unlink(missing_ok=True)  # of ``atomic_write``, if it was killed
+    if file.is_dir():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
+
+
 def list_rollouts(run: Path) -> list[Path]:
-    """The rollout files of a run, by step."""
+    """The complete rollouts of a run, by step."""
     names = (f.name for f in (run / "rollouts").glob("step_*.*"))
     steps = {int(name[5:11]) for name in names if name[5:11].isdigit()}
     files = (rollouts_file(run, step) for step in sorted(steps))
-    return [file for file in files if file.is_file()]
+    return [file for file in files if rollouts_complete(file)]
+
+
+def _expected_parts(folder: Path) -> list[Path]:
+    """All parts that the name of any of them tells of; of an empty folder, a first one."""
+    counts = [int(m[1]) for f in folder.iterdir() if (m := _PART.fullmatch(f.name))]
+    count = max(counts, default=2)
+    return [part_file(folder, number, count) for number in range(count)]
+
+
+def _iter_parquet(file: Path, rows: int) -> Iterator[Trajectory]:
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+            for batch in opened.iter_batches(rows):
+                yield from _from_batch(batch)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, KeyError) as e:  # OSError: damage too
+        what = str(e).partition("\n")[0]
+        raise UserError(f"{file}: damaged ({what}); choose another step, or restore the file") from None
 
 
 def _to_batch(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:

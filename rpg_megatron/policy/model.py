@@ -77,6 +77,11 @@ class Mesh:
         """Whether this rank contributes the results of its data-parallel replica: one rank of each does."""
         return self.last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is its data-parallel replica's leader, the first of its ranks."""
+        return self.rank == self.replica(self.data_rank)[0]
+
     def coordinates(self, vocab_multiple: int) -> RankCoordinates:
         """This rank's ``RankCoordinates``. vocab_multiple: see there."""
         return RankCoordinates(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -62,9 +63,22 @@ class StateOffloader:
         torch.cuda.empty_cache()  # returns the freed memory from torch's cache to the device
         return sum(host.nbytes for _, host in self._offloaded)
 
+    def reload(self, patience: float = 0.0) -> None:
+        """Allocate the memory again and restore the state; gradients are zero.
+
+        patience: seconds to wait for other processes on the GPU to free their memory.
+        """
+        end = time.monotonic() + patience
+        while True:
+            try:
+                return self._reload()
+            except torch.OutOfMemoryError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1.0)
+
     @torch.no_grad()
-    def reload(self) -> None:
-        """Allocate the memory again and restore the state; gradients are zero."""
+    def _reload(self) -> None:
         if self._offloaded is None:
             return
         torch.cuda.empty_cache()

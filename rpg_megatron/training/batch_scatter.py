@@ -1,25 +1,27 @@
-"""Scatter a batch from rank 0 to the data-parallel replicas, and gather log-probs back.
+"""Distribute a step over the ranks: rank 0 sends each leader its part of the plan, the leader fetches the
+trajectories, and broadcasts what an update needs to the other ranks of its data-parallel replica.
 
-Rank 0 sends each replica its share once, as flat tensors without text, to the replica's first rank, which
-broadcasts it to the others. Log-probs are sent back by the first ranks only. Shares are sent one at a time,
-so rank 0's memory for them does not grow with the number of ranks. All tensors are in host memory and use
-gloo.
+A leader is the first rank of a replica. What rank 0 sends has a few numbers for each trajectory and none for
+its tokens. All tensors are in host memory and use gloo.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource
 from rpg_megatron.data.packing import Plan
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.model import Mesh
-from rpg_megatron.system.collectives import TIMEOUT, control_group
+from rpg_megatron.system.collectives import TIMEOUT, control_group, run_together
 
 Share = list[list[list[Trajectory]]]
 """One data-parallel replica's part of a batch: [mini-batch][micro-batch] -> trajectories."""
@@ -30,81 +32,72 @@ _FIELDS = 6
 
 
 class BatchScatter:
-    """Scatter and gather of this rank. Collective: every rank makes one and calls its methods in order."""
+    """Distributes batches to this rank. Collective: every rank makes one and calls its method in order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._control = mesh, control_group()
         replicas = [mesh.replica(data) for data in range(mesh.data)]
-        self._replica = replicas[mesh.data_rank]
+        self._leader = replicas[mesh.data_rank][0]
         self._group: dist.ProcessGroup | None = None  # of this replica, if it has more than one rank
         if mesh.data == 1 < mesh.world:
             self._group = self._control
         elif mesh.data < mesh.world:
             self._group, _ = dist.new_subgroups_by_enumeration(replicas, timeout=TIMEOUT, backend="gloo")
-        self._shares: list[Share] = []
-        """Rank 0: every replica's share of the last batch."""
 
-    def scatter(self, plan: Plan, batch: Sequence[Trajectory]) -> Share:
-        """Return this rank's share. plan, batch: on rank 0; empty elsewhere.
+    def scatter(
+        self,
+        plan: Plan,
+        index: BatchIndex | None,
+        advantages: NDArray[np.float64],
+        source: TrajectorySource | None,
+    ) -> tuple[Share, list[Trajectory]]:
+        """Return this rank's share, and on a leader the same trajectories in batch order (elsewhere empty).
 
-        Rank 0 gets the trajectories of ``batch`` themselves, the others copies with the fields that an update
-        needs: tokens, ``behaviour``, ``finish``, ``advantage`` rounded to float32, and prompt, group and
-        sample numbers.
+        plan, index, advantages [N]: on rank 0; empty, None and empty elsewhere. source: on leaders. A leader
+        gets the trajectories as the source gives them, with group and advantage set. The other ranks get
+        copies with the fields that an update needs: tokens, ``behaviour``, ``finish``, ``advantage`` rounded
+        to float32, and prompt, group and sample numbers. When the method returns on any rank, all leaders
+        have fetched. If a leader cannot fetch, all ranks raise (``run_together``).
         """
-        first = self._replica[0]
-        self._shares = [[[[batch[i] for i in micro] for micro in mini] for mini in rank] for rank in plan]
-        flat: tuple[Tensor, Tensor] | None = None
-        for data, share in enumerate(self._shares):
-            if data > 0:
-                self._send(flatten(share), self._mesh.replica(data)[0])
-        if self._mesh.rank == first and first > 0:
-            flat = self._receive()
+        leads, part = self._mesh.leads, torch.empty(0)
+        if index is not None:
+            for data in reversed(range(self._mesh.data)):  # its own last
+                part = pack_part(plan[data], index, advantages)
+                if data > 0:
+                    self._send(part, self._mesh.replica(data)[0])
+        elif leads:
+            part = self._receive()
+
+        def fetch() -> tuple[Share, list[Trajectory]]:
+            assert source is not None, "a leader has no source of trajectories"
+            return fetch_part(part, source)
+
+        share, mine = run_together(lambda: fetch() if leads else ([], []))
         if self._group is not None:
-            if self._mesh.rank == 0:
-                flat = flatten(self._shares[0])
-            flat = self._broadcast(flat)
-        if self._mesh.rank == 0:
-            return self._shares[0]
-        assert flat is not None
-        return unflatten(*flat)
+            flat = self._broadcast(flatten(share) if leads else None)
+            share = share if leads else unflatten(*flat)
+        return share, mine
 
-    def gather(self, name: str, share: Share) -> None:
-        """Copy an attribute of the trajectories from all other replicas' shares to rank 0's batch.
-
-        name: attribute, float32 [R]. All ranks of a replica have the same values.
-        """
-        if self._mesh.rank == 0:
-            for data, other in enumerate(self._shares[1:], start=1):
-                values = torch.empty(sum(len(t.response) for t in each(other)), dtype=torch.float32)
-                dist.recv(values, self._mesh.replica(data)[0], group=self._control)
-                start = 0
-                for t in each(other):
-                    setattr(t, name, values[start : start + len(t.response)].numpy())
-                    start += len(t.response)
-        elif self._mesh.rank == self._replica[0]:
-            values = np.concatenate([np.zeros(0, np.float32), *(getattr(t, name) for t in each(share))])
-            dist.send(torch.from_numpy(values), 0, group=self._control)
-
-    def _send(self, flat: tuple[Tensor, Tensor], to: int) -> None:
-        for tensor in (_sizes(flat), *flat):
+    def _send(self, part: Tensor, to: int) -> None:
+        for tensor in (torch.tensor([len(part)]), part):
             dist.send(tensor, to, group=self._control)
 
-    def _receive(self) -> tuple[Tensor, Tensor]:
-        sizes = torch.empty(2, dtype=torch.int64)
-        dist.recv(sizes, 0, group=self._control)
-        flat = _buffers(sizes)
-        for tensor in flat:
-            dist.recv(tensor, 0, group=self._control)
-        return flat
+    def _receive(self) -> Tensor:
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, 0, group=self._control)
+        part = torch.empty(int(size), dtype=torch.int64)
+        dist.recv(part, 0, group=self._control)
+        return part
 
     def _broadcast(self, flat: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Broadcast ``flat`` from the replica's first rank to the others."""
-        first, group = self._replica[0], self._group
-        sizes = _sizes(flat) if flat else torch.empty(2, dtype=torch.int64)
-        dist.broadcast(sizes, first, group=group)
-        flat = flat or _buffers(sizes)
+        """Broadcast ``flat`` from the leader to the replica's other ranks."""
+        lengths = torch.tensor([len(x) for x in flat]) if flat else torch.empty(2, dtype=torch.int64)
+        dist.broadcast(lengths, self._leader, group=self._group)
+        if flat is None:
+            ints, floats = lengths.tolist()
+            flat = torch.empty(ints, dtype=torch.int32), torch.empty(floats, dtype=torch.float32)
         for tensor in flat:
-            dist.broadcast(tensor, first, group=group)
+            dist.broadcast(tensor, self._leader, group=self._group)
         return flat
 
 
@@ -113,35 +106,46 @@ def each(share: Share) -> Iterator[Trajectory]:
     return chain.from_iterable(chain.from_iterable(share))
 
 
+def pack_part(plan: list[list[list[int]]], index: BatchIndex, advantages: NDArray[np.float64]) -> Tensor:
+    """A leader's part of the plan as one int64 tensor: batch sizes, and five numbers of each trajectory."""
+    chosen = np.fromiter(chain.from_iterable(chain.from_iterable(plan)), np.int64)
+    columns = (index.worker, index.ticket, index.sample, index.group, advantages.view(np.int64))
+    words = [np.array(_sizes_of(plan), np.int64), *(column[chosen] for column in columns)]
+    return torch.from_numpy(np.concatenate(words))
+
+
+def fetch_part(part: Tensor, source: TrajectorySource) -> tuple[Share, list[Trajectory]]:
+    """Fetch the trajectories of a ``pack_part``: as a share, and in batch order (by group, then sample)."""
+    sizes, rest = _read_sizes(part.numpy())
+    columns = rest.reshape(5, -1)
+    order = np.lexsort((columns[2], columns[3]))
+    worker, ticket, sample, group, bits = columns[:, order]
+    mine = source.fetch(worker.tolist(), ticket.tolist(), sample.tolist())
+    for t, number, advantage in zip(mine, group.tolist(), bits.view(np.float64).tolist(), strict=True):
+        t.group, t.advantage = number, advantage
+    return _cut([mine[place] for place in np.argsort(order).tolist()], sizes), mine
+
+
 def flatten(share: Share) -> tuple[Tensor, Tensor]:
     """A share as two tensors: int32 (batch sizes, fields, tokens) and float32 (advantages, ``behaviour``)."""
     trajectories = list(each(share))
-    sizes = [len(share)]
-    for mini in share:
-        sizes += [len(mini), *(len(micro) for micro in mini)]
     fields = [
         (len(t.prompt), len(t.response), _FINISHES.index(t.finish), t.prompt_id, t.group, t.sample)
         for t in trajectories
     ]
     tokens = [ids for t in trajectories for ids in (t.prompt, t.response)]
-    ints = [np.array(sizes, np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
+    ints = [np.array(_sizes_of(share), np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
     floats = [np.array([t.advantage for t in trajectories], np.float32), *(t.behaviour for t in trajectories)]
     return torch.from_numpy(np.concatenate(ints)), torch.from_numpy(np.concatenate(floats))
 
 
 def unflatten(ints: Tensor, floats: Tensor) -> Share:
     """Inverse of ``flatten``. Arrays of the trajectories are views of the two tensors."""
-    words, values = ints.numpy(), floats.numpy()
-    offset = 1
-    sizes: list[list[int]] = []
-    for _ in range(words[0]):
-        end = offset + 1 + int(words[offset])
-        sizes.append(words[offset + 1 : end].tolist())
-        offset = end
+    sizes, words = _read_sizes(ints.numpy())
+    values = floats.numpy()
     count = sum(map(sum, sizes))
-    fields = words[offset : offset + count * _FIELDS].reshape(count, _FIELDS).tolist()
-    offset += count * _FIELDS
-    value_offset = count  # after the advantages
+    fields = words[: count * _FIELDS].reshape(count, _FIELDS).tolist()
+    offset, value_offset = count * _FIELDS, count  # after the fields, after the advantages
     trajectories = []
     for (prompt_length, length, finish, prompt_id, group, sample), advantage in zip(
         fields, values[:count].tolist(), strict=True
@@ -162,14 +166,25 @@ def unflatten(ints: Tensor, floats: Tensor) -> Share:
             )
         )
         offset, value_offset = end, value_offset + length
+    return _cut(trajectories, sizes)
+
+
+def _sizes_of(share: Sequence[Sequence[Sequence[object]]]) -> list[int]:
+    """The sizes of mini- and micro-batches as one list."""
+    return [len(share), *chain.from_iterable((len(mini), *map(len, mini)) for mini in share)]
+
+
+def _read_sizes(words: NDArray[Any]) -> tuple[list[list[int]], NDArray[Any]]:
+    """The inverse of ``_sizes_of`` at the start of an array, and the rest of the array."""
+    sizes: list[list[int]] = []
+    offset = 1
+    for _ in range(words[0]):
+        end = offset + 1 + int(words[offset])
+        sizes.append(words[offset + 1 : end].tolist())
+        offset = end
+    return sizes, words[offset:]
+
+
+def _cut(trajectories: Sequence[Trajectory], sizes: list[list[int]]) -> Share:
     rest = iter(trajectories)
     return [[[next(rest) for _ in range(size)] for size in mini] for mini in sizes]
-
-
-def _sizes(flat: tuple[Tensor, Tensor]) -> Tensor:
-    return torch.tensor([len(tensor) for tensor in flat])
-
-
-def _buffers(sizes: Tensor) -> tuple[Tensor, Tensor]:
-    ints, floats = sizes.tolist()
-    return torch.empty(ints, dtype=torch.int32), torch.empty(floats, dtype=torch.float32)

@@ -19,6 +19,7 @@ import importlib.metadata
 import io
 import json
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -64,6 +65,15 @@ class SaveResult:
     """From the start of the save until it was complete or had failed."""
     problem: str | None
     """Why the save failed; None: the checkpoint is complete."""
+
+    @property
+    def warning(self) -> str:
+        """What to tell the user of a failed save."""
+        free = _free_space(self.folder.parents[1])
+        return (
+            f"step {self.step}: no checkpoint, {self.folder} cannot be written ({self.problem}); {free}"
+            "training continues"
+        )
 
 
 @dataclass
@@ -266,3 +276,10 @@ def _reason(error: BaseException) -> str:
     while first is not None and not isinstance(first, OSError):
         first = first.__cause__ or first.__context__
     return str(first or error) or repr(error)
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1024**3:.1f} GiB are free there; "
+    except OSError:
+        return ""

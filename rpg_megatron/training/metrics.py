@@ -1,78 +1,15 @@
-"""Training metrics: engine/trainer log-prob mismatch, and the writer for metrics.jsonl and TensorBoard."""
+"""The writer for metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.objective import GuardSettings
-from rpg_megatron.data.trajectory import Trajectory
-
-
-def compare_logprobs(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """|old - behaviour| in nats over tokens sampled with weights ``version``: mean, 99th percentile, maximum.
-
-    Trainer and engine have the same weights for those tokens, so a difference points at weights, positions,
-    packing, masks or temperature. Tokens sampled with older weights are expected to differ: they are left
-    out, and counted.
-    """
-    gaps = [np.abs(t.old - t.behaviour)[t.versions == version] for t in trajectories]
-    gap = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
-    stale = sum(int((t.versions != version).sum()) for t in trajectories)
-    row = {"mismatch/tokens": float(gap.size), "mismatch/stale_tokens": float(stale)}
-    if gap.size:
-        row |= {
-            "mismatch/logp_mean": float(gap.mean(dtype=np.float64)),
-            "mismatch/logp_p99": float(np.quantile(gap, 0.99)),
-            "mismatch/logp_max": float(gap.max()),
-        }
-    return row
-
-
-def guard_mismatch(
-    row: dict[str, float],
-    trajectories: Sequence[Trajectory],
-    settings: GuardSettings,
-    dtype: str,
-    *,
-    version: int,
-    step: int,
-) -> str | None:
-    """None if the mismatch is within bounds, otherwise a message that names the worst token.
-
-    Raises UserError with that message if ``guards.mismatch`` is ``stop``.
-    """
-    if settings.mismatch == "off" or "mismatch/logp_max" not in row:
-        return None
-    largest, mean = settings.thresholds(dtype)
-    # Written so that a NaN counts as out of bounds.
-    if row["mismatch/logp_max"] <= largest and row["mismatch/logp_mean"] <= mean:
-        return None
-    # Stale tokens are left out; a NaN counts as infinite.
-    gaps = [
-        np.where(t.versions == version, np.nan_to_num(np.abs(t.old - t.behaviour), nan=np.inf), -1.0)
-        for t in trajectories
-    ]
-    index = max(range(len(gaps)), key=lambda i: gaps[i].max())
-    worst, position = trajectories[index], int(gaps[index].argmax())
-    message = (
-        f"step {step}: engine and trainer disagree on the log-probs of tokens that the same weights sampled: "
-        f"max {row['mismatch/logp_max']:.2e} (bound {largest:.0e}), mean {row['mismatch/logp_mean']:.2e} "
-        f"(bound {mean:.0e}) nats; worst at token {position} of {len(worst.response)} of prompt "
-        f"{worst.prompt_id}, sample {worst.sample}: engine {worst.behaviour[position]:.5f}, trainer "
-        f"{worst.old[position]:.5f}. Run rpg-megatron audit RUN to find where they diverge, or set "
-        "guards.mismatch=warn to continue"
-    )
-    if settings.mismatch == "stop":
-        raise UserError(message)
-    return message
 
 
 class MetricsWriter:

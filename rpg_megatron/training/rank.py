@@ -105,13 +105,13 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
         message = str(e)
         run = rank.run if rank else None
         if run is not None:
-            run.finish_saving(timeout=300)
+            run.finish_own_saving(timeout=300)
         if isinstance(e, OSError):
             message = (
                 f"{run_dir} cannot be written ({e}); free disk space, then rerun the same command to resume"
             )
             if run is not None:
-                run.warn(message)  # to the terminal: the log is usually on the same disk
+                run.events.warn(message)  # to the terminal: the log is usually on the same disk
         with suppress(OSError):
             print(f"error: {message}", file=sys.stderr, flush=True)
         # The other ranks wait in a collective that this rank does not join; the launcher ends them.

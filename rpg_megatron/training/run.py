@@ -7,37 +7,37 @@ the connection to the sampler and writes files.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.run_folder import read_state
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.data.rollout_files import RolloutWriter, rollouts_file
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.device import peak_memory_bytes
 from rpg_megatron.policy.model import Mesh
-from rpg_megatron.rollout.sampler_client import EVENTS, SOCKET, SamplerClient
+from rpg_megatron.rollout.sampler_client import EVENTS, SOCKET, SamplerClient, TrajectoryClient
+from rpg_megatron.system.collectives import broadcast_object, gather_objects
 from rpg_megatron.system.dtypes import torch_dtype
-from rpg_megatron.system.events import EventSender
 from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.training.checkpoint_saver import Saver
-from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
-from rpg_megatron.training.preemption import StopRequest
+from rpg_megatron.training.metrics import MetricsWriter
+from rpg_megatron.training.mismatch import check_mismatch
+from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.profiling import Profiler
-from rpg_megatron.training.trainer import Batch, Trainer
+from rpg_megatron.training.reporter import Reporter
+from rpg_megatron.training.rollout_saver import RolloutSaver
+from rpg_megatron.training.trainer import Batch, TooManySkippedUpdates, Trainer
 from rpg_megatron.training.weight_sync import WeightSync, open_publisher
 
 _ENGINES_END_SECONDS = 60.0
-"""How long engines may take to free their GPU memory when a run is stopped."""
+"""How long engines on the same GPUs may take to free their memory when a run is stopped."""
 
 
 class RankRun:
@@ -64,18 +64,17 @@ class RankRun:
         self._engines_up = settings.engine.colocated  # these booted before the ranks
         self._times: dict[str, float] = defaultdict(float)
         self._summary: dict[str, Any] = {}
-        self._rollouts = RolloutWriter()
+        self._rollouts = RolloutSaver(run_dir, mesh)
         self._started = time.monotonic()
         self._stop = StopRequest()
-        self.events = EventSender(work / EVENTS)
+        self.events = Reporter(work / EVENTS, mesh.rank)
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
-        self._placement = mesh.coordinates(settings.model.vocab_multiple)
         publisher = open_publisher(
             settings.bridge,
             bridge,
-            self._placement,
+            mesh.coordinates(settings.model.vocab_multiple),
             self.policy.served.tensors,
             self._trainer.layout,
             torch_dtype(settings.precision.dtype),
@@ -89,6 +88,7 @@ class RankRun:
             sampler = SamplerClient(
                 work / SOCKET, token, timeout=settings.engine.start_timeout, while_waiting=self._stop.check
             )
+        self._source = self._open_source(sampler, token)
         self._weight_sync = WeightSync(publisher, sampler, self._stop)
         if settings.engine.colocated and checkpoint is None:  # a checkpoint is loaded before the state leaves
             self.policy.offloader.offload()
@@ -97,6 +97,16 @@ class RankRun:
         self._step, self._saved_step, self._save_problem = 0, 0, ""
         self._row: dict[str, Any] | None = {}
         self._sampler_state: dict[str, Any] = {}
+
+    def _open_source(self, sampler: SamplerClient | None, token: str) -> TrajectoryClient | None:
+        """A leader's connection to the sampler workers; None on the other ranks. Collective."""
+        addresses, token = broadcast_object((sampler.addresses(), token) if sampler else None)
+
+        def check() -> None:
+            if self._stop.received:
+                raise RuntimeError("a stop signal came while trajectories were fetched")
+
+        return TrajectoryClient(addresses, token, while_waiting=check) if self.mesh.leads else None
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -110,7 +120,7 @@ class RankRun:
 
     def profile(self, step: int) -> AbstractContextManager[None]:
         """Profile a block if ``profile.steps`` names the step. Not collective."""
-        return self._profiler.step(step, self.warn)
+        return self._profiler.step(step, self.events.warn)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
@@ -118,7 +128,7 @@ class RankRun:
         """Load the checkpoint, if there is one; returns the number of completed steps."""
         if self._checkpoint is None:
             return 0
-        self._phase("checkpoint")
+        self.events.phase("checkpoint")
         state = self._trainer.load(self._checkpoint)
         self._step, self._row = state["step"], state.get("row")
         self._saved_step = self._step
@@ -145,7 +155,7 @@ class RankRun:
         """
         self.finish_saving()
         if self._saved_step != self._step:
-            self._reload_state()
+            self.policy.offloader.reload(patience=_ENGINES_END_SECONDS)
             self._save()
             self.finish_saving()
         if self._saved_step != self._step:
@@ -154,22 +164,16 @@ class RankRun:
                 "command to resume from the newest checkpoint"
             )
 
-    def _reload_state(self) -> None:
-        """After Stopped: reload the state as soon as the launcher has ended the engines on the same GPUs."""
-        end = time.monotonic() + _ENGINES_END_SECONDS
-        while True:
-            try:
-                return self.policy.offloader.reload()
-            except torch.OutOfMemoryError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(1.0)
-
-    def finish_saving(self, timeout: float | None = None) -> None:
-        """Wait until rollouts are written and the current save has ended, the latter at most ``timeout``
-        seconds. Not collective.
-        """
+    def finish_saving(self) -> None:
+        """Wait until rollouts are written on all leaders and the current save has ended."""
         self._finish_rollouts()
+        self._saver.wait()
+        self._report_saves()
+
+    def finish_own_saving(self, timeout: float) -> None:
+        """Like ``finish_saving`` for what this rank writes, before it ends with an error. Not collective."""
+        if failure := self._rollouts.finish_own():
+            self.events.warn_unwritten(failure)
         self._saver.wait(timeout)
         self._report_saves()
 
@@ -185,7 +189,7 @@ class RankRun:
             }
 
         self._finish_rollouts()
-        self._phase("checkpoint")
+        self.events.phase("checkpoint")
         with self.time("checkpoint"), self._state_on_gpu():
             self._saver.start(self._step, run_state)
 
@@ -207,10 +211,7 @@ class RankRun:
         for result in results:
             if result.problem:
                 self._save_problem = result.problem
-                self.warn(
-                    f"step {result.step}: no checkpoint, {result.folder} cannot be written "
-                    f"({result.problem}); {_free_space(self._run_dir)}training continues"
-                )
+                self.events.warn(result.warning)
             else:
                 self._saved_step = result.step
         row = {"checkpoint/failed": float(sum(bool(result.problem) for result in results))}
@@ -226,7 +227,9 @@ class RankRun:
         if self.settings.engine.colocated:
             with self.time("handover"):
                 self.policy.offloader.offload()
-        self._phase("sync" if self._engines_up else "waiting for engines", 0, self.settings.engine.replicas)
+        self.events.phase(
+            "sync" if self._engines_up else "waiting for engines", 0, self.settings.engine.replicas
+        )
         start = time.monotonic()
         self.policy.served.refresh()
         reports = self._weight_sync.sync(version)
@@ -241,10 +244,18 @@ class RankRun:
     def collect(self, step: int) -> Batch:
         """Sample and score the step's prompts; each rank gets its part of the batch. May stop."""
         rollouts = self._weight_sync.call_with_resync(lambda sampler: sampler.rollout(step, self._version))
-        state = self._weight_sync.call_with_resync(lambda sampler: sampler.state())
-        batch = self._trainer.prepare_batch(rollouts.trajectories if rollouts else [])
-        if rollouts and state:
-            batch.metrics, batch.sampler = rollouts.metrics, state
+        if rollouts:
+            self.events.write_or_warn(lambda: self._rollouts.prepare(step))
+        try:
+            batch = self._trainer.prepare_batch(rollouts.index if rollouts else None, self._source)
+        except (RuntimeError, UserError, OSError):
+            # All ranks raise if a leader cannot fetch: who answers may have exited on the same stop signal.
+            if any(gather_objects(self._stop.explains_failure())):
+                raise Stopped from None
+            raise
+        if rollouts:
+            batch.metrics, batch.sampler = rollouts.metrics, rollouts.state
+        self._weight_sync.call_with_resync(lambda sampler: sampler.release())  # all leaders have fetched
         return batch
 
     def offload_engines(self) -> None:
@@ -258,38 +269,43 @@ class RankRun:
                 self.policy.offloader.reload()
 
     def compute_log_probs(self, batch: Batch) -> None:
-        """Set ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
-        self._phase("logprobs")
+        """Set ``old`` and ``anchor`` of this rank's trajectories."""
+        self.events.phase("logprobs")
         self._trainer.compute_log_probs(batch)
 
     def save_rollouts(self, step: int, batch: Batch) -> None:
-        """Begin to write the step's rollouts (rank 0). Its row and its checkpoint wait until that is done."""
-        if self.mesh.rank == 0:
-            self._finish_rollouts()
-            self._rollouts.start(rollouts_file(self._run_dir, step), batch.all)
+        """Begin to write the step's rollouts, each leader its own. Row and checkpoint wait for all."""
+        self._finish_rollouts()
+        self._rollouts.start(step, batch.mine)
 
     def _finish_rollouts(self) -> None:
-        self._write_or_warn(self._rollouts.finish)
+        for failure in self._rollouts.finish():
+            self.events.warn_unwritten(failure)
 
     def check_mismatch(self, batch: Batch) -> None:
-        """Compare the engine's log-probs with the trainer's (rank 0), on tokens sampled with the current
-        weights. Raises UserError if they differ too much and ``guards.mismatch`` is ``stop``.
+        """Compare the engine's log-probs with the trainer's on tokens sampled with the current weights.
+
+        Raises UserError (rank 0) if they differ too much and ``guards.mismatch`` is ``stop``.
         """
-        if self.mesh.rank:
-            return
-        row, step = compare_logprobs(batch.all, self._version), self._version + 1
+        row, message = check_mismatch(
+            batch.mine,
+            self._version,
+            self.settings.guards,
+            self.settings.precision.dtype,
+            leaders=self.mesh.data,
+        )
         batch.metrics |= row
-        settings = self.settings
-        try:
-            warning = guard_mismatch(
-                row, batch.all, settings.guards, settings.precision.dtype, version=self._version, step=step
-            )
-        except UserError:
-            self._finish_rollouts()
-            self._metrics.write({"step": step, **batch.metrics})  # the numbers behind the message
-            raise
-        if warning:
-            self.warn(warning)
+        if message is None:
+            return
+        if self.settings.guards.mismatch != "stop":
+            self.events.warn(message)
+            return
+        self._finish_rollouts()
+        if self.mesh.rank == 0:
+            self._metrics.write(
+                {"step": self._version + 1, **batch.metrics}
+            )  # the numbers behind the message
+            raise UserError(message)
 
     def update(self, step: int, batch: Batch) -> None:
         """One optimizer update for each mini-batch, then the anchor's refresh if it is due. May stop before
@@ -297,9 +313,14 @@ class RankRun:
         """
         self._weight_sync.check_stop()
         self._stop.listen()  # until the first update there is nothing to save: the signal ends the process
-        self._trainer.update(step, batch, lambda done, total: self._phase("update", done, total))
-        tokens = float(sum(t.length for t in batch.all))
-        self._step, self._row = step, batch.metrics | {"step/tokens": tokens}
+        try:
+            self._trainer.update(step, batch, lambda done, total: self.events.phase("update", done, total))
+        except TooManySkippedUpdates:
+            self._finish_rollouts()  # the message refers to them
+            raise
+        self._step, self._row = step, dict(batch.metrics)
+        if batch.index is not None:
+            self._row["step/tokens"] = float((batch.index.prompt_length + batch.index.response_length).sum())
         self._sampler_state = batch.sampler
 
     def evaluation_due(self, step: int) -> bool:
@@ -314,7 +335,7 @@ class RankRun:
         if evaluation is None or results is None or self._row is None:
             return
         file = self._run_dir / "evaluation" / f"step_{step:06d}.jsonl"
-        self._write_or_warn(lambda: write_results(file, results))
+        self.events.write_or_warn(lambda: write_results(file, results))
         row = score_sets(results)
         accuracy = {s.name: row[f"eval/{s.name}/avg@{evaluation.samples}"] for s in evaluation.heldout}
         self._summary.setdefault("accuracy_before", accuracy)
@@ -326,11 +347,11 @@ class RankRun:
         counts = self._weight_sync.call_with_resync(lambda sampler: sampler.counts())
         peak = torch.tensor([peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        self._finish_rollouts()
         row, self._row = (self._row or {}) | self._times | (counts or {}) | self._report_saves(), None
         self._times.clear()
         if self.mesh.rank:
             return
-        self._finish_rollouts()
         if step:
             rate = row["step/tokens"] / max(row["time/step"], 1e-9)
             row |= {"throughput/tokens_per_second": rate, "memory/peak_bytes": peak.item()}
@@ -345,7 +366,7 @@ class RankRun:
         settings = self.settings.export
         out = self._run_dir / "hf" / f"step_{self.steps:06d}"
         if settings.enabled:
-            self._phase("export")
+            self.events.phase("export")
             out.parent.mkdir(exist_ok=True)
             shard_bytes = int(settings.max_shard_gib * 1024**3)
             self.write_checkpoint(out, dtype=settings.dtype, max_shard_bytes=shard_bytes)
@@ -370,46 +391,15 @@ class RankRun:
         self, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
     ) -> None:
         """Write the weights as a Hugging Face checkpoint. dtype: float32 or bfloat16; None: the policy's."""
-        export_hf(
-            out,
-            self.settings.model.path,
-            self.policy.served.tensors,
-            self._trainer.layout,
-            self._placement,
-            dtype=torch_dtype(dtype or self.settings.precision.dtype),
-            max_shard_bytes=max_shard_bytes,
-            replace=True,  # a run that was killed right after its export exports again when resumed
-        )
+        written = torch_dtype(dtype or self.settings.precision.dtype)
+        self._trainer.write_checkpoint(out, written, max_shard_bytes)
 
     def close(self) -> None:
         """Finish saving, then free shared memory and close connections."""
         self.finish_saving()
         self._weight_sync.close()
+        if self._source is not None:
+            self._source.close()
         if self.mesh.rank == 0:
             self._metrics.close()
         self.events.close()
-
-    def _write_or_warn(self, write: Callable[[], None]) -> None:
-        """Write a file that is not needed to continue training."""
-        try:
-            write()
-        except OSError as e:
-            self.warn(f"not written: {e}; training continues")
-
-    def warn(self, text: str) -> None:
-        """Show a warning and log it (rank 0)."""
-        if self.mesh.rank == 0:
-            self.events.send({"kind": "status", "text": f"warning: {text}"})
-            with suppress(OSError):  # the log may be on the disk that is full
-                print(f"warning: {text}", flush=True)
-
-    def _phase(self, name: str, done: int = 0, total: int = 1) -> None:
-        if self.mesh.rank == 0:
-            self.events.phase(name, done, total)
-
-
-def _free_space(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 1024**3:.1f} GiB are free there; "
-    except OSError:
-        return ""

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource
 from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.registry import mapping_for
@@ -33,16 +36,24 @@ _SHOWN = 3  # parameters that a message lists
 
 @dataclass
 class Batch:
-    """A step's trajectories: this rank's share in mini- and micro-batches, and on rank 0 all of them."""
+    """A step's trajectories: this rank's share in mini- and micro-batches."""
 
     minibatches: Share
     """This rank's. Every data rank has the same number of micro-batches; some may be empty."""
-    all: list[Trajectory]
-    """Rank 0: every trajectory, in the order of the prompts. Elsewhere empty."""
+    mine: list[Trajectory]
+    """Leaders (``Mesh.leads``): the trajectories of ``minibatches`` in the order of the prompts, with all
+    their fields. Elsewhere empty.
+    """
+    index: BatchIndex | None
+    """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The step's metrics so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """Rank 0: the sampler's state after these rollouts."""
+
+
+class TooManySkippedUpdates(UserError):
+    """``guards.skipped_updates`` is reached; raised on all ranks alike."""
 
 
 class Trainer:
@@ -79,29 +90,48 @@ class Trainer:
         self.skipped_updates = state.get("skipped_updates", 0)
         return state
 
-    def prepare_batch(self, trajectories: list[Trajectory]) -> Batch:
-        """Compute advantages from rewards and send each rank its share. trajectories: on rank 0 only."""
+    def write_checkpoint(self, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        export_hf(
+            out,
+            self.settings.model.path,
+            self.policy.served.tensors,
+            self.layout,
+            self.mesh.coordinates(self.settings.model.vocab_multiple),
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            replace=True,  # a run that was killed right after its export exports again when resumed
+        )
+
+    def prepare_batch(self, index: BatchIndex | None, source: TrajectorySource | None) -> Batch:
+        """Compute advantages from rewards, and give each rank its share of the step.
+
+        index: on rank 0. source: on leaders, which fetch their trajectories from it. If one of them cannot,
+        all ranks raise.
+        """
         plan: Plan = []
-        if self.mesh.rank == 0:
-            rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-            groups = torch.tensor([t.group for t in trajectories])
-            lengths = torch.tensor([len(t.response) for t in trajectories])
-            advantages = group_advantages(rewards, groups, kind=self.settings.advantage.type, lengths=lengths)
-            for t, a in zip(trajectories, advantages.tolist(), strict=True):
-                t.advantage = a
+        advantages = np.zeros(0)
+        if index is not None:
+            advantages = group_advantages(
+                torch.from_numpy(index.reward),
+                torch.from_numpy(index.group),
+                kind=self.settings.advantage.type,
+                lengths=torch.from_numpy(index.response_length),
+            ).numpy()
             training = self.settings.training
             plan = plan_batches(
-                [t.length for t in trajectories],
+                (index.prompt_length + index.response_length).tolist(),
                 minibatches=training.minibatches,
                 data=self.mesh.data,
                 budget=training.tokens_per_microbatch,
                 context=self.mesh.context,
                 attention_length=self.shape.attention_length,
             )
-        return Batch(self._scatter.scatter(plan, trajectories), trajectories)
+        share, mine = self._scatter.scatter(plan, index, advantages, source)
+        return Batch(share, mine, index)
 
     def compute_log_probs(self, batch: Batch) -> None:
-        """Set ``old`` and ``anchor`` of every trajectory, on its ranks and on rank 0."""
+        """Set ``old`` and ``anchor`` of this rank's trajectories."""
         micro_batches = [self.policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
         old = self.policy.logprobs(micro_batches)
         anchor = old
@@ -120,12 +150,6 @@ class Trainer:
                 entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
         dist.all_reduce(entropy)
         batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
-        self._scatter.gather("old", batch.minibatches)
-        if self.anchor:
-            self._scatter.gather("anchor", batch.minibatches)
-        else:
-            for t in batch.all:
-                t.anchor = t.old
 
     def _rows_to_score(self, minibatches: Share) -> list[list[Trajectory]]:
         """This rank's trajectories in rows of the token budget, whatever mini-batch they are in.
@@ -145,7 +169,7 @@ class Trainer:
         """One optimizer update for each mini-batch, then the anchor's refresh if it is due.
 
         Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
-        Raises UserError after ``guards.skipped_updates`` consecutive skipped updates.
+        Raises TooManySkippedUpdates after ``guards.skipped_updates`` consecutive skipped updates.
         """
         lr = learning_rate(self.settings.optimizer, step)
         updates: list[UpdateStats] = []
@@ -177,7 +201,7 @@ class Trainer:
             f"{where}: the gradient is not finite (norm {update.grad_norm}; {listed}); the update is skipped"
         )
         if self.skipped_updates >= limit:
-            raise UserError(
+            raise TooManySkippedUpdates(
                 f"{message}, like {limit - 1} before it in a row (guards.skipped_updates: {limit}). Lower "
                 "optimizer.lr or objective.beta, and check rewards and log-probs of the step in rollouts/; "
                 "skipped updates changed no weights, so the newest checkpoint is usable"

@@ -12,7 +12,7 @@ from rich.console import Console
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps, read_state
 from rpg_megatron.commands.replay import RANK, REPORT, REQUEST
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.data.rollout_files import rollouts_file
+from rpg_megatron.data.rollout_files import rollouts_complete, rollouts_file
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 from rpg_megatron.launcher.resume import ORIGIN
 from rpg_megatron.launcher.run import RunLauncher
@@ -57,7 +57,7 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
     _check_row(folder, step)
     checkpoint = _start(folder, step)
     done = read_state(checkpoint)["step"] if checkpoint else 0
-    missing = [s for s in range(done + 1, step + 1) if not rollouts_file(folder, s).is_file()]
+    missing = [s for s in range(done + 1, step + 1) if not rollouts_complete(rollouts_file(folder, s))]
     if missing:
         start = shown(checkpoint) if checkpoint else "the beginning"
         listed = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")

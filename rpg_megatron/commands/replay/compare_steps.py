@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from rpg_megatron.commands.replay import REPORT, REQUEST
-from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
+from rpg_megatron.data.batch_index import index_of
+from rpg_megatron.data.rollout_files import iter_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.system.collectives import gather_on_first
 from rpg_megatron.system.events import EventSender
 from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.training.trainer import Trainer
@@ -48,35 +50,81 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
     for step in range(done + 1, request.step + 1):
         if first:
             events.phase(f"replaying step {step} of {request.step}", 0, 1)
-        journalled = read_rollouts(rollouts_file(run, step)) if first else []
-        batch = trainer.prepare_batch([_unscored(t) for t in journalled])
+        file = rollouts_file(run, step)
+        source = JournalSource(file) if trainer.mesh.leads else None
+        batch = trainer.prepare_batch(index_of(iter_rollouts(file)) if first else None, source)
         trainer.compute_log_probs(batch)
         trainer.update(step, batch, lambda done, total: None)
+        gaps = gather_on_first(measure_gaps(source.journalled, batch.mine) if source else None)
         if first:
-            steps.append(
-                {"step": step}
-                | compare(journalled, batch.all, rows.get(step, {}), batch.metrics, request.tolerance)
-            )
+            largest = join_gaps([g for g in gaps if g is not None])
+            row = rows.get(step, {})
+            steps.append({"step": step} | compare(largest, row, batch.metrics, request.tolerance))
     if first:
         report = {"request": asdict(request), **steps[-1], "steps": steps}
         atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
 
 
-def compare(
-    journalled: Sequence[Trajectory],
-    replayed: Sequence[Trajectory],
-    row: dict[str, Any],
-    metrics: dict[str, float],
-    tolerance: float,
-) -> dict[str, Any]:
+class JournalSource:
+    """Gives the trajectories of a step as the sampler handed them over, out of the step's rollouts."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.journalled: list[Trajectory] = []
+        """Those that were fetched last, with all that the run wrote down."""
+
+    def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
+        """As ``TrajectorySource`` says; tickets are those of ``index_of``. Raises UserError as
+        ``iter_rollouts`` does.
+        """
+        places = {numbers: place for place, numbers in enumerate(zip(ticket, sample, strict=True))}
+        found = {
+            place: t
+            for t in iter_rollouts(self._file)
+            if (place := places.get((t.group, t.sample))) is not None
+        }
+        self.journalled = [found[place] for place in range(len(places))]
+        return [_unscored(t) for t in self.journalled]
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Largest differences between a step of the run and its replay."""
+
+    tokens: int
+    """Response tokens that were compared."""
+    old: float
+    anchor: float
+    advantage: float
+
+
+def measure_gaps(journalled: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> Gaps:
+    """Compare trajectories, in the same order."""
+
+    def largest(name: str) -> float:
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(journalled, replayed, strict=True)]
+        return max((_gap(a, b) for a, b in pairs), default=0.0)
+
+    tokens = sum(len(t.response) for t in journalled)
+    return Gaps(tokens, largest("old"), largest("anchor"), largest("advantage"))
+
+
+def join_gaps(gaps: Sequence[Gaps]) -> Gaps:
+    """Those of all leaders."""
+    old, anchor, advantage = (max(getattr(g, name) for g in gaps) for name in ("old", "anchor", "advantage"))
+    return Gaps(sum(g.tokens for g in gaps), old, anchor, advantage)
+
+
+def compare(gaps: Gaps, row: dict[str, Any], metrics: dict[str, float], tolerance: float) -> dict[str, Any]:
     """Compare one step of the run with its replay: numbers, and whether they match.
 
     match: all differences are within the tolerance; exact: there are none, to the last bit.
     """
-    gaps: dict[str, float] = {}
-    for name in ("old", "anchor", "advantage"):
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(journalled, replayed, strict=True)]
-        gaps[name] = max((_gap(a, b) for a, b in pairs), default=0.0)
+    differences = {
+        "old log-probs": gaps.old,
+        "anchor log-probs": gaps.anchor,
+        "advantages": gaps.advantage,
+    }
     wanted = {key: value for key, value in row.items() if key.startswith(_COMPARED)}
     got = {key: value for key, value in metrics.items() if key.startswith(_COMPARED)}
     different = {
@@ -92,14 +140,10 @@ def compare(
         or not abs(a - b) <= tolerance * max(1.0, abs(a))
     ]
     return {
-        "match": bool(wanted) and not beyond and all(gap <= tolerance for gap in gaps.values()),
-        "exact": bool(wanted) and not different and not any(gaps.values()),
-        "tokens": int(sum(len(t.response) for t in journalled)),
-        "max_difference": {
-            "old log-probs": _plain(gaps["old"]),
-            "anchor log-probs": _plain(gaps["anchor"]),
-            "advantages": _plain(gaps["advantage"]),
-        },
+        "match": bool(wanted) and not beyond and all(gap <= tolerance for gap in differences.values()),
+        "exact": bool(wanted) and not different and not any(differences.values()),
+        "tokens": gaps.tokens,
+        "max_difference": {name: _plain(gap) for name, gap in differences.items()},
         "metrics": {key: {"run": wanted.get(key), "replay": got.get(key)} for key in sorted(wanted | got)},
         "differing": sorted(different),
     }

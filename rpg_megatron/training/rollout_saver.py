@@ -1,0 +1,57 @@
+"""Saves the rollouts of each step: every leader writes its own trajectories, in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rpg_megatron.data.rollout_files import RolloutWriter, part_file, remove_rollouts, rollouts_file
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.policy.model import Mesh
+from rpg_megatron.system.collectives import control_group, gather_objects
+
+
+class RolloutSaver:
+    """This rank's part of the rollouts of a run, one step at a time."""
+
+    def __init__(self, run_dir: Path, mesh: Mesh) -> None:
+        self._run_dir, self._mesh = run_dir, mesh
+        self._writer = RolloutWriter()
+        self._file: Path | None = None  # in writing, on every rank
+
+    def prepare(self, step: int) -> None:
+        """Remove what an earlier attempt, maybe of another layout, left of the step: on rank 0, before any
+        leader writes. Raises OSError.
+        """
+        remove_rollouts(rollouts_file(self._run_dir, step))
+
+    def start(self, step: int, mine: Sequence[Trajectory]) -> None:
+        """Begin to write on leaders. Call it on all ranks, and ``finish`` before.
+
+        The trajectories must not change before ``finish``.
+        """
+        mesh = self._mesh
+        self._file = part_file(rollouts_file(self._run_dir, step), mesh.data_rank, mesh.data)
+        if mesh.leads:
+            self._writer.start(self._file, mine)
+
+    def finish(self) -> list[str]:
+        """Wait until all leaders have written the step; returns the failures, on every rank. Collective."""
+        if self._file is None:
+            return []
+        failure = self.finish_own()
+        failed = torch.tensor(bool(failure), dtype=torch.int32)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=control_group())
+        return [f for f in gather_objects(failure) if f] if failed else []
+
+    def finish_own(self) -> str:
+        """Wait until this rank has written its part; returns why it could not. Not collective."""
+        file, self._file = self._file, None
+        try:
+            self._writer.finish()
+        except OSError as e:
+            return str(e) if str(file) in str(e) else f"{file}: {e}"
+        return ""
