@@ -1,12 +1,12 @@
-"""The controller's single processes against stand-in engines: CPU time of the sampler, and of the journal.
+"""The controller's processes against stand-in engines: CPU time of sampler, workers, fetch and journal.
 
-    python -m benchmarks.controller [--engines 64] [--tokens 8192] [--groups 16] [--burst] [--json]
+    python -m benchmarks.controller [--engines 64] [--tokens 8192] [--groups 16] [--workers 8] [--burst]
 
-The sampler is the product's: HTTP, decoding, detokenising, trajectories. Its tokenizer has 151,936 tokens.
-The stand-ins are sockets of one other process; each answers like vLLM's server with our plug-in (``--json``:
-like vLLM's own route) after a delay of up to 10 s, or all at the same time (``--burst``). What they answer
-follows from the prompt and the seed. The reward costs nothing: workers compute it
-(``benchmarks.grading``). CPU seconds are of the sampler's process, and do not depend much on what else runs.
+Sampler, workers and the leaders' fetch are the product's, in their own processes. The tokenizer has 151,936
+tokens. The stand-ins are sockets of one other process; each answers like vLLM's server with our plug-in
+(``--json``: like one without it) after a delay of up to 10 s, or at once (``--burst``). What they answer
+follows from the prompt and the seed: the hash of the batch must not depend on ``--workers``, ``--burst`` and
+``--json``. The reward costs nothing: workers compute it (``benchmarks.grading``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import random
-import resource
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -30,45 +30,58 @@ import msgspec
 import numpy as np
 
 from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
-from rpg_megatron.config import load_settings
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file, write_rollouts
-from rpg_megatron.engine.client import EngineClient
+from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_socket
-from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.sampler import Sampler
-from rpg_megatron.system.events import EventSender
+from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 
 VOCABULARY = 151_936
 SAMPLES = 16
 DELAY = 10.0
 """Seconds within which the stand-ins answer."""
+TARGET = 8192
+"""Trajectories of a step of 512 prompts."""
 
 
 def main() -> None:
-    """Run the sampler against the stand-ins, write and read the journal; print CPU time and memory."""
+    """Run a step against the stand-ins, write and read the journal; print CPU time and memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8192, help="of each response")
     parser.add_argument("--groups", type=int, default=16, help=f"of {SAMPLES} responses")
+    parser.add_argument("--workers", type=int, default=1, help="rollout.workers")
     parser.add_argument("--burst", action="store_true", help="all engines answer at the same time")
-    parser.add_argument("--json", action="store_true", help="by vLLM's own route")
+    parser.add_argument("--json", action="store_true", help="engines without the plug-in's route")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.serve:
-        asyncio.run(serve(a.serve, a.engines, a.tokens, 0.0 if a.burst else DELAY))
+        asyncio.run(serve(a.serve, a.engines, a.tokens, 0.0 if a.burst else DELAY, not a.json))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder, a)
         command = [sys.executable, "-m", "benchmarks.controller", *sys.argv[1:], "--serve", str(folder)]
         server = subprocess.Popen(command, stdout=subprocess.PIPE)
+        token = secrets.token_urlsafe()
+        module = [
+            sys.executable,
+            *os.environ.get("PROFILE", "").split(),
+            "-m",
+            "rpg_megatron.rollout.sampler",
+        ]
+        sampler = subprocess.Popen(
+            [*module, *[str(folder)] * 3],
+            env=os.environ | {TOKEN_VARIABLE: token},
+            stderr=(folder / "log").open("w"),
+        )
         try:
             assert server.stdout is not None
             server.stdout.readline()
-            asyncio.run(measure(folder, a))
+            measure(folder, a, sampler.pid, token)
         finally:
-            server.kill()
-            server.wait()
+            for process in (sampler, server):
+                process.terminate()
+                process.wait()
 
 
 def make_inputs(folder: Path, a: argparse.Namespace) -> None:
@@ -100,6 +113,7 @@ def make_inputs(folder: Path, a: argparse.Namespace) -> None:
             "prompts_per_step": a.groups,
             "samples_per_prompt": SAMPLES,
             "max_response_tokens": a.tokens,
+            "workers": a.workers,
         },
         "training": {"minibatches": 1},
         "engine": {"replicas": a.engines, "max_sequences": 128},
@@ -107,36 +121,43 @@ def make_inputs(folder: Path, a: argparse.Namespace) -> None:
     (folder / "config.yaml").write_text(json.dumps(config))
 
 
-async def measure(folder: Path, a: argparse.Namespace) -> None:
-    """One rollout; then the journal of its batch."""
-    from transformers import AutoTokenizer
+def measure(folder: Path, a: argparse.Namespace, sampler: int, token: str) -> None:
+    """One rollout; its trajectories as the leaders get them; then the journal of the batch."""
+    with SamplerClient(folder / SOCKET, token) as client:
+        source = TrajectoryClient(client.addresses(), token)
+        workers = children(sampler) if a.workers > 1 else []
+        before = {pid: (cpu_seconds(pid), peak_bytes(pid)) for pid in (sampler, *workers)}
+        wall = time.monotonic()
+        batch = client.rollout(1, 0)
+        assert isinstance(batch, RolloutBatch)
+        wall = time.monotonic() - wall
+        index, start = batch.index, time.process_time()
+        trajectories = source.fetch(index.worker.tolist(), index.ticket.tolist(), index.sample.tolist())
+        fetched = time.process_time() - start
+        used = {pid: cpu_seconds(pid) - seconds for pid, (seconds, _) in before.items()}
+        grown = {pid: peak_bytes(pid) - size for pid, (_, size) in before.items()}
+        source.close()
 
-    settings = load_settings(folder / "config.yaml")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
-    clients = [
-        EngineClient(i, engine_socket(folder, i), "token", timeout=1800, as_bytes=not a.json)
-        for i in range(a.engines)
-    ]
-    sampler = Sampler(
-        settings, tokenizer, EnginePool(settings.engine, clients, folder), EventSender(folder / "events")
-    )
-    before, start, wall = resident(), time.process_time(), time.monotonic()
-    batch: Any = await sampler.rollout(1, 0)
-    cpu, wall = time.process_time() - start, time.monotonic() - wall
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sampler.close()
-    for client in clients:
-        await client.close()
-
-    trajectories = batch.trajectories
+    count = len(trajectories)
     tokens = sum(len(t.response) for t in trajectories)
     digest = hashlib.sha256(b"".join(t.response.tobytes() + t.behaviour.tobytes() for t in trajectories))
     print(
-        f"{a.engines} engines, {len(trajectories)} responses, {tokens:,} tokens, "
-        f"{'JSON' if a.json else 'bytes'}, sha256 {digest.hexdigest()[:12]}"
+        f"{a.engines} engines, {a.workers} workers, {count} responses, {tokens:,} tokens, "
+        f"{'JSON' if a.json else 'bytes'}, sha256 {digest.hexdigest()[:12]}, {wall:.1f} s"
     )
-    print(f"sampler: {1e3 * cpu / len(trajectories):.2f} ms of CPU a trajectory, {wall:.1f} s")
-    print(f"sampler: at most {(peak - before) / 2**20:,.0f} MiB besides {before / 2**20:,.0f} at the start")
+    serial = used[sampler] / count if workers else 0.0
+    rest = sum(used.values()) / count - serial
+    print("ms of CPU a trajectory:")
+    if workers:
+        print(f"  {1e3 * serial:6.3f}  sampler, one process")
+    print(f"  {1e3 * rest:6.3f}  workers" if workers else f"  {1e3 * rest:6.3f}  sampler with its one worker")
+    print(f"  {1e3 * fetched / count:6.3f}  leaders, to fetch")
+    if workers:
+        tail = TARGET * (serial + rest / 8)
+        print(f"{TARGET:,} trajectories at once, 8 workers: {tail:.1f} s (serial, and an eighth of the rest)")
+    print(
+        f"memory: {', '.join(f'{size / 2**20:,.0f}' for size in grown.values())} MiB more, in the same order"
+    )
 
     for t in trajectories:
         t.old = t.anchor = t.behaviour + np.float32(1e-5)
@@ -145,7 +166,7 @@ async def measure(folder: Path, a: argparse.Namespace) -> None:
     write_rollouts(file, trajectories)
     written = time.process_time() - start
     start = time.process_time()
-    assert len(read_rollouts(file)) == len(trajectories)
+    assert len(read_rollouts(file)) == count
     read = time.process_time() - start
     size = file.stat().st_size / tokens
     print(
@@ -154,12 +175,27 @@ async def measure(folder: Path, a: argparse.Namespace) -> None:
     )
 
 
-def resident() -> int:
-    """Resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def children(parent: int) -> list[int]:
+    """The sampler's workers."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(parent), "-f", "rollout.worker"], capture_output=True, text=True
+    )
+    return [int(pid) for pid in found.stdout.split()]
 
 
-async def serve(folder: Path, engines: int, tokens: int, delay: float) -> None:
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process and its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_bytes(pid: int) -> int:
+    """Largest resident memory of a process so far."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+async def serve(folder: Path, engines: int, tokens: int, delay: float, as_bytes: bool) -> None:
     """The stand-ins: HTTP/1.1 on a unix socket each."""
     from tokenizers import Tokenizer
 
@@ -176,7 +212,9 @@ async def serve(folder: Path, engines: int, tokens: int, delay: float) -> None:
         start = int.from_bytes(digest, "big") % (len(text) - tokens)
         return text[start : start + tokens], scores[start : start + tokens]
 
-    def answer(path: str, body: bytes) -> bytes:
+    def answer(path: str, body: bytes) -> bytes | None:
+        if path == GENERATE and not as_bytes:
+            return None
         if not path.startswith("/inference"):
             return b"{}"
         asked = json.loads(body)
@@ -197,6 +235,9 @@ async def serve(folder: Path, engines: int, tokens: int, delay: float) -> None:
                 _, _, length = head.partition("content-length:")
                 body = await reader.readexactly(int(length.split()[0])) if length else b""
                 out = answer(head.split()[1], body)
+                if out is None:
+                    writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+                    continue
                 await asyncio.sleep(random.random() * delay)
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(out) + out)
                 await writer.drain()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 import numpy as np
 
@@ -20,6 +20,7 @@ from rpg_megatron.data.trajectory import Floats, Tokens
 from rpg_megatron.engine.command import KEEP_ALIVE_SECONDS
 from rpg_megatron.system.messages import ExpectedError
 
+_CONNECT_SECONDS = 10.0
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer at the end instead of one per token
 
 
@@ -86,19 +87,9 @@ class EngineClient:
         as_bytes: get tokens by the plug-in's route if the engine has it, else as JSON by vLLM's own.
         """
         self.index, self._as_bytes = index, as_bytes
-        self._timeout = timeout
-        socket = str(address) if isinstance(address, Path) else None
-        # Idle connections are closed here well before the server closes them (engine/command.py): otherwise a
-        # request could be sent on a connection that the server is closing.
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_SECONDS / 10
-        )
-        # Plain HTTP: without ``verify`` no certificates are loaded, which would take 50 ms per client.
-        self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits, verify=False),
-            base_url="http://engine" if isinstance(address, Path) else address,
-            headers={"Authorization": f"Bearer {token}"},
-        )
+        self._timeout, self._address = timeout, address
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._http: aiohttp.ClientSession | None = None
 
     async def generate(
         self,
@@ -205,7 +196,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close the connections; pending requests fail."""
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
     async def _is_well(self, path: str, timeout: float) -> bool:
         try:
@@ -222,19 +214,35 @@ class EngineClient:
         return answer
 
     async def _send(self, method: str, path: str, body: Any | None, timeout: float) -> tuple[int, bytes]:
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if data is not None else None
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
         try:
-            answer = await self._http.request(
-                method, path, json=body, timeout=httpx.Timeout(timeout, connect=10.0)
-            )
-        except httpx.ConnectError:
+            async with self._session().request(
+                method, path, data=data, headers=headers, timeout=limit
+            ) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             problem = "does not listen on its socket: it is gone or not started yet; see its log"
-        except httpx.TimeoutException:
+        except TimeoutError:
             problem = f"did not answer {path} within {timeout:.0f} s; see its log"
-        except httpx.HTTPError as e:
+        except aiohttp.ClientError as e:
             problem = f"aborted {path} ({type(e).__name__}: {e}); see its log"
-        else:
-            return answer.status_code, answer.content
         raise EngineGone(f"engine {self.index} {problem}")
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Made with the first request, since it needs the event loop."""
+        if self._http is None:
+            # Idle connections are closed here well before the server closes them (engine/command.py):
+            # otherwise a request could be sent on a connection that the server is closing.
+            keep: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEP_ALIVE_SECONDS / 10}
+            unix = isinstance(self._address, Path)
+            connector: aiohttp.BaseConnector = (
+                aiohttp.UnixConnector(str(self._address), **keep) if unix else aiohttp.TCPConnector(**keep)
+            )
+            base = "http://engine" if unix else str(self._address)
+            self._http = aiohttp.ClientSession(base, connector=connector, headers=self._headers)
+        return self._http
 
     def _error(self, what: str) -> EngineError:
         return EngineError(f"engine {self.index} {what}")

@@ -415,7 +415,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         if len(sys.argv) != 4:
             raise UserError("usage: python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR")

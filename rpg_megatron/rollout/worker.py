@@ -289,7 +289,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         run, work, number, address = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
         settings, stops = load_settings(run / "config.yaml"), [int(token) for token in sys.argv[5:]]

@@ -148,7 +148,7 @@ class Server:
             self._socket.bind(address)
         except zmq.ZMQError as e:
             raise OSError(e.errno, f"cannot listen at {address}: {e}") from None
-        return bytes(self._socket.last_endpoint).decode().rstrip("\0")
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
     async def serve(self) -> None:
         """Serve until cancelled."""

@@ -7,14 +7,15 @@ that names the engine. Not covered: that vLLM answers in this form (the integrat
 import asyncio
 import json
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import httpx
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
 
 from rpg_megatron.bridge.vllm.generate_route import SampledBytes
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
@@ -26,35 +27,71 @@ def choice(tokens: list[int], logprobs: list[float], finish: str = "stop", index
     return {"index": index, "token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
 
 
-def generate(
-    handler: Callable[[httpx.Request], httpx.Response], as_bytes: bool = False, **changes: Any
-) -> list[Sample]:
-    async def run() -> list[Sample]:
-        client = EngineClient(3, Path("unused.sock"), "secret", timeout=5, as_bytes=as_bytes)
-        client._http = httpx.AsyncClient(
-            transport=httpx.MockTransport(handler), base_url="http://engine", headers=client._http.headers
-        )
+class Request(NamedTuple):
+    """What the server got."""
+
+    path: str
+    token: str
+    body: Any
+
+
+class Response:
+    """What the server answers."""
+
+    def __init__(self, status: int = 200, content: bytes = b"", json: Any = None):
+        self.status = status
+        self.content = content if json is None else msgspec.json.encode(json)
+
+
+Handler = Callable[[Request], Response]
+
+
+def generate(handler: Handler, as_bytes: bool = False, **changes: Any) -> list[Sample]:
+    """By a real server on a socket."""
+
+    async def serve(request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        try:
+            response = handler(Request(request.path, request.headers["authorization"], body))
+        except TimeoutError:
+            await asyncio.sleep(30)
+            raise
+        except ConnectionError:
+            assert request.transport is not None
+            request.transport.close()
+            raise
+        return web.Response(status=response.status, body=response.content)
+
+    async def run(socket: Path) -> list[Sample]:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", serve)
+        runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await runner.setup()
+        if handler is not refuse:
+            await web.UnixSite(runner, str(socket)).start()
+        client = EngineClient(3, socket, "secret", timeout=1 if handler is hang else 60, as_bytes=as_bytes)
         asked = {"n": 1, "max_tokens": 8, "temperature": 0.7, "seed": 5, "stop_token_ids": [9]} | changes
         try:
             return await client.generate(np.array([1, 2], np.int32), **asked)
         finally:
             await client.close()
+            await runner.cleanup()
 
-    return asyncio.run(run())
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(run(Path(folder) / "s"))
 
 
-def answer(*choices: dict[str, Any]) -> Callable[[httpx.Request], httpx.Response]:
-    return lambda _: httpx.Response(200, json={"choices": list(choices)})
+def answer(*choices: dict[str, Any]) -> Handler:
+    return lambda _: Response(json={"choices": list(choices)})
 
 
 def test_request_and_answer() -> None:
     seen = {}
 
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen["path"], seen["token"] = request.url.path, request.headers["authorization"]
-        seen["body"] = json.loads(request.content)
-        return httpx.Response(
-            200,
+    def handler(request: Request) -> Response:
+        seen["path"], seen["token"] = request.path, request.token
+        seen["body"] = request.body
+        return Response(
             json={"choices": [choice([7], [-1.5], "length", 1), choice([5, 9], [-0.25, -2.0], "stop", 0)]},
         )
 
@@ -78,16 +115,16 @@ def test_request_and_answer() -> None:
     assert samples[0].logprobs.dtype == np.float32
 
 
-def refuse(request: httpx.Request) -> httpx.Response:
-    raise httpx.ConnectError("refused", request=request)
+def refuse(request: Request) -> Response:
+    raise AssertionError("nobody listens")
 
 
-def hang(request: httpx.Request) -> httpx.Response:
-    raise httpx.ReadTimeout("slow", request=request)
+def hang(request: Request) -> Response:
+    raise TimeoutError
 
 
-def break_off(request: httpx.Request) -> httpx.Response:
-    raise httpx.RemoteProtocolError("closed", request=request)
+def break_off(request: Request) -> Response:
+    raise ConnectionError
 
 
 BROKEN = choice([5, 6], [-1.0, -1.0])
@@ -98,15 +135,15 @@ BROKEN["logprobs"]["content"][1]["token"] = "token_id:7"
     ("handler", "says"),
     [
         (refuse, "does not listen on its socket"),
-        (hang, "did not answer /inference/v1/generate within 5 s"),
-        (break_off, "aborted /inference/v1/generate (RemoteProtocolError"),
+        (hang, "did not answer /inference/v1/generate within 1 s"),
+        (break_off, "aborted /inference/v1/generate (ServerDisconnectedError"),
         (
-            lambda _: httpx.Response(500, json={"error": {"message": "EngineCore died"}}),
+            lambda _: Response(500, json={"error": {"message": "EngineCore died"}}),
             "status 500: EngineCore died",
         ),
-        (lambda _: httpx.Response(503, text="busy"), "status 503: busy"),
-        (lambda _: httpx.Response(200, text="<html>"), "cannot be parsed"),
-        (lambda _: httpx.Response(200, json={"choices": [{"index": 0}]}), "cannot be parsed"),
+        (lambda _: Response(503, content=b"busy"), "status 503: busy"),
+        (lambda _: Response(content=b"<html>"), "cannot be parsed"),
+        (lambda _: Response(json={"choices": [{"index": 0}]}), "cannot be parsed"),
         (answer(), "returned 0 responses instead of 1"),
         (answer(choice([5], [-1.0], "abort")), "ended a response with 'abort' after 1 tokens"),
         (answer(BROKEN), "log-probs of other tokens"),
@@ -114,28 +151,26 @@ BROKEN["logprobs"]["content"][1]["token"] = "token_id:7"
         (answer({"index": 0, "token_ids": [5], "finish_reason": "stop"}), "log-probs of other tokens"),
     ],
 )
-def test_every_failure_names_the_engine(
-    handler: Callable[[httpx.Request], httpx.Response], says: str
-) -> None:
+def test_every_failure_names_the_engine(handler: Handler, says: str) -> None:
     with pytest.raises(EngineError) as error:
         generate(handler)
     assert str(error.value).startswith("engine 3 ")
     assert says in str(error.value)
 
 
-def packed(*choices: tuple[int, list[int], list[float], str]) -> Callable[[httpx.Request], httpx.Response]:
+def packed(*choices: tuple[int, list[int], list[float], str]) -> Handler:
     made = [
         SampledBytes(i, finish, np.array(tokens, np.int32).tobytes(), np.array(values, np.float32).tobytes())
         for i, tokens, values, finish in choices
     ]
-    return lambda _: httpx.Response(200, content=msgspec.msgpack.encode(made))
+    return lambda _: Response(content=msgspec.msgpack.encode(made))
 
 
 def test_tokens_as_bytes() -> None:
     paths = []
 
-    def handler(request: httpx.Request) -> httpx.Response:
-        paths.append(request.url.path)
+    def handler(request: Request) -> Response:
+        paths.append(request.path)
         return packed((1, [7], [-1.5], "length"), (0, [5, 9], [-0.25, -2.0], "stop"))(request)
 
     samples = generate(handler, as_bytes=True, n=2)
@@ -154,10 +189,10 @@ def test_tokens_as_bytes() -> None:
 def test_json_where_the_plug_in_is_missing() -> None:
     paths = []
 
-    def handler(request: httpx.Request) -> httpx.Response:
-        paths.append(request.url.path)
-        missing = request.url.path.endswith("/bytes")
-        return httpx.Response(404) if missing else answer(choice([5], [-1.0]))(request)
+    def handler(request: Request) -> Response:
+        paths.append(request.path)
+        missing = request.path.endswith("/bytes")
+        return Response(404) if missing else answer(choice([5], [-1.0]))(request)
 
     (sample,) = generate(handler, as_bytes=True)
     assert sample.tokens.tolist() == [5]
@@ -167,19 +202,17 @@ def test_json_where_the_plug_in_is_missing() -> None:
 @pytest.mark.parametrize(
     ("handler", "says"),
     [
-        (lambda _: httpx.Response(200, content=b"{}"), "cannot be parsed"),
-        (lambda _: httpx.Response(200, content=msgspec.msgpack.encode([[0, "stop", b"123", b""]])), "parsed"),
+        (lambda _: Response(content=b"{}"), "cannot be parsed"),
+        (lambda _: Response(content=msgspec.msgpack.encode([[0, "stop", b"123", b""]])), "parsed"),
         (packed((0, [5, 6], [-1.0], "stop")), "returned 1 log-probs of 2 tokens"),
         (packed((0, [5], [float("nan")], "stop")), "missing or not finite"),
         (packed((0, [5], [float("-inf")], "stop")), "missing or not finite"),
         (packed((0, [5], [-1.0], "abort")), "ended a response with 'abort' after 1 tokens"),
         (packed(), "returned 0 responses instead of 1"),
-        (lambda _: httpx.Response(500, text="EngineCore died"), "bytes with status 500: EngineCore died"),
+        (lambda _: Response(500, content=b"EngineCore died"), "bytes with status 500: EngineCore died"),
     ],
 )
-def test_every_failure_of_bytes_names_the_engine(
-    handler: Callable[[httpx.Request], httpx.Response], says: str
-) -> None:
+def test_every_failure_of_bytes_names_the_engine(handler: Handler, says: str) -> None:
     with pytest.raises(EngineError) as error:
         generate(handler, as_bytes=True)
     assert str(error.value).startswith("engine 3 ")

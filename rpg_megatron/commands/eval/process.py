@@ -128,7 +128,6 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     folder, work = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         asyncio.run(_evaluate(load_settings(folder / CONFIG), folder, work, os.environ[TOKEN_VARIABLE]))
