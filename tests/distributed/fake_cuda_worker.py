@@ -39,6 +39,7 @@ from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from rpg_megatron.training.trainer import Trainer
 from tests.support import fake_cuda
+from tests.support.batches import prepare
 
 LENGTHS = [60, 40]
 """Tokens of each sequence of a micro-batch."""
@@ -151,7 +152,7 @@ def step(trainer: Trainer, report: Report) -> None:
     for number, t in enumerate(everything):
         t.reward = float(number % 2)
     with report.part("step"):
-        batch = trainer.prepare_batch(everything)
+        batch = prepare(trainer, everything)
         trainer.compute_log_probs(batch)
     trainer.update(1, batch, lambda done, all_: None)
 

@@ -1,26 +1,37 @@
-"""One rank of test_batch_scatter: a batch goes out, log-probs come back, in each layout that is asked for."""
+"""One rank of test_batch_scatter: batches are distributed, compared and written by leaders in each layout."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from rpg_megatron.config import UserError
+from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.data.batch_index import BatchIndex, index_of
 from rpg_megatron.data.packing import plan_batches
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file, write_rollouts
+from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.policy.device import start_device, start_process_group
-from rpg_megatron.policy.model import start_mesh
-from rpg_megatron.system.collectives import gather_objects
+from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.system.collectives import barrier, gather_objects
 from rpg_megatron.training.batch_scatter import BatchScatter, each
+from rpg_megatron.training.mismatch import check_mismatch, describe_mismatch, find_gaps, find_worst, summarise
+from rpg_megatron.training.rollout_saver import RolloutSaver
+from tests.support.batches import ListSource
+
+VERSION = 3
+GUARDS = GuardSettings()
 
 
 def make_batch(count: int, longest: int, seed: int) -> list[Trajectory]:
-    """Trajectories of uneven lengths, every number of which is another."""
+    """Trajectories of uneven lengths, every number of which is another; group and advantage are not set."""
     draw = np.random.default_rng(seed)
     batch = []
     for i in range(count):
@@ -33,18 +44,19 @@ def make_batch(count: int, longest: int, seed: int) -> list[Trajectory]:
                 prompt=draw.integers(0, 150_000, prompt).astype(np.int32),
                 response=draw.integers(0, 150_000, response).astype(np.int32),
                 behaviour=draw.normal(size=response).astype(np.float32),
-                versions=np.full(response, 3, np.int32),
+                versions=draw.integers(VERSION - 1, VERSION + 1, response).astype(np.int32),
                 finish=("stop", "length")[i % 2],
-                text="a text that no other rank needs" * 50,
-                advantage=float(draw.normal()),
+                text="a text that only the leader needs" * 50,
+                reward=float(draw.normal()),
             )
         )
     return batch
 
 
-def scored(t: Trajectory) -> np.ndarray:
+def scored(t: Trajectory, seed: int) -> np.ndarray:
     """What stands for a trajectory's log-probs: a function of its tokens."""
-    return (t.response * 0.5 - t.sample).astype(np.float32)
+    draw = np.random.default_rng([seed, t.group, t.sample])
+    return (t.behaviour + draw.normal(0, 1e-2, len(t.response))).astype(np.float32)
 
 
 def describe(t: Trajectory) -> list[object]:
@@ -53,37 +65,121 @@ def describe(t: Trajectory) -> list[object]:
     return [*tokens, t.finish, float(np.float32(t.advantage)), t.prompt_id, t.group, t.sample]
 
 
-def measure(parallel: dict[str, int]) -> dict[str, object]:
+def measure(parallel: dict[str, int], folder: Path) -> dict[str, object]:
     mesh = start_mesh(ParallelSettings(**parallel))
-    scatter = BatchScatter(mesh)
+    scatter, saver = BatchScatter(mesh), RolloutSaver(folder, mesh)
     found: dict[str, object] = {}
     for step, count in enumerate((16, 8)):  # a second batch is no remnant of the first
-        batch = make_batch(count, 40, step) if mesh.rank == 0 else []
-        lengths = [t.length for t in batch]
-        plan = plan_batches(lengths, minibatches=2, data=mesh.data, budget=64) if batch else []
-        share = scatter.scatter(plan, batch)
-        for t in each(share):
-            t.old = scored(t)
-        scatter.gather("old", share)
-        everyone = gather_objects([[[describe(t) for t in micro] for micro in mini] for mini in share])
+        batch = make_batch(count, 40, step)
+        advantages = np.random.default_rng(step).normal(size=count)
+        whole = [replace(t, advantage=float(a)) for t, a in zip(batch, advantages, strict=True)]
+        for t in whole:
+            t.old = t.anchor = scored(t, step)
+        index, plan = None, []
         if mesh.rank == 0:
-            found[f"shares {step}"] = everyone
-            found[f"wanted {step}"] = [
-                [[[describe(batch[i]) for i in micro] for micro in mini] for mini in part] for part in plan
-            ]
-            found[f"returned {step}"] = all(np.array_equal(t.old, scored(t)) for t in batch)
+            index = index_of(batch)
+            index.ticket += 1000  # of the run
+            plan = plan_batches([t.length for t in batch], minibatches=2, data=mesh.data, budget=64)
+        source = ListSource(replace(t, group=t.group + 1000) for t in batch) if mesh.leads else None
+        share, mine = scatter.scatter(plan, index, advantages, source)
+        for t in each(share):
+            t.old = t.anchor = scored(t, step)
+        everyone = gather_objects([[[describe(t) for t in micro] for micro in mini] for mini in share])
+        same = {id(t) for t in mine} == {id(t) for t in each(share)} if mesh.leads else not mine
+        fetched = gather_objects(source.fetched if source else 0)
+        found |= save(saver, mesh, folder, step, mine, whole)
+        row, message = check_mismatch(mine, VERSION, GUARDS, "float32", leaders=mesh.data)
+        worst = find_worst(whole, VERSION)
+        assert worst
+        wanted = summarise(*find_gaps(whole, VERSION))
+        text = describe_mismatch(wanted, worst, GUARDS, "float32", VERSION + 1)
+        agree = gather_objects((row, message)) == [(row, message)] * mesh.world
+        if mesh.rank == 0:
+            parts = plan_batches([t.length for t in batch], minibatches=2, data=mesh.data, budget=64)
+            found |= {
+                f"shares {step}": everyone,
+                f"wanted {step}": [
+                    [[[describe(whole[i]) for i in micro] for micro in mini] for mini in p] for p in parts
+                ],
+                f"fetched {step}": fetched,
+                f"count {step}": count,
+                f"mismatch {step}": [row, wanted],
+                f"message {step}": [message, text],
+            }
+        found[f"same {step}"] = all(gather_objects(same)) and agree
+        found[f"order {step}"] = all(
+            gather_objects(sorted((t.group, t.sample) for t in mine) == [(t.group, t.sample) for t in mine])
+        )
     found["data ranks"] = gather_objects(mpu.get_data_parallel_rank())
     found["replicas"] = [mesh.replica(d) for d in range(mesh.data)]
     found["texts"] = gather_objects([t.text for t in each(share)])
+    found["failed fetch"] = gather_objects(fail(scatter, mesh, plan, index, advantages, source))
     mpu.destroy_model_parallel()
     return found
+
+
+def save(
+    saver: RolloutSaver, mesh: Mesh, folder: Path, step: int, mine: list[Trajectory], whole: list[Trajectory]
+) -> dict[str, object]:
+    """Write the step over what another layout left; then once more, where one leader cannot write."""
+    file = rollouts_file(folder, step)
+    if mesh.rank == 0:
+        write_rollouts(file, whole[:1])
+        saver.prepare(step)
+    barrier()
+    saver.start(step, mine)
+    failures = saver.finish()
+    read = [to_row(t) for t in read_rollouts(file)] if mesh.rank == 0 else []
+    last = mesh.rank == mesh.replica(mesh.data - 1)[0]
+    barrier()
+    if mesh.rank == 0:
+        saver.prepare(step)
+    barrier()
+    blocked = file if mesh.data == 1 else file / f"part_{mesh.data - 1:05d}_of_{mesh.data:05d}.parquet"
+    if last:
+        blocked.mkdir(parents=True)
+    barrier()
+    saver.start(step, mine)
+    told = gather_objects(saver.finish())
+    return {
+        f"written {step}": failures == [] and read == [to_row(t) for t in whole],
+        f"told {step}": [told, str(blocked)],
+        f"again {step}": saver.finish(),
+    }
+
+
+def fail(
+    scatter: BatchScatter,
+    mesh: Mesh,
+    plan: list,
+    index: BatchIndex | None,
+    advantages: np.ndarray,
+    source: ListSource | None,
+) -> str:
+    """What each rank says when the last leader's source has lost its trajectories."""
+    if mesh.rank == mesh.replica(mesh.data - 1)[0]:
+
+        class Lost:
+            def fetch(self, worker: object, ticket: object, sample: object) -> list[Trajectory]:
+                raise UserError("worker 3 has gone")
+
+        source = Lost()  # type: ignore[assignment]
+    try:
+        scatter.scatter(plan, index, advantages, source)
+    except UserError as e:
+        return str(e)
+    return ""
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     start_process_group(start_device("cpu"))
     layouts = json.loads((folder / "layouts.json").read_text())
-    results = {name: measure(parallel) for name, parallel in layouts.items()}
+    results = {}
+    for name, parallel in layouts.items():
+        run = folder / name
+        run.mkdir(exist_ok=True)
+        results[name] = measure(parallel, run)
     if dist.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import gather_objects
 from rpg_megatron.training.batch_scatter import each
 from rpg_megatron.training.trainer import Trainer
+from tests.support.batches import prepare
 
 
 def start(case: dict, mesh: Mesh, device: torch.device) -> Trainer:
@@ -26,8 +27,7 @@ def start(case: dict, mesh: Mesh, device: torch.device) -> Trainer:
 
 def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
     """One step on the fixed batch; its metrics."""
-    everything = pickle.loads((folder / "batch.pkl").read_bytes()) if trainer.mesh.rank == 0 else []
-    batch = trainer.prepare_batch(everything)
+    batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
     trainer.compute_log_probs(batch)
     trainer.update(step, batch, lambda done, total: None)
     return batch.metrics
@@ -35,8 +35,7 @@ def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
 
 def scored_apart(trainer: Trainer, folder: Path) -> float:
     """The largest difference of a step's log-probs to those of each sequence in a row of its own."""
-    everything = pickle.loads((folder / "batch.pkl").read_bytes()) if trainer.mesh.rank == 0 else []
-    batch = trainer.prepare_batch(everything)
+    batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
     trainer.compute_log_probs(batch)
     mine = list(each(batch.minibatches))
     rows = [trainer.policy.pack([t]) for t in mine]

@@ -4,9 +4,9 @@ Why: a warning that comes in a sync or an evaluation is rare, and what is lost t
 place in the data) nobody looks for. Proved with real ranks, whose sampler is a stand-in so that the moment of
 the signal is exact: in a rollout, in a sync, in an evaluation and when the row is about to be written. What
 is saved says which step it is of and what is still due; rows and weights at the end are those of ranks that
-nobody stopped; and each step trained again from the journal is the same bit for bit. A warning before there
-is anything to save just ends the ranks. Not covered: engines, the launcher, random moments
-(tests/integration).
+nobody stopped, and so are the rollouts; and each step trained again from the journal is the same bit for bit,
+with one leader and with two. A warning before there is anything to save just ends the ranks. Not covered:
+engines, the launcher, random moments (tests/integration).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -32,9 +33,12 @@ from safetensors.torch import load_file
 from rpg_megatron.checkpoints.run_folder import list_steps, read_state
 from rpg_megatron.commands.replay.command import plan_replay
 from rpg_megatron.config import load_settings
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.batch_index import index_of
+from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
+from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SyncResult
+from tests.distributed.preempted_rank import BATCH
 from tests.support.ranks import free_port
 
 WORLD, STEPS = 2, 5
@@ -45,6 +49,7 @@ class StandIn:
     """A sampler that makes its responses up, and warns the ranks instead of answering a chosen request."""
 
     def __init__(self, work: Path):
+        self._batch = work / BATCH
         self._listener = Listener(str(work / SOCKET), family="AF_UNIX", authkey=TOKEN.encode())
         self.place = 0
         self.warn_at = ("", 0)
@@ -88,10 +93,12 @@ class StandIn:
                     reward=float(random.normal()),
                 )
             )
-        return RolloutBatch(trajectories, {"reward/mean": float(self.place)})
+        self._batch.write_bytes(pickle.dumps(trajectories))
+        metrics, state = {"reward/mean": float(self.place)}, {"place": self.place}
+        return RolloutBatch([], metrics, index=index_of(trajectories), state=state)
 
-    def state(self) -> dict[str, Any]:
-        return {"place": self.place}
+    def release(self) -> None:
+        self._batch.unlink()  # all leaders have read it
 
     def restore(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
@@ -110,16 +117,16 @@ class StandIn:
 class Ranks:
     """One run's ranks, started again and again."""
 
-    def __init__(self, folder: Path, config: Path):
+    def __init__(self, folder: Path, config: Path, layout: str):
         self.run, self.work, self.bridge = folder / "run", folder / "work", folder / "bridge"
         for place in (self.run, self.work, self.bridge):
             place.mkdir(0o700, parents=True)
-        evaluation = "evaluation={data: {path: %s, max_prompt_tokens: 64}, every: 1}"
+        evaluation = "evaluation={data: {path: %s, max_prompt_tokens: 64}, every: 1, samples: 1}"
         settings = load_settings(
             config,
             [
                 f"training.steps={STEPS}",
-                f"parallel.tensor={WORLD}",
+                f"parallel.{layout}={WORLD}",
                 evaluation % (config.parent / "train.jsonl"),
                 "guards.mismatch=off",
                 "anchor={type: every, updates: 4}",
@@ -140,10 +147,10 @@ class Ranks:
             self.sampler.place = 0
             (self.run / "metrics.jsonl").unlink(missing_ok=True)
         self.sampler.warn_at = warn_at
-        self.sampler.ranks = self.start("train", *map(str, newest))
+        self.sampler.ranks = self.start("tests.distributed.preempted_rank", *map(str, newest))
         return [rank.wait(300) for rank in self.sampler.ranks]
 
-    def start(self, module: str = "rpg_megatron.training.rank") -> list[subprocess.Popen[bytes]]:
+    def start(self, module: str, *checkpoint: str) -> list[subprocess.Popen[bytes]]:
         shared = {
             "WORLD_SIZE": str(WORLD),
             "LOCAL_RANK": "0",
@@ -156,7 +163,7 @@ class Ranks:
         ranks = []
         for rank in range(WORLD):
             with (self.run / f"rank_{rank}.log").open("ab") as log:
-                command = [sys.executable, "-m", module, *places]
+                command = [sys.executable, "-m", module, *places, *checkpoint]
                 environment = os.environ | shared | {"RANK": str(rank)}
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         return ranks
@@ -173,10 +180,11 @@ class Ranks:
         return (self.run / "rank_0.log").read_text()
 
 
-@pytest.fixture
-def pair(tmp_path: Path, config_file: Path) -> Iterator[tuple[Ranks, Ranks]]:
-    both = Ranks(tmp_path / "stopped", config_file), Ranks(tmp_path / "straight", config_file)
-    yield both
+@pytest.fixture(params=["tensor", "data"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path, config_file: Path) -> Iterator[tuple[Ranks, Ranks]]:
+    """Of one leader, and of two."""
+    both = [Ranks(tmp_path / name, config_file, request.param) for name in ("stopped", "straight")]
+    yield both[0], both[1]
     for one in both:
         for rank in one.sampler.ranks:
             rank.kill()
@@ -220,6 +228,9 @@ def test_a_warning_wherever_a_run_waits(pair: tuple[Ranks, Ranks]) -> None:
     name = f"hf/step_{STEPS:06d}/model.safetensors"
     weights, wanted = load_file(stopped.run / name), load_file(straight.run / name)
     assert all(torch.equal(weight, wanted[key]) for key, weight in weights.items())
+    for step in range(1, STEPS + 1):
+        written, other = (read_rollouts(rollouts_file(ranks.run, step)) for ranks in (stopped, straight))
+        assert [to_row(t) for t in written] == [to_row(t) for t in other]
     check_replay(straight)
 
 

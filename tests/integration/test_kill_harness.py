@@ -27,14 +27,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
+from rpg_megatron.data.rollout_files import part_file, read_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.sampler_client import EVENTS
 from rpg_megatron.system.events import EventSender
 from tests.support.commands import Command
 from tests.support.kills import ENDS, TARGETS, draw
 from tests.support.moments import PHASES, EventTap, read_moment
-from tests.support.same_runs import compare_files, compare_rows, read_rows
+from tests.support.same_runs import compare_files, compare_rows, find_missing_rollouts, read_rows
 from tests.support.watched_runs import LAYOUTS, Traces
 
 
@@ -126,6 +126,21 @@ def test_times_and_paths_are_no_difference(runs: tuple[Path, Path]) -> None:
     one, other = runs
     assert compare_files(one, other) == []
     assert compare_rows(read_rows(one), read_rows(other)) == []
+
+
+def test_a_step_without_all_its_rollouts_is_told(runs: tuple[Path, Path]) -> None:
+    run, _ = runs
+    file = run / "rollouts" / "step_000002.parquet"
+    told = [f"step {step} is done, but its rollouts are not written" for step in (1, 2)]
+    assert find_missing_rollouts(run) == told[:1]  # the runs here have one file
+    whole = file.read_bytes()
+    file.unlink()
+    (file := part_file(file, 1, 2)).parent.mkdir()
+    file.write_bytes(whole)
+    assert find_missing_rollouts(run) == told
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoints" / "step_000002" / "manifest.json").touch()
+    assert find_missing_rollouts(run) == told[1:]
 
 
 @pytest.mark.parametrize("told", PLANTED)

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from tests.support.moments import EVALUATION, EXPORT, PHASES, ROLLOUT, SAVE, START, UPDATE, Moment
-from tests.support.same_runs import compare_files, compare_rows, read_rows
+from tests.support.same_runs import compare_files, compare_rows, find_missing_rollouts, read_rows
 from tests.support.watched_runs import EVERY, LIMIT, STEPS, Reference, WatchedRun, name_of
 
 TREE, LAUNCHER, RANK, SAMPLER = "every process", "launcher", "rank", "sampler"
@@ -118,8 +118,9 @@ class KilledRun(WatchedRun):
             self.end_all()
 
     def compare(self) -> list[str]:
-        """The rows so far with those of the reference."""
-        return compare_rows(read_rows(self.run), self.wanted, engines=self.engines, lost=self.lost)
+        """The rows so far with those of the reference, and whether each has its rollouts."""
+        found = compare_rows(read_rows(self.run), self.wanted, engines=self.engines, lost=self.lost)
+        return found + find_missing_rollouts(self.run)
 
     def strike(self, kill: Kill, number: int) -> None:
         """Wait for the kill's moment, kill, and see to it that the run goes on."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rpg_megatron.data.rollout_files import rollouts_complete, rollouts_file
 from rpg_megatron.rollout.sampler_client import EVENTS
 
 START, ROLLOUT, UPDATE, SAVE = "start", "rollout", "update", "save"
@@ -94,7 +95,7 @@ def read_moment(tap: EventTap, run: Path, since: float, published: bool | None) 
     """
     rows, phase = count_rows(run), tap.phase
     proven = []
-    rollouts = (run / "rollouts" / f"step_{rows:06d}.parquet").exists()
+    rollouts = rollouts_complete(rollouts_file(run, rows))
     if phase == START:
         proven.append(START)
     elif any(part.stat().st_mtime > since for part in (run / "checkpoints").glob(".step_*.part")):

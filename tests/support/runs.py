@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST
-from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.data.rollout_files import read_rollouts, rollouts_complete, rollouts_file
 from rpg_megatron.system import process_groups
 from tests.support.commands import Command
 
@@ -79,7 +79,7 @@ class TrainCommand(Command):
 
     def wait_for_rollouts(self, step: int) -> None:
         """Until the step's rollouts are written: scoring is done, the update begins."""
-        self.wait((self.run / "rollouts" / f"step_{step:06d}.parquet").exists)
+        self.wait(lambda: rollouts_complete(rollouts_file(self.run, step)))
 
     def wait_for_engine(self, index: int = 0) -> int:
         """Until its process is there: it takes most of a minute to start, so all that follows is seen."""

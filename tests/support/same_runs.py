@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.checkpoints.run_folder import list_steps
+from rpg_megatron.data.rollout_files import read_rollouts, rollouts_complete, rollouts_file
 from rpg_megatron.data.trajectory import to_row
 
 VARIES = (
@@ -51,6 +52,13 @@ def compare_rows(
         if row.get("mismatch/logp_max", 0) > 1e-3:
             found.append(f"metrics of step {row['step']}: mismatch/logp_max is {row['mismatch/logp_max']}")
     return found
+
+
+def find_missing_rollouts(run: Path) -> list[str]:
+    """Steps that have a row of metrics or a checkpoint, but not all their rollouts."""
+    steps = {row["step"] for row in read_rows(run)} | set(list_steps(run))
+    missing = [s for s in sorted(steps - {0}) if not rollouts_complete(rollouts_file(run, s))]
+    return [f"step {step} is done, but its rollouts are not written" for step in missing]
 
 
 def compare_files(run: Path, other: Path) -> list[str]:

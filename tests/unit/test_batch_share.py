@@ -1,15 +1,20 @@
 """A share of a batch is the same after its way as two flat tensors, empty micro-batches and shares included.
 
-That it goes to the right ranks is tests/distributed/test_batch_scatter.
+And a leader makes it of its part of the plan, whose size does not depend on the tokens. That both go to the
+right ranks is tests/distributed/test_batch_scatter.
 """
+
+from random import Random
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.training.batch_scatter import Share, each, flatten, unflatten
+from rpg_megatron.training.batch_scatter import Share, each, fetch_part, flatten, pack_part, unflatten
+from tests.support.batches import ListSource
 
 NAMES = ("prompt_id", "sample", "group", "finish", "advantage")
 
@@ -45,3 +50,30 @@ def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]]) -> None:
         assert all(getattr(a, name) == getattr(b, name) for name in NAMES)
         assert all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("prompt", "response", "behaviour"))
         assert (b.text, len(b.versions)) == ("", 0)
+
+
+@given(shares, st.randoms())
+def test_a_leader_has_its_part_of_the_plan(cut: list[list[list[tuple[int, int, int]]]], dice: Random) -> None:
+    flat = [size for mini in cut for micro in mini for size in micro]
+    batch = [trajectory(number, *size[1:]) for number, size in enumerate([*flat, (0, 1, 1)])]  # one of others
+    places = list(range(len(flat)))
+    dice.shuffle(places)
+    rest = iter(places)
+    plan = [[sorted(next(rest) for _ in micro) for micro in mini] for mini in cut]
+    advantages = np.array([dice.random() for _ in batch])
+    index = index_of(batch)
+    index.group = index.group + 7  # of the step; the source knows the ticket
+    share, mine = fetch_part(pack_part(plan, index, advantages), ListSource(batch))
+    assert [[[t.prompt_id for t in micro] for micro in mini] for mini in share] == plan
+    assert [t.prompt_id for t in mine] == sorted(places)
+    assert {id(t) for t in mine} == {id(t) for t in each(share)}
+    assert all(t.advantage == advantages[t.prompt_id] for t in mine)  # in float64
+    assert all(t.group == t.prompt_id // 5 + 7 for t in mine)
+
+
+def test_a_part_of_the_plan_does_not_grow_with_tokens() -> None:
+    sizes = []
+    for length in (1, 10_000):
+        index = index_of([trajectory(number, length, length) for number in range(8)])
+        sizes.append(pack_part([[[0, 1, 2], [3, 4]]], index, np.zeros(8)).nbytes)
+    assert sizes == [8 * (4 + 5 * 5)] * 2  # batch sizes, five numbers of each trajectory

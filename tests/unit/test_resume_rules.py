@@ -62,6 +62,9 @@ def killed(tmp_path: Path) -> Path:
         (run.folder / part).mkdir()
         for step in (4, 5):
             (run.folder / part / f"step_{step:06d}.jsonl").write_text("x")
+    for step in (4, 5):  # written by several leaders
+        (folder := run.folder / "rollouts" / f"step_{step:06d}.parquet").mkdir()
+        (folder / "part_00001_of_00002.parquet").write_text("x")
     run.close()
     return run.folder
 
@@ -85,8 +88,9 @@ def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) 
     assert "from step 4" in run.notes[0]
     # What the redone steps will write again is gone, and nothing else.
     assert (killed / "metrics.jsonl").read_text() == '{"step":2}\n{"step":4}\n'
-    for part in ("rollouts", "evaluation"):
-        assert [f.name for f in (killed / part).iterdir()] == ["step_000004.jsonl"]
+    assert [f.name for f in (killed / "evaluation").iterdir()] == ["step_000004.jsonl"]
+    left = sorted(f.name for f in (killed / "rollouts").rglob("*"))
+    assert left == ["part_00001_of_00002.parquet", "step_000004.jsonl", "step_000004.parquet"]
 
 
 def test_a_run_that_is_at_work_is_not_started_twice(

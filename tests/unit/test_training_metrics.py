@@ -1,6 +1,6 @@
 """The mismatch guard fires when it must and only then; a journal gives back the same bits, or is not there.
 
-Not covered: the loop itself (tests/integration).
+Not covered: the loop itself (tests/integration), leaders of several replicas (tests/distributed).
 """
 
 from __future__ import annotations
@@ -8,23 +8,44 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.objective import GuardSettings
-from rpg_megatron.data.rollout_files import list_rollouts, read_rollouts, rollouts_file, write_rollouts
+from rpg_megatron.data.rollout_files import (
+    iter_rollouts,
+    list_rollouts,
+    part_file,
+    read_rollouts,
+    remove_rollouts,
+    rollouts_complete,
+    rollouts_file,
+    write_rollouts,
+)
 from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.rollout.sampler import batch_metrics
 from rpg_megatron.training.checkpoint_saver import SaveResult
-from rpg_megatron.training.metrics import MetricsWriter, compare_logprobs, guard_mismatch
+from rpg_megatron.training.metrics import MetricsWriter
+from rpg_megatron.training.mismatch import (
+    describe_mismatch,
+    find_gaps,
+    find_worst,
+    out_of_bounds,
+    summarise,
+    summarise_sharded,
+)
 from rpg_megatron.training.run import RankRun
 
 
@@ -52,6 +73,18 @@ def trajectory(gap: list[float], versions: list[int]) -> Trajectory:
     )
 
 
+def compare_logprobs(batch: list[Trajectory], version: int) -> dict[str, float]:
+    return summarise(*find_gaps(batch, version))
+
+
+def message_of(batch: list[Trajectory], version: int) -> str:
+    """What the guard says of a batch that is out of bounds."""
+    row, worst = compare_logprobs(batch, version), find_worst(batch, version)
+    assert out_of_bounds(row, GuardSettings(), "float32")
+    assert worst
+    return describe_mismatch(row, worst, GuardSettings(), "float32", step=version + 1)
+
+
 def test_only_tokens_of_the_present_weights_count() -> None:
     row = compare_logprobs([trajectory([0.5, 1e-5, 2e-5], [6, 7, 7])], version=7)
     assert row["mismatch/tokens"] == 2
@@ -77,25 +110,79 @@ def test_groups_without_a_signal_are_counted() -> None:
 
 
 @pytest.mark.parametrize("gap", [[0.0, 2e-3, 0.0], [0.0, float("nan"), 0.0]])
-def test_guard_stops_and_names_the_token(gap: list[float]) -> None:
+def test_guard_fires_and_names_the_token(gap: list[float]) -> None:
     batch = [trajectory([0.0] * 3, [7] * 3), trajectory(gap, [7] * 3)]
-    row = compare_logprobs(batch, version=7)
-    with pytest.raises(UserError, match=r"worst at token 1 of 3 of prompt 4.*rpg-megatron audit RUN to find"):
-        guard_mismatch(row, batch, GuardSettings(), "float32", version=7, step=8)
-    assert guard_mismatch(row, batch, GuardSettings(mismatch="warn"), "float32", version=7, step=8)
-    assert guard_mismatch(row, batch, GuardSettings(mismatch="off"), "float32", version=7, step=8) is None
+    row, message = compare_logprobs(batch, 7), message_of(batch, 7)
+    assert re.match(r"step 8: .*worst at token 1 of 3 of prompt 4.*rpg-megatron audit RUN to find", message)
+    assert out_of_bounds(row, GuardSettings(mismatch="warn"), "float32")
+    assert not out_of_bounds(row, GuardSettings(mismatch="off"), "float32")
 
 
 def test_guard_names_a_token_of_the_present_weights() -> None:
     batch = [trajectory([2.0, 0.0, 0.01], [6, 7, 7])]
-    with pytest.raises(UserError, match="worst at token 2 of 3"):
-        guard_mismatch(compare_logprobs(batch, 7), batch, GuardSettings(), "float32", version=7, step=8)
+    assert "worst at token 2 of 3" in message_of(batch, 7)
+
+
+def test_of_equal_gaps_the_first_is_named() -> None:
+    batch = [trajectory([0.0, 0.01], [7, 7]) for _ in range(4)]
+    for number, t in enumerate(batch):
+        t.group, t.sample, t.prompt_id = number // 2, number % 2, number
+        t.old = t.anchor = np.array([-1, -1], np.float32)
+        t.behaviour = np.array([-1, -1.5 if number else -1.25], np.float32)
+    assert "of prompt 1, sample 1" in message_of(batch, 7)
+    assert max(w for t in reversed(batch) if (w := find_worst([t], 7))) == find_worst(batch, 7)
 
 
 def test_guard_is_quiet_within_bounds() -> None:
     batch = [trajectory([1e-5, 2e-5, 0.0], [7] * 3)]
-    row = compare_logprobs(batch, 7)
-    assert guard_mismatch(row, batch, GuardSettings(), "float32", version=7, step=8) is None
+    assert not out_of_bounds(compare_logprobs(batch, 7), GuardSettings(), "float32")
+
+
+DRAW = np.random.default_rng(0)
+GAPS = {
+    "none": np.zeros(0),
+    "one": np.array([0.25]),
+    "two": np.array([0.5, 0.0]),
+    "zeros": np.zeros(1000),
+    "ties": np.repeat([0.0, 1e-7, 0.5], [500, 490, 10]),
+    "a tie at the place": np.repeat([1e-5, 2e-5, 3e-5], [50, 50, 1]),
+    "one bin": np.nextafter(np.float32(1), np.float32(2)) + np.arange(300) * 2.0**-23,
+    "neighbouring bins": np.float32(1) + np.arange(-150, 151) * 2.0**-23,
+    "all sizes": 10.0 ** DRAW.uniform(-44, 38, 5000),
+    "usual": np.abs(DRAW.normal(0, 1e-5, 100_001)),
+    "infinite": np.append(np.ones(50), np.inf),
+    "NaN": np.append(np.ones(500), [np.nan, 2.0]),
+    "more than a chunk": np.abs(DRAW.normal(0, 1e-5, 2**20 + 77)),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+@pytest.mark.parametrize("leaders", [1, 3])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_leaders_find_the_quantile_of_all_gaps(name: str, leaders: int) -> None:
+    """By counts that they add up; the same bits as numpy finds in all gaps together."""
+    gaps = GAPS[name].astype(np.float32)
+    shards = np.array_split(np.random.default_rng(1).permutation(gaps), leaders)
+    table: list[np.ndarray] = []
+    meeting, lock = threading.Barrier(leaders), threading.Lock()
+
+    def add_up(values: np.ndarray) -> np.ndarray:
+        with lock:
+            table.append(values)
+        meeting.wait(60)
+        total: np.ndarray = np.sum(table, axis=0)
+        if meeting.wait(60) == 0:
+            table.clear()
+        meeting.wait(60)
+        return total
+
+    with ThreadPoolExecutor(leaders) as pool:
+        rows = list(pool.map(lambda shard: summarise_sharded(shard, 2, add_up), shards))
+        wanted = summarise(gaps, 2 * leaders)
+    mean = wanted.pop("mismatch/logp_mean", 0.0)
+    for row in rows:
+        assert row.pop("mismatch/logp_mean", 0.0) == pytest.approx(mean, rel=1e-12, nan_ok=True)
+        assert repr(row) == repr(wanted)
 
 
 def scored(number: int) -> Trajectory:
@@ -132,6 +219,71 @@ def test_journal_round_trip(tmp_path: Path, count: int) -> None:
     assert [p.name for p in file.parent.iterdir()] == ["step_000001.parquet"]
     assert list_rollouts(tmp_path) == [file]
     assert pq.read_table(file).num_rows == count  # a plain Parquet file to others
+
+
+def write_parts(run: Path, shards: list[list[Trajectory]]) -> Path:
+    file = rollouts_file(run, 1)
+    for number, shard in enumerate(shards):
+        write_rollouts(part_file(file, number, len(shards)), shard)
+    return file
+
+
+@pytest.mark.parametrize("parts", [2, 3, 70])
+def test_a_journal_in_parts_is_read_in_batch_order(tmp_path: Path, parts: int) -> None:
+    batch = [replace(scored(number), group=number // 4, sample=number % 4) for number in range(150)]
+    place = np.random.default_rng(parts).integers(0, parts, len(batch))
+    shards = [[t for t, p in zip(batch, place, strict=True) if p == number] for number in range(parts)]
+    file = write_parts(tmp_path, shards)
+    assert_same(read_rollouts(file), batch)
+    assert list_rollouts(tmp_path) == [file]
+    assert pq.read_table(file).num_rows == len(batch)  # one data set to others
+    assert sum(len(pd.read_parquet(f)) for f in file.iterdir()) == len(pd.read_parquet(file)) == len(batch)
+
+
+def test_a_journal_in_parts_is_streamed(tmp_path: Path) -> None:
+    """Its first trajectories are there before the rest has been read, which here is damaged."""
+    batch = [replace(scored(number), group=number, sample=0) for number in range(600)]
+    file = write_parts(tmp_path, [batch[::2], batch[1::2]])
+    part = part_file(file, 1, 2)
+    metadata = pq.ParquetFile(part).metadata
+    column = metadata.row_group(metadata.num_row_groups - 1).column(0)
+    end = column.data_page_offset + column.total_compressed_size
+    whole = part.read_bytes()
+    part.write_bytes(whole[: end - 4] + b"xxxx" + whole[end:])
+    rows = iter_rollouts(file)
+    assert_same([next(rows) for _ in range(50)], batch[:50])
+    with pytest.raises(UserError, match=r"part_00001_of_00002\.parquet: damaged"):
+        list(rows)
+
+
+def test_a_journal_without_all_its_parts_is_none(tmp_path: Path) -> None:
+    batch = [replace(scored(number), group=number) for number in range(8)]
+    file = write_parts(tmp_path, [batch[:4], batch[4:6], batch[6:]])
+    part_file(file, 1, 3).unlink()
+    assert not rollouts_complete(file)
+    assert list_rollouts(tmp_path) == []
+    with pytest.raises(
+        UserError, match=r"step_000001\.parquet/part_00001_of_00003\.parquet: missing; choose"
+    ):
+        read_rollouts(file)
+    for part in file.iterdir():
+        part.unlink()
+    assert list_rollouts(tmp_path) == []  # killed before its first part
+    with pytest.raises(UserError, match="missing"):
+        read_rollouts(file)
+
+
+def test_leftovers_of_a_step_are_removed(tmp_path: Path) -> None:
+    """In the file's place, or in parts, whatever their number."""
+    file = rollouts_file(tmp_path, 1)
+    other = rollouts_file(tmp_path, 11)
+    write_rollouts(other, [scored(1)])
+    for shards in (1, 2, 4):
+        write_parts(tmp_path, [[scored(1)]] * shards)
+        (file.parent / f".{file.name}.part").touch()
+        remove_rollouts(file)
+        assert [f.name for f in file.parent.iterdir()] == [other.name]
+    remove_rollouts(file)
 
 
 def test_journals_of_earlier_versions(tmp_path: Path) -> None:
@@ -210,7 +362,7 @@ def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
     run._saved_step, run._save_problem, run._run_dir, run._started = 2, "", tmp_path, time.monotonic()
     run._summary = {"rates": [1.0]}
     run.mesh = SimpleNamespace(rank=0)
-    run.events = SimpleNamespace(send=lambda event: None)
+    run.events = SimpleNamespace(warn=lambda text: None)
     results = [SaveResult(4, tmp_path / "step_000004", 1.0, problem)]
     run._saver = SimpleNamespace(wait=lambda timeout=None: True, outcomes=lambda: results)
     run._metrics = MetricsWriter(tmp_path)
