@@ -108,9 +108,10 @@ def to_json(
     engine: int | None = None,
     sweep: Sequence[Candidate] | None = None,
     lighter: Plan | None = None,
+    times: dict[str, Any] | None = None,
 ) -> str:
-    """One JSON object; sizes in bytes."""
-    found = _describe(plan)
+    """One JSON object; sizes in bytes. times: see ``step_table.describe_times``; None: not estimated."""
+    found = _describe(plan) | {"step_time": times}
     if not plan.fits:
         found["suggestion"] = {"parallel": layout.overrides if layout else None, "engine.tensor": engine}
     if lighter is not None:
