@@ -148,6 +148,8 @@ def test_an_update_takes_at_least_one_longest_response() -> None:
 def test_a_sync_takes_as_long_as_the_busiest_end() -> None:
     """One rank sends to eight engines; cut in four, each sends a quarter; a worker receives its own."""
     sends = 8 * WEIGHTS / 1e9
+    bounds = [steps(overrides=(f"engine={{replicas: {n}}}",))[0].phases[4].bound for n in (8, 1)]
+    assert bounds == ["network, busiest sender", "network, an engine worker"]
     assert seconds("sync", "network=1e9") == pytest.approx(sends, rel=1e-3)
     four = "parallel={tensor: 4, data: 2}"
     assert seconds("sync", "network=1e9", overrides=(four,)) == pytest.approx(sends / 4, rel=1e-3)

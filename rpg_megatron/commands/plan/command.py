@@ -43,9 +43,10 @@ def run_plan(
         print(table.to_json(plan, layout=layout, engine=engine, sweep=swept, lighter=lighter, times=told))
         return plan.fits
     console = table_console()
-    table.print_plan(plan, console, lighter)
+    table.print_plan(plan, console)
     if times:
         print_times(times, assumed, console)
+    table.print_verdict(plan, console, lighter)
     if not plan.fits:
         table.print_suggestion(layout, engine, plan, console)
     if swept is not None:

@@ -18,11 +18,8 @@ from rpg_megatron.commands.plan.sweep import Candidate
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, recomputation
 
 
-def print_plan(plan: Plan, console: Console, lighter: Plan | None = None) -> None:
-    """Print sizes, batch, memory of a trainer rank and an engine worker, and the verdict.
-
-    lighter: the same run with less recomputation, which also fits.
-    """
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print sizes, batch, and memory of a trainer rank and an engine worker."""
     console.print(_facts(plan))
     console.print(_trainer_table(plan))
     console.print(_engine_table(plan))
@@ -30,6 +27,13 @@ def print_plan(plan: Plan, console: Console, lighter: Plan | None = None) -> Non
         console.print(_card_table(plan, plan.card))
     if plan.target.device == "cuda":
         console.print(_host_table(plan))
+
+
+def print_verdict(plan: Plan, console: Console, lighter: Plan | None = None) -> None:
+    """Print notes, problems, and whether it fits.
+
+    lighter: the same run with less recomputation, which also fits.
+    """
     for warning in plan.warnings:
         console.print(f"[yellow]note[/] {warning}", highlight=False)
     if lighter is not None:
