@@ -244,16 +244,21 @@ def plan(
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Rank all parallel layouts of the same number of trainer ranks.")
     ] = False,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Set what estimates of time assume; may be repeated."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Estimate sizes, batch and memory of a run, and whether it fits. Needs neither a GPU nor torch.
+    """Estimate sizes, batch, memory and time of a run, and whether it fits. Needs neither a GPU nor torch.
 
     Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed.
     """
     from rpg_megatron.commands.plan.command import run_plan
     from rpg_megatron.config import load_settings
 
-    if not run_plan(load_settings(config, overrides), gpu, sweep=sweep, as_json=json):
+    settings = load_settings(config, overrides)
+    if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or ()):
         raise typer.Exit(1)
 
 

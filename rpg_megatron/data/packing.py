@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 
 Plan = list[list[list[list[int]]]]
 """[data rank][mini-batch][micro-batch] -> indices of trajectories, ascending."""
+
+_Priced = tuple[float, list[int]]
+"""Cost of a micro-batch, and its trajectories."""
 
 _BALANCED = 1.01
 """Ratio of largest to mean cost of the data ranks at which a mini-batch counts as balanced."""
@@ -64,53 +68,77 @@ def sequence_multiple(context: int) -> int:
 
 
 def _pack(indices: Iterable[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit-decreasing bin packing."""
+    """First-fit-decreasing bin packing.
+
+    A binary tree with the bins as leaves holds the largest room below each node, so that the first bin with
+    enough room is found without looking at all of them. Empty bins are leaves too, with room ``budget``.
+    """
+    items = sorted(indices, key=lambda i: (-lengths[i], i))
+    leaves = 1 << len(items).bit_length()
+    room = [budget] * (2 * leaves)  # node n has the children 2n and 2n + 1
     bins: list[list[int]] = []
-    free: list[int] = []
-    for i in sorted(indices, key=lambda i: (-lengths[i], i)):
-        first = next((b for b, tokens in enumerate(free) if tokens >= lengths[i]), None)
-        if first is None:
-            bins.append([i])
-            free.append(budget - lengths[i])
-        else:
-            bins[first].append(i)
-            free[first] -= lengths[i]
+    for i in items:
+        length = lengths[i]
+        node = 1 if length <= budget else leaves + len(bins)
+        while node < leaves:
+            node *= 2
+            node += room[node] < length
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(i)
+        room[node] -= length
+        while (node := node // 2) and room[node] != (most := max(room[2 * node], room[2 * node + 1])):
+            room[node] = most
     return bins
 
 
 def _split_to_multiple(micro_batches: list[list[int]], costs: Sequence[float], data: int) -> None:
     """Split the costliest micro-batches in two, in place, until their number is a multiple of ``data``."""
-    while len(micro_batches) % data:
-        divisible = [micro for micro in micro_batches if len(micro) > 1]
+    if len(micro_batches) % data == 0:
+        return
+    kept = dict(enumerate(micro_batches))
+    # The costliest first; of equal ones, the first in the list. Halves are put at its end.
+    divisible = [(-_cost(micro, costs), n) for n, micro in kept.items() if len(micro) > 1]
+    heapq.heapify(divisible)
+    last = len(kept)
+    while len(kept) % data:
         if not divisible:
-            micro_batches.append([])
+            kept[last] = []
+            last += 1
             continue
-        costliest = max(divisible, key=lambda micro: _cost(micro, costs))
+        costliest = kept.pop(heapq.heappop(divisible)[1])
         halves: list[list[int]] = [[], []]
+        halves_cost = [0.0, 0.0]
         for i in sorted(costliest, key=lambda i: (-costs[i], i)):
-            min(halves, key=lambda half: _cost(half, costs)).append(i)
-        micro_batches.remove(costliest)
-        micro_batches += halves
+            half = 0 if halves_cost[0] <= halves_cost[1] else 1
+            halves[half].append(i)
+            halves_cost[half] = _cost(halves[half], costs)
+        for micro, cost in zip(halves, halves_cost, strict=True):
+            kept[last] = micro
+            if len(micro) > 1:
+                heapq.heappush(divisible, (-cost, last))
+            last += 1
+    micro_batches[:] = kept.values()
 
 
 def _distribute(micro_batches: list[list[int]], costs: Sequence[float], data: int) -> list[list[list[int]]]:
     """The same number of micro-batches for each rank, of similar cost at each index, then swapped until the
     ranks' total costs are balanced.
     """
-    ordered = sorted(micro_batches, key=lambda micro: (-_cost(micro, costs), micro))
-    shares: list[list[list[int]]] = [[] for _ in range(data)]
+    ordered = sorted((-_cost(micro, costs), micro) for micro in micro_batches)
+    shares: list[list[_Priced]] = [[] for _ in range(data)]
     load = [0.0] * data
     for start in range(0, len(ordered), data):
         least_loaded_first = sorted(range(data), key=lambda rank: (load[rank], rank))
-        for rank, micro in zip(least_loaded_first, ordered[start : start + data], strict=True):
-            shares[rank].append(micro)
-            load[rank] += _cost(micro, costs)
-    while max(load) * data > _BALANCED * sum(load) and _exchange(shares, load, costs):
+        for rank, (negative, micro) in zip(least_loaded_first, ordered[start : start + data], strict=True):
+            shares[rank].append((-negative, micro))
+            load[rank] -= negative
+    while max(load) * data > _BALANCED * sum(load) and _exchange(shares, load):
         pass
-    return [sorted(share, key=lambda micro: (-_cost(micro, costs), micro)) for share in shares]
+    return [[micro for _, micro in sorted(share, key=lambda p: (-p[0], p[1]))] for share in shares]
 
 
-def _exchange(shares: list[list[list[int]]], load: list[float], costs: Sequence[float]) -> bool:
+def _exchange(shares: list[list[_Priced]], load: list[float]) -> bool:
     """Swap a micro-batch of the costliest rank with one of another rank, in place, if the larger of the two
     ranks' costs decreases. Returns whether a swap was made.
 
@@ -118,21 +146,44 @@ def _exchange(shares: list[list[list[int]]], load: list[float], costs: Sequence[
     that have it, so repeated calls terminate.
     """
     high = max(range(len(load)), key=lambda rank: load[rank])
-    best, found = load[high] * (1 - 1e-9), None
+    best, found = load[high] * (1 - 1e-9), -1
+    mine = sorted(cost for cost, _ in shares[high])
     for low in range(len(load)):
-        for i, mine in enumerate(shares[high] if low != high else []):
-            for j, other in enumerate(shares[low]):
-                step = _cost(mine, costs) - _cost(other, costs)
-                larger = max(load[high] - step, load[low] + step)
-                if step > 0 and larger < best:
-                    best, found = larger, (low, i, j, step)
-    if found is None:
+        if low != high:
+            others = sorted(cost for cost, _ in shares[low])
+            if (reached := _best_swap(mine, others, load[high], load[low])) < best:
+                best, found = reached, low
+    if found < 0:
         return False
-    low, i, j, step = found
-    shares[high][i], shares[low][j] = shares[low][j], shares[high][i]
-    load[high] -= step
-    load[low] += step
-    return True
+    # The first pair of micro-batches that leads to this cost.
+    for i, (cost, _) in enumerate(shares[high]):
+        for j, (other, _) in enumerate(shares[found]):
+            step = cost - other
+            if max(load[high] - step, load[found] + step) == best:
+                shares[high][i], shares[found][j] = shares[found][j], shares[high][i]
+                load[high] -= step
+                load[found] += step
+                return True
+    raise AssertionError("unreachable: the best swap exists")
+
+
+def _best_swap(mine: Sequence[float], others: Sequence[float], high: float, low: float) -> float:
+    """The smallest cost, of the costlier of two ranks, that swapping one micro-batch leads to; infinity if
+    none lowers ``high``.
+
+    mine, others: costs of the ranks' micro-batches, ascending; high >= low: the ranks' costs. The larger cost
+    falls with the step between the two micro-batches until the ranks change places, and rises from there. So
+    each of ``mine`` needs only the two of ``others`` around that point, which moves up with it.
+    """
+    best, point = math.inf, 0
+    for cost in mine:
+        while point < len(others) and high - (cost - others[point]) < low + (cost - others[point]):
+            point += 1
+        if point > 0:  # the ranks change places
+            best = min(best, low + (cost - others[point - 1]))
+        if point < len(others):
+            best = min(best, high - (cost - others[point]))
+    return best
 
 
 def _cost(micro: Sequence[int], costs: Sequence[float]) -> float:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import table
+from rpg_megatron.commands.plan.assumptions import assume
 from rpg_megatron.commands.plan.plan import find_target, make_plan
+from rpg_megatron.commands.plan.step_table import describe_times, print_times
+from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.commands.plan.sweep import lighter as find_lighter
 from rpg_megatron.commands.plan.sweep import smallest, smallest_engine
 from rpg_megatron.commands.plan.sweep import sweep as sweep_layouts
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.input_checks import list_problems
 
 
-def run_plan(settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool) -> bool:
-    """Print the plan of a run; returns whether it fits. gpu: see ``card_bytes``.
+def run_plan(
+    settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool, assumptions: Sequence[str] = ()
+) -> bool:
+    """Print the plan of a run; returns whether it fits. gpu: see ``card_bytes``; assumptions: see ``assume``.
 
-    Raises UserError as ``make_plan`` does.
+    Raises UserError as ``make_plan`` and ``assume`` do.
     """
     target = find_target(settings, gpu)
+    assumed = assume(target.name, assumptions)
+    if assumptions and target.device == "cpu":
+        raise UserError("--assume: times are estimated for GPUs only; name one, such as --gpu h100-80")
     plan = make_plan(settings, gpu)
     plan = replace(plan, warnings=(*plan.warnings, *list_problems(settings, plan.shape)))
     swept = sweep_layouts(settings, plan.shape, target, settings.parallel.world) if sweep else None
@@ -28,11 +37,16 @@ def run_plan(settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool)
         layout = smallest(settings, plan.shape, target)
         engine = smallest_engine(settings, plan.shape, target)
     lighter = find_lighter(settings, plan.shape, target) if plan.fits else None
+    times = step_times(plan, assumed.values) if plan.fits and target.device == "cuda" else None
     if as_json:
-        print(table.to_json(plan, layout=layout, engine=engine, sweep=swept, lighter=lighter))
+        told = describe_times(times, assumed) if times else None
+        print(table.to_json(plan, layout=layout, engine=engine, sweep=swept, lighter=lighter, times=told))
         return plan.fits
     console = table_console()
-    table.print_plan(plan, console, lighter)
+    table.print_plan(plan, console)
+    if times:
+        print_times(times, assumed, console)
+    table.print_verdict(plan, console, lighter)
     if not plan.fits:
         table.print_suggestion(layout, engine, plan, console)
     if swept is not None:

@@ -18,11 +18,8 @@ from rpg_megatron.commands.plan.sweep import Candidate
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, recomputation
 
 
-def print_plan(plan: Plan, console: Console, lighter: Plan | None = None) -> None:
-    """Print sizes, batch, memory of a trainer rank and an engine worker, and the verdict.
-
-    lighter: the same run with less recomputation, which also fits.
-    """
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print sizes, batch, and memory of a trainer rank and an engine worker."""
     console.print(_facts(plan))
     console.print(_trainer_table(plan))
     console.print(_engine_table(plan))
@@ -30,6 +27,13 @@ def print_plan(plan: Plan, console: Console, lighter: Plan | None = None) -> Non
         console.print(_card_table(plan, plan.card))
     if plan.target.device == "cuda":
         console.print(_host_table(plan))
+
+
+def print_verdict(plan: Plan, console: Console, lighter: Plan | None = None) -> None:
+    """Print notes, problems, and whether it fits.
+
+    lighter: the same run with less recomputation, which also fits.
+    """
     for warning in plan.warnings:
         console.print(f"[yellow]note[/] {warning}", highlight=False)
     if lighter is not None:
@@ -108,9 +112,10 @@ def to_json(
     engine: int | None = None,
     sweep: Sequence[Candidate] | None = None,
     lighter: Plan | None = None,
+    times: dict[str, Any] | None = None,
 ) -> str:
-    """One JSON object; sizes in bytes."""
-    found = _describe(plan)
+    """One JSON object; sizes in bytes. times: see ``step_table.describe_times``; None: not estimated."""
+    found = _describe(plan) | {"step_time": times}
     if not plan.fits:
         found["suggestion"] = {"parallel": layout.overrides if layout else None, "engine.tensor": engine}
     if lighter is not None:

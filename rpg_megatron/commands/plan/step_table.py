@@ -1,0 +1,87 @@
+"""Estimates of a step's time as tables and for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from rpg_megatron.commands.plan.assumptions import Assumed
+from rpg_megatron.commands.plan.step_time import StepTime
+
+_TOLD = {"colocated": "colocated", "by turns": "separate, by turns", "overlapped": "separate, overlapped"}
+
+
+def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -> None:
+    """Print the phases of the first step, all placements, and what is assumed."""
+    own = steps[0]
+    table = _table(f"time of a step, {_TOLD[own.placement]}: computed, not measured")
+    for name in ("phase", "seconds", "share", "bound by"):
+        table.add_column(name, justify="right" if name in ("seconds", "share") else "left")
+    for phase in own.phases:
+        table.add_row(phase.name, f"{phase.seconds:.1f}", f"{phase.seconds / own.step:.0%}", phase.bound)
+    table.add_section()
+    table.add_row(
+        "[bold]step[/]", f"[bold]{own.step:.1f}[/]", "", f"{own.tokens / own.step:,.0f} trained tokens/s"
+    )
+    console.print(table)
+    table = _table("placements of as many GPUs")
+    table.add_column("placement")
+    for name in ("GPUs", "step, s", "tokens/s", "idle: trainers", "engines"):
+        table.add_column(name, justify="right")
+    for step in steps:
+        shared = step.placement == "colocated"
+        table.add_row(
+            _TOLD[step.placement],
+            f"{step.gpus:.0f}" if shared else f"{step.trainer_gpus:.0f} + {step.engine_gpus:.0f}",
+            f"{step.step:.1f}",
+            f"{step.tokens / step.step:,.0f}",
+            f"{step.trainer_idle:.0%}",
+            "the same" if shared else f"{step.engine_idle:.0%}",
+        )
+    console.print(table)
+    console.print("overlapped: if rollouts overlap training, which is not built", highlight=False)
+    table = _table("assumed for these times; change with --assume NAME=VALUE")
+    table.add_column("name", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("source", no_wrap=True)
+    table.add_column("what")
+    for name, value, source, why in assumed.rows:
+        table.add_row(name, _number(value), source, why)
+    console.print(table)
+
+
+def describe_times(steps: Sequence[StepTime], assumed: Assumed) -> dict[str, Any]:
+    """The same for JSON: seconds, tokens, shares; the first placement is that of the settings."""
+    return {
+        "measured": False,
+        "placements": [
+            {
+                "placement": step.placement,
+                "trainer_gpus": step.trainer_gpus,
+                "engine_gpus": step.engine_gpus,
+                "phases": [vars(phase) for phase in step.phases],
+                "step_seconds": step.step,
+                "trained_tokens": step.tokens,
+                "tokens_per_second": step.tokens / step.step,
+                "trainer_idle": step.trainer_idle,
+                "engine_idle": step.engine_idle,
+            }
+            for step in steps
+        ],
+        "assumptions": {name: {"value": value, "source": source} for name, value, source, _ in assumed.rows},
+    }
+
+
+def _table(title: str) -> Table:
+    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+
+
+def _number(value: float) -> str:
+    for exponent in (12, 9, 6):
+        if value >= 10**exponent:
+            return f"{value / 10**exponent:.4g}e{exponent}"
+    return f"{value:g}"

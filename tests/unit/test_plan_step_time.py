@@ -1,0 +1,278 @@
+"""Estimated times of a step: equal to what is counted by hand, and in proportion to what bounds them.
+
+Why: nobody can check such a table against a GPU beforehand, so its arithmetic has to be beyond doubt and its
+assumptions in sight. Not covered: whether a real step takes that long; nothing was timed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron import cli
+from rpg_megatron.commands.plan.assumptions import assume
+from rpg_megatron.commands.plan.plan import make_plan
+from rpg_megatron.commands.plan.step_time import Name, StepTime, step_times
+from rpg_megatron.config import load_settings
+
+QWEN3_8B = Path(__file__).parents[2] / "examples" / "qwen3_8b_dapo_math_8k.yaml"
+LAYERS, HEAD = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), 4096 * 151936
+"""Qwen3-8B's parameters in matrix products: of 36 layers, and of the output layer."""
+WEIGHTS = 2 * 8_190_735_360
+LENGTH = 8192 + 256
+"""Prompt and response, at full length, with a mean prompt of a quarter of 1,024 tokens."""
+
+PLAIN = (
+    "response_mean=1",
+    "train_mfu=1",
+    "score_mfu=1",
+    "prefill_mfu=1",
+    "decode_efficiency=1",
+    "link_efficiency=1",
+    "decode_overhead=0",
+    "allreduce_latency=0",
+    "update_overhead=0",
+    "step_overhead=0",
+    "sync_overhead=0",
+    "handover_overhead=0",
+)
+"""Assumptions that leave one term in each phase."""
+
+ROLLOUT = "{prompts_per_step: 64, samples_per_prompt: 16, max_response_tokens: 8192"
+SMALL = (
+    f"rollout={ROLLOUT}}}",
+    "training.minibatches=4",
+    "parallel={tensor: 1, data: 8}",
+    "engine={replicas: 8, max_sequences: 64}",
+    "memory.recompute=none",
+    "anchor.type=old",
+)
+COLOCATED = ("engine={colocated: true, replicas: 8, max_sequences: 64, kv_cache_gib: 36}",)
+
+
+def steps(*assumed: str, overrides: tuple[str, ...] = (), gpu: str = "h100-80") -> tuple[StepTime, ...]:
+    plan = make_plan(load_settings(QWEN3_8B, [*SMALL, *overrides]), gpu)
+    return step_times(plan, assume(gpu, [*PLAIN, *assumed]).values)
+
+
+def seconds(name: Name, *assumed: str, overrides: tuple[str, ...] = ()) -> float:
+    return steps(*assumed, overrides=overrides)[0].seconds(name)
+
+
+def test_a_decode_step_reads_weights_and_the_keys_and_values_of_its_batch() -> None:
+    """128 responses on an engine, 64 at once; half a response's keys and values are there on average."""
+    found = seconds("rollout", "memory_bandwidth=1e12", "peak_bf16=1e30")
+    context, kv = 256 + 4096, 2 * 36 * 8 * 128 * 2
+    one = (2 * (LAYERS + HEAD) + 64 * context * kv) / 1e12
+    assert found == pytest.approx(128 / 64 * 8192 * one, rel=1e-9)
+
+
+def test_decoding_is_bound_by_flops_where_memory_is_fast() -> None:
+    rollout = steps("memory_bandwidth=1e30", "peak_bf16=1e15")[0].phases[0]
+    decode = 128 * 8192 * 2 * (LAYERS + HEAD) / 1e15
+    prefill = 8 * (2 * (LAYERS + HEAD) * 256 + 2 * 256**2 * 4096 * 36) / 1e15
+    assert rollout.seconds == pytest.approx(decode + prefill, rel=1e-9)
+    assert rollout.bound == "FLOP/s, 64 at once"
+
+
+def test_the_longest_response_ends_alone() -> None:
+    """Half of the limit on average: one response goes on from 4,096 to 8,192 tokens."""
+    tail = seconds("rollout: tail", "response_mean=0.5", "memory_bandwidth=1e12", "peak_bf16=1e30")
+    one = (2 * (LAYERS + HEAD) + (256 + 4096 + 2048) * 147_456) / 1e12
+    assert tail == pytest.approx(4096 * one, rel=1e-9)
+    assert seconds("rollout: tail") == 0
+    assert seconds("rollout: tail", "decode_overhead=0.01", "response_mean=0.5") > 40
+
+
+def test_log_probs_are_one_forward_pass_attention_included() -> None:
+    each = 2 * (LAYERS + HEAD) * LENGTH + 2 * LENGTH**2 * 4096 * 36
+    assert seconds("log-probs", "peak_bf16=1e15") == pytest.approx(128 * each / 1e15, rel=1e-9)
+    held = seconds("log-probs", "peak_bf16=1e15", "host_link=1e30", overrides=("anchor.type=fixed",))
+    assert held == pytest.approx(256 * each / 1e15, rel=1e-9)
+    swapped = seconds("log-probs", "peak_bf16=1e30", "host_link=1e9", overrides=("anchor.type=fixed",))
+    assert swapped == pytest.approx(4 * WEIGHTS / 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layers", "mlp"), [("none", 3, 0), ("selective", 3, 1), ("full", 4, 0)]
+)
+def test_an_update_is_forward_backward_and_what_is_computed_again(
+    recompute: str, layers: int, mlp: int
+) -> None:
+    found = seconds(
+        "update",
+        "peak_bf16=1e15",
+        "memory_bandwidth=1e30",
+        "network=1e30",
+        "nvlink=1e30",
+        overrides=(f"memory.recompute={recompute}",),
+    )
+    linear = 2 * LENGTH * (layers * LAYERS + mlp * 36 * 3 * 4096 * 12288 + 4 * HEAD)
+    attention = layers * 2 * LENGTH**2 * 4096 * 36
+    assert found == pytest.approx(128 * (linear + attention) / 1e15, rel=1e-9)
+
+
+def test_optimizer_and_reduction_of_gradients() -> None:
+    infinite = ("peak_bf16=1e30", "memory_bandwidth=1e30")
+    moved = (4 + 2) * WEIGHTS / 2 * 7 / 8  # a ring of eight
+    off = ("optimizer.overlap=false",)
+    assert seconds("update", *infinite, "nvlink=1e9", overrides=off) == pytest.approx(4 * moved / 1e9)
+    read = 30 * WEIGHTS / 2 / 8
+    found = seconds("update", "peak_bf16=1e30", "nvlink=1e30", "memory_bandwidth=1e12")
+    assert found == pytest.approx(4 * read / 1e12, rel=1e-6)
+    hidden = seconds("update", "memory_bandwidth=1e30")
+    assert seconds("update", "memory_bandwidth=1e30", overrides=off) > hidden
+
+
+def test_pipeline_ranks_wait_by_the_schedule() -> None:
+    """128 or 32 rows a replica at two sequences each: 1 + 3 / (virtual x micro-batches)."""
+    stages = "parallel={tensor: 1, pipeline: 4, data: 2, virtual: %d}"
+    flat = seconds("log-probs")
+    for virtual in (1, 3):
+        cut = seconds("log-probs", overrides=(stages % virtual,))
+        rows = -(-512 * LENGTH // 18432)
+        assert cut == pytest.approx(flat * (1 + 3 / virtual / rows), rel=1e-9)
+
+
+def test_an_update_takes_at_least_one_longest_response() -> None:
+    """A mini-batch of 16 short responses for 8 replicas: one of them has the longest."""
+    many = "training.minibatches=64"
+    phase = steps("response_mean=0.1", overrides=(many,))[0].phases[3]
+    longest = seconds("update", overrides=("rollout.prompts_per_step=64", "training.minibatches=64"))
+    assert phase.bound == "one longest sequence a replica"
+    assert phase.seconds == pytest.approx(longest / 2, rel=0.1)
+
+
+def test_a_sync_takes_as_long_as_the_busiest_end() -> None:
+    """One rank sends to eight engines; cut in four, each sends a quarter; a worker receives its own."""
+    sends = 8 * WEIGHTS / 1e9
+    bounds = [steps(overrides=(f"engine={{replicas: {n}}}",))[0].phases[4].bound for n in (8, 1)]
+    assert bounds == ["network, busiest sender", "network, an engine worker"]
+    assert seconds("sync", "network=1e9") == pytest.approx(sends, rel=1e-3)
+    four = "parallel={tensor: 4, data: 2}"
+    assert seconds("sync", "network=1e9", overrides=(four,)) == pytest.approx(sends / 4, rel=1e-3)
+    one = ("engine={replicas: 1, tensor: 1}", four)
+    assert seconds("sync", "network=1e9", overrides=one) == pytest.approx(sends / 8, rel=1e-3)
+    assert seconds("sync", "nvlink=1e9", overrides=(*COLOCATED, "bridge.transport=cuda_ipc")) == (
+        pytest.approx(sends / 8, rel=1e-3)
+    )
+
+
+def test_a_shared_gpu_is_handed_over_twice() -> None:
+    """12 bytes of state for each parameter, over eight replicas, there and back."""
+    found = seconds("handover", "host_link=1e9", overrides=COLOCATED)
+    assert found == pytest.approx(2 * 12 * WEIGHTS / 2 / 8 / 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "phase"),
+    [
+        ("memory_bandwidth", 1e12, "rollout: tail"),
+        ("peak_bf16", 1e14, "log-probs"),
+        ("network", 1e9, "sync"),
+        ("score_mfu", 0.2, "log-probs"),
+        ("decode_efficiency", 0.3, "rollout: tail"),
+        ("link_efficiency", 0.3, "sync"),
+    ],
+)
+def test_twice_the_speed_is_half_the_time(name: str, value: float, phase: Name) -> None:
+    slow, fast = (seconds(phase, "response_mean=0.4", f"{name}={v}") for v in (value, 2 * value))
+    assert fast == pytest.approx(slow / 2, rel=1e-9)
+
+
+def test_dynamic_sampling_draws_more_than_it_trains_on() -> None:
+    overrides = (f"rollout={ROLLOUT}, dynamic: {{}}}}",)
+    assert seconds("rollout", "kept_groups=0.5", overrides=overrides) == pytest.approx(2 * seconds("rollout"))
+    assert seconds("log-probs", "kept_groups=0.5", overrides=overrides) == seconds("log-probs")
+
+
+def test_placements_add_up() -> None:
+    turns, shared, beside = steps("response_mean=0.4", "step_overhead=3")
+    assert [s.placement for s in (turns, shared, beside)] == ["by turns", "colocated", "overlapped"]
+    assert (turns.gpus, shared.gpus, beside.gpus) == (16, 16, 16)
+    rollout, training = turns.seconds("rollout"), turns.seconds("log-probs", "update")
+    tail, sync = turns.seconds("rollout: tail"), turns.seconds("sync")
+    assert turns.step == pytest.approx(rollout + tail + training + sync + 3)
+    assert turns.trainer_idle == pytest.approx((rollout + tail + 3) / turns.step)
+    assert turns.engine_idle == pytest.approx((tail + training + 3) / turns.step)
+    assert beside.step == pytest.approx(max(rollout, training) + sync + 3)
+    assert min(beside.trainer_idle, beside.engine_idle) == pytest.approx(3 / beside.step)
+    # Twice the GPUs for each: half the time, but for the longest response.
+    assert shared.seconds("log-probs") == pytest.approx(turns.seconds("log-probs") / 2)
+    assert shared.seconds("rollout") == pytest.approx(rollout / 2, rel=0.01)
+    assert shared.seconds("rollout: tail") == tail
+    assert shared.trainer_idle == shared.engine_idle
+
+
+def test_a_colocated_run_is_compared_with_halves() -> None:
+    shared, turns, beside = steps(overrides=COLOCATED)
+    assert (shared.placement, shared.gpus) == ("colocated", 8)
+    assert (turns.trainer_gpus, turns.engine_gpus) == (beside.trainer_gpus, beside.engine_gpus) == (4, 4)
+    assert turns.seconds("log-probs") == pytest.approx(2 * shared.seconds("log-probs"))
+    assert steps("trainer_share=0.25", overrides=COLOCATED)[1].trainer_gpus == 2
+
+
+def command(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", str(QWEN3_8B), *arguments])
+    captured = capsys.readouterr()
+    return left.value.code, captured.out, captured.err  # type: ignore[return-value]
+
+
+def test_the_command_says_where_each_number_comes_from(capsys) -> None:
+    code, out, _ = command(capsys, "--json", "--assume", "train-mfu=0.5", "--assume", "nvlink=2e11")
+    told = json.loads(out)["step_time"]
+    assert (code, told["measured"]) == (0, False)
+    assumed = told["assumptions"]
+    assert assumed["train_mfu"] == {"value": 0.5, "source": "as set"}
+    assert assumed["memory_bandwidth"] == {"value": 3.35e12, "source": "data sheet"}
+    assert assumed["score_mfu"]["source"] == "assumed"
+    assert assumed["gloo"]["source"] == "measured"
+    first = told["placements"][0]
+    assert first["placement"] == "by turns"
+    assert sum(p["seconds"] for p in first["phases"]) == pytest.approx(first["step_seconds"])
+    assert first["tokens_per_second"] == pytest.approx(first["trained_tokens"] / first["step_seconds"])
+    code, out, _ = command(capsys, "--assume", "train_mfu=0.5")
+    for words in ("computed, not measured", "data sheet", "as set", "which is not built", "bound by"):
+        assert words in out
+
+
+def test_speeds_follow_the_gpu() -> None:
+    a, b = (assume(name).values for name in ("h100-80", "h200-141"))
+    assert b.memory_bandwidth / a.memory_bandwidth == pytest.approx(4.8 / 3.35)
+    size = assume("48GiB")
+    assert size.values == a
+    assert size.sources["peak_bf16"] == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("mfu=0.5", "'mfu' is not an assumption; did you mean train_mfu?"),
+        ("train_mfu=fast", "train_mfu: needs a positive number of at most 1, has 'fast'"),
+        ("train_mfu=40", "of at most 1, has '40'"),
+        ("network=0", "network: needs a positive number such as 0.5 or 3e12, has '0'"),
+        ("network", "has ''"),
+        ("step_overhead=nan", "has 'nan'"),
+    ],
+)
+def test_an_impossible_assumption_is_one_line(capsys, option: str, words: str) -> None:
+    code, out, err = command(capsys, "--assume", option)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --assume")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_times_are_of_gpus(capsys) -> None:
+    quickstart = QWEN3_8B.with_name("quickstart.yaml")
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(quickstart), "--json"])
+    assert json.loads(capsys.readouterr().out)["step_time"] is None
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", str(quickstart), "--assume", "network=1e9"])
+    err = capsys.readouterr().err
+    assert (left.value.code, err.count("\n")) == (2, 1)
+    assert "times are estimated for GPUs only" in err
