@@ -20,11 +20,10 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import UserError
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.system.events import EVENTS as EVENTS
 
 SOCKET = "sampler.sock"
 """File name of the sampler's socket in the work folder."""
-EVENTS = "events.sock"
-"""File name of the progress display's socket in the work folder."""
 _POLL_SECONDS = 0.2
 
 
