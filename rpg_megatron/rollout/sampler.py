@@ -35,6 +35,7 @@ from rpg_megatron.engine.process import engine_address
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards.reward import Scorer
 from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, groups_from_rows, groups_to_rows
+from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.generation import GenerationRequest, generate_all, seed_of, stop_tokens
 from rpg_megatron.rollout.heldout import HeldOut
@@ -333,7 +334,7 @@ def _serve_client(connection: Connection, sampler: Sampler, loop: asyncio.Abstra
             return
 
 
-async def _run(settings: Settings, work: Path, token: str) -> None:
+async def _run(settings: Settings, run: Path, work: Path, token: str) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
@@ -344,7 +345,7 @@ async def _run(settings: Settings, work: Path, token: str) -> None:
         for i in range(settings.engine.replicas)
     ]
     events = EventSender(work / EVENTS)
-    sampler = Sampler(settings, tokenizer, EnginePool(settings.engine, engines, work), events)
+    sampler = Sampler(settings, tokenizer, EnginePool(settings.engine, engines, work, run / ENGINES), events)
     with Listener(str(work / SOCKET), family="AF_UNIX", authkey=token.encode()) as listener:
         threading.Thread(target=serve, args=(listener, sampler, loop), daemon=True, name="serve").start()
         await stop.wait()
@@ -367,7 +368,7 @@ def main() -> int:
         token = os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise UserError(f"the sampler needs the run's token in {TOKEN_VARIABLE}; the launcher sets it")
-        asyncio.run(_run(load_settings(run / "config.yaml"), work, token))
+        asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
