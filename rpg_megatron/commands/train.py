@@ -9,7 +9,6 @@ from pathlib import Path
 import typer
 
 from rpg_megatron.commands.exit_codes import UNSAVED
-from rpg_megatron.commands.report import write_report
 from rpg_megatron.config import Settings
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.nodes import Nodes
@@ -60,6 +59,8 @@ def train(
 
 def _report(folder: Path) -> None:
     """Write the run's report."""
+    from rpg_megatron.commands.report import write_report  # pyarrow, which the launcher does without
+
     try:
         write_report([folder])
     except Exception as e:  # the run itself has succeeded

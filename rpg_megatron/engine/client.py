@@ -18,6 +18,7 @@ from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH
 from rpg_megatron.data.trajectory import Floats, Tokens
 from rpg_megatron.engine.command import KEEP_ALIVE_SECONDS
+from rpg_megatron.engine.metrics import ROUTE, read_metrics
 from rpg_megatron.system.messages import ExpectedError
 
 _CONNECT_SECONDS = 10.0
@@ -185,6 +186,10 @@ class EngineClient:
         weight update or, on a CPU, with a step. Also True for an engine that is asleep or paused.
         """
         return await self._is_well(CORE_HEALTH, timeout)
+
+    async def metrics(self, timeout: float) -> dict[str, float]:
+        """The metrics of ``engine/metrics.py`` by name. Raises EngineError if the engine does not answer."""
+        return read_metrics((await self._ask("GET", ROUTE, None, timeout)).decode())
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until the engine answers. Raises EngineError after ``timeout`` seconds."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import http.client
 import json
 import os
 import re
@@ -11,11 +13,11 @@ import socket as sockets
 import stat
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
-
-import httpx
+from urllib.parse import urlsplit
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.command import engine_command, engine_environment
@@ -23,6 +25,7 @@ from rpg_megatron.system import process_groups
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
 _ADDRESSES = "engines.json"
+_HTTP_ERRORS = (OSError, http.client.HTTPException)
 _SOCKET_LIMIT = 107  # bytes of a unix socket's path, without the final zero
 # (Worker pid=12) ERROR 01-02 03:04:05 [file.py:6] module.SomeError: what happened
 _ERROR_LINE = re.compile(
@@ -55,8 +58,8 @@ def health(address: Path | str, token: str, timeout: float) -> int | None:
     Raises RuntimeError if the engine refuses the token.
     """
     try:
-        status = _ask(address, token, "GET", "/health", timeout).status_code
-    except httpx.HTTPError:
+        status, _ = _ask(address, token, "GET", "/health", timeout)
+    except _HTTP_ERRORS:
         return None
     if status == 401:
         raise RuntimeError(f"the engine at {address} refuses our token")
@@ -69,20 +72,41 @@ def put_to_sleep(address: Path | str, token: str, timeout: float = 120.0) -> Non
     Raises RuntimeError if it fails.
     """
     try:
-        answer = _ask(address, token, "POST", "/sleep?level=2&mode=abort", timeout)
-    except httpx.HTTPError as e:
+        status, text = _ask(address, token, "POST", "/sleep?level=2&mode=abort", timeout)
+    except _HTTP_ERRORS as e:
         raise RuntimeError(f"did not go to sleep ({type(e).__name__}: {e})") from None
-    if answer.status_code != 200:
-        raise RuntimeError(f"did not go to sleep: /sleep answered {answer.status_code}: {answer.text[:300]}")
+    if status != 200:
+        raise RuntimeError(f"did not go to sleep: /sleep answered {status}: {text[:300]}")
 
 
-def _ask(address: Path | str, token: str, method: str, path: str, timeout: float) -> httpx.Response:
-    # Plain HTTP: without ``verify`` no certificates are loaded, which would take longer than the request.
-    transport = httpx.HTTPTransport(uds=str(address) if isinstance(address, Path) else None, verify=False)
-    headers = {"Authorization": f"Bearer {token}"}
-    base = "http://engine" if isinstance(address, Path) else address
-    with httpx.Client(transport=transport, headers=headers, timeout=timeout) as client:
-        return client.request(method, f"{base}{path}")
+class _Connection(http.client.HTTPConnection):
+    """Plain HTTP without httpx, which would double the launcher's memory and time to start."""
+
+    def __init__(self, address: Path | str, timeout: float):
+        super().__init__("engine" if isinstance(address, Path) else urlsplit(address).netloc, timeout=timeout)
+        self._address = address
+
+    def connect(self) -> None:
+        if not isinstance(self._address, Path):
+            super().connect()
+            return
+        self.sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._address))
+
+
+def _ask(address: Path | str, token: str, method: str, path: str, timeout: float) -> tuple[int, str]:
+    """Status and text of an answer. timeout: of each operation on the connection, in seconds."""
+    with contextlib.closing(_Connection(address, timeout)) as connection:
+        connection.request(method, path, headers={"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(errors="replace")
+
+
+def call_all[E, R](engines: Sequence[E], call: Callable[[E], R]) -> list[R]:
+    """Results of ``call`` on each engine, in order; all calls run at the same time, each in a thread."""
+    with ThreadPoolExecutor(max_workers=max(1, len(engines))) as pool:
+        return list(pool.map(call, engines))
 
 
 def tail_of(log: Path, lines: int = 25) -> str:
@@ -186,8 +210,6 @@ class EngineProcess:
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether the engine answers."""
         well = health(self.address, self._token, timeout) == 200
-        if self._process and not self._answered:  # also of an engine that fails later in its start
-            self._segments |= process_groups.leftover_segments([self._process.pid])
         self._answered |= well
         return well
 
@@ -206,7 +228,9 @@ class EngineProcess:
             if not self.alive():
                 problem = "ended while starting"
                 break
-            if self.healthy():
+            well = self.healthy()
+            note_segments([self])
+            if well:
                 return time.monotonic() - self._started
             if time.monotonic() - self._started > limit:
                 problem = f"did not answer within {limit:.0f} s (engine.start_timeout)"
@@ -221,22 +245,15 @@ class EngineProcess:
         """End the engine and all its processes and remove its socket and shared memory. Safe to call at any
         time.
         """
-        if self._process is None:
-            return
-        # The leader is reaped last, so the process group's id cannot be reused before.
-        leader = self._process.pid
-        self._segments |= process_groups.leftover_segments([leader])
-        if not self._exited():
-            self._process.send_signal(signal.SIGTERM)  # to the server only, which stops its workers in order
-            # While starting, vLLM ignores SIGTERM and has no requests to finish.
-            deadline = time.monotonic() + (grace if self._answered else min(grace, 1.0))
-            while not self._exited() and time.monotonic() < deadline:
-                time.sleep(0.05)
-        if self._process.returncode is None:
-            # Stopped processes create no more of them.
-            process_groups.send([leader], signal.SIGSTOP, trackers=False)
-            self._segments |= process_groups.leftover_segments([leader])
-            process_groups.end_groups([leader], grace=0)
+        stop_engines([self], grace)
+
+    def _reaped(self) -> bool:
+        assert self._process is not None
+        return self._process.returncode is not None
+
+    def _clean_up(self) -> None:
+        """Forget its processes, which have ended, and remove its socket and shared memory."""
+        assert self._process is not None
         self._process.wait()
         self._process = None
         self.socket.unlink(missing_ok=True)
@@ -247,13 +264,44 @@ class EngineProcess:
     def _exited(self) -> bool:
         """Whether the main process has ended, without reaping it."""
         assert self._process is not None
-        if self._process.returncode is not None:
+        if self._reaped():
             return True
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         try:
             return os.waitid(os.P_PID, self._process.pid, flags) is not None
         except ChildProcessError:
             return True
+
+
+def note_segments(engines: Iterable[EngineProcess]) -> None:
+    """Note the shared memory of starting engines, to remove it also if they fail before ``stop``."""
+    leaders = {engine.pid: engine for engine in engines if engine.pid is not None}
+    for leader, segments in process_groups.segments_of(leaders).items():
+        leaders[leader]._segments |= segments
+
+
+def stop_engines(engines: Iterable[EngineProcess], grace: float) -> None:
+    """End engines and all their processes at the same time; remove their sockets and shared memory.
+
+    grace: seconds from SIGTERM to SIGKILL.
+    """
+    running = {engine.pid: engine for engine in engines if engine.pid is not None}
+    note_segments(running.values())
+    for pid, engine in running.items():
+        if not engine._exited():
+            os.kill(pid, signal.SIGTERM)  # to the server only, which stops its workers in order
+    # While starting, vLLM ignores SIGTERM and has no requests to finish.
+    began = time.monotonic()
+    limits = {pid: began + (grace if e._answered else min(grace, 1.0)) for pid, e in running.items()}
+    while any(time.monotonic() < limits[pid] and not e._exited() for pid, e in running.items()):
+        time.sleep(0.05)
+    # A leader is reaped last: until then the id of its process group cannot be reused.
+    groups = [pid for pid, engine in running.items() if not engine._reaped()]
+    process_groups.send(groups, signal.SIGSTOP, trackers=False)  # stopped processes create no more of it
+    note_segments(running.values())
+    process_groups.end_groups(groups, grace=0)
+    for engine in running.values():
+        engine._clean_up()
 
 
 def _check_socket_path(index: int, path: Path) -> None:

@@ -14,7 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.engine.process import (
+    EngineProcess,
+    call_all,
+    engine_socket,
+    note_segments,
+    stop_engines,
+)
 from rpg_megatron.launcher.control_channel import ControlChannel, Endpoint, join
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
@@ -33,6 +39,7 @@ GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 _POLL_SECONDS = 0.1
 _PROBE_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0
 
 
 def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
@@ -191,8 +198,8 @@ class NodeAgent:
         kind = message.pop("kind")
         if kind == "start_engine":
             self._start_engine(message["index"], message["starts"])
-        elif kind == "stop_engine":
-            self._engines[message["index"]].stop(message["grace"])
+        elif kind == "stop_engines":
+            stop_engines([self._engines[index] for index in message["indices"]], message["grace"])
         elif kind == "start_ranks":
             work, bridge = self._workspace.work, self._workspace.bridge
             arguments = (work, bridge, self._token, self._endpoint.address, RANK)
@@ -243,7 +250,9 @@ class NodeAgent:
     def _probe(self) -> None:
         """Register the shared memory of engines that are up with the reaper."""
         self._probed = time.monotonic()
-        for index, engine in self._engines.items():
-            if index not in self._healthy and engine.alive() and engine.healthy(timeout=2.0):
-                self._healthy.add(index)
-                self._supervisor.guard_shared_memory(engine)
+        asked = [e for index, e in self._engines.items() if index not in self._healthy and e.alive()]
+        answers = call_all(asked, lambda engine: engine.healthy(_ANSWER_SECONDS))
+        note_segments(asked)
+        up = [engine for engine, well in zip(asked, answers, strict=True) if well]
+        self._healthy |= {engine.index for engine in up}
+        self._supervisor.guard_shared_memory(up)

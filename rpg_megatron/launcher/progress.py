@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rpg_megatron.config import UserError
-from rpg_megatron.rollout.sampler_client import EVENTS
+from rpg_megatron.system.events import EVENTS
 
 _ROWS = 10
 _REDRAW_SECONDS = 0.2

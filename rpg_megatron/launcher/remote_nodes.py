@@ -7,7 +7,7 @@ channel to the node (see ``node_agent.py``), and status comes back the same way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -115,6 +115,18 @@ class RemoteNodes:
         for channel in self._server.channels.values():
             channel.send("start_ranks", **asdict(start))
 
+    def send_stop(self, engines: Sequence[RemoteEngine], grace: float) -> None:
+        """Ask the nodes to stop engines. grace: seconds from SIGTERM to SIGKILL."""
+        for node in {engine.node for engine in engines}:
+            indices = [engine.index for engine in engines if engine.node == node]
+            self.send(node, "stop_engines", indices=indices, grace=grace)
+
+    def wait_stopped(self, engines: Sequence[RemoteEngine]) -> None:
+        """Wait until engines have ended. Raises RunFailed if a node is lost."""
+        while any(engine.alive() for engine in engines):
+            self.pump()
+            time.sleep(0.05)
+
     def name(self, node: int) -> str:
         """A node's number and host name, for messages."""
         if node in self._server.joined:
@@ -169,14 +181,11 @@ class RemoteNodes:
 
 
 class RemoteEngine:
-    """An engine on another node, with the interface of ``engine.process.EngineProcess``."""
-
-    pid = None
-    """Its process is on another machine."""
+    """An engine on another node; as ``engine.process.EngineProcess`` where they have the same methods."""
 
     def __init__(self, nodes: RemoteNodes, node: int, index: int, log: Path, url: str):
         self.index, self.log, self.url = index, log, url
-        self._nodes, self._node = nodes, node
+        self._nodes, self.node = nodes, node
         self._starts = 0
         self._alive = False
         self._started = 0.0
@@ -186,7 +195,7 @@ class RemoteEngine:
         self._starts += 1
         self._alive = True
         self._started = time.monotonic()
-        self._nodes.send(self._node, "start_engine", index=self.index, starts=self._starts)
+        self._nodes.send(self.node, "start_engine", index=self.index, starts=self._starts)
 
     def seen(self, starts: int, alive: bool) -> None:
         """Record what its node reported about its process number ``starts``."""
@@ -210,16 +219,9 @@ class RemoteEngine:
         seconds = time.monotonic() - self._started
         problem = f"did not answer within {seconds:.0f} s" if self._alive else "ended while starting"
         raise UserError(
-            f"engine {self.index} on {self._nodes.name(self._node)} {problem}; the end of {self.log}:\n"
+            f"engine {self.index} on {self._nodes.name(self.node)} {problem}; the end of {self.log}:\n"
             f"{tail_of(self.log)}"
         )
-
-    def stop(self, grace: float = 20.0) -> None:
-        """Ask its node to stop it, and wait until it has exited. Raises RunFailed if the node is lost."""
-        self._nodes.send(self._node, "stop_engine", index=self.index, grace=grace)
-        while self._alive:
-            self._nodes.pump()
-            time.sleep(0.05)
 
 
 @dataclass

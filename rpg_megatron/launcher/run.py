@@ -16,13 +16,7 @@ from rich.console import Console
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, engine_socket, write_addresses
-from rpg_megatron.engine.restarts import (
-    begin_incarnation,
-    has_answered,
-    is_trainers_turn,
-    set_gpu_owner,
-    take_request,
-)
+from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.nodes import free_port, share_of, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
@@ -32,7 +26,7 @@ from rpg_megatron.launcher.rank_env import (
     cluster_environment,
     rank_starts,
 )
-from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes, RemoteRank
+from rpg_megatron.launcher.remote_nodes import RemoteNodes, RemoteRank
 from rpg_megatron.launcher.resume import ORIGIN, open_run
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS, METRICS
 from rpg_megatron.launcher.summary import shown
@@ -43,7 +37,6 @@ from rpg_megatron.launcher.supervisor import (
     StopSignals,
     Supervisor,
     explain,
-    tail,
     user_error,
 )
 from rpg_megatron.training.preemption import REQUEUE, WARNINGS
@@ -51,7 +44,6 @@ from rpg_megatron.training.preemption import REQUEUE, WARNINGS
 SAMPLER = "rpg_megatron.rollout.sampler"
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
-_PROBE_SECONDS = 0.5
 
 
 class RunLauncher:
@@ -87,17 +79,10 @@ class RunLauncher:
         self.folder = self._opened.folder
         self.log = self.folder / LOGS / LAUNCHER_LOG
         self._ranks: list[Child | RemoteRank] = []
-        self._engines: list[EngineProcess | RemoteEngine] = []
-        self._healthy: set[int] = set()
         # Only training syncs weights to a restarted engine; in other jobs they would be random.
         self._most_restarts = settings.engine.restarts if self._trains else 0
-        self._restarts: dict[int, int] = {}
-        self._waiting: set[int] = set()
-        """Engines to restart when the ranks release the shared GPUs."""
-        self._started: dict[int, float] = {}
         self._discard = self._all_started = False
         self._warned: float | None = None
-        self._probed = time.monotonic()
         with contextlib.ExitStack() as undo:
             undo.callback(self._opened.close)
             if self._opened.made:
@@ -111,6 +96,14 @@ class RunLauncher:
                 metrics=self.folder / METRICS,
                 log=self.log,
                 console=console,
+            )
+            self._engines = Engines(
+                settings,
+                self._workspace.work,
+                self._supervisor,
+                self._progress,
+                restarts=self._most_restarts,
+                remote=remote,
             )
             undo.pop_all()
 
@@ -175,11 +168,7 @@ class RunLauncher:
         settings, others = self._settings, self._remote.engines if self._remote else {}
         for index in range(settings.engine.replicas):
             self._check_signals()
-            engine = others.get(index) or self._make_engine(index, token)
-            engine.start()
-            self._supervisor.adopt(engine)
-            self._engines.append(engine)
-            self._started[index], self._restarts[index] = time.monotonic(), 0
+            self._engines.start(others.get(index) or self._make_engine(index, token))
         self._check_signals()
         folders = [str(self.folder), str(self._workspace.work), str(self._workspace.bridge)]
         sampler = [sys.executable, "-P", "-m", SAMPLER, *folders]
@@ -191,19 +180,16 @@ class RunLauncher:
         A starting engine allocates weights, KV cache and the activations of its largest batch; a starting
         rank allocates all of its state. Both at once may exceed the GPU's memory.
         """
-        while len(self._healthy) < len(self._engines):
+        while not self._engines.all_up:
             self._progress.pump(0.2)
             self._check_signals()
             self._check_nodes()
             self._check_children()
             self._check_engines()
-        for engine in self._engines:
-            try:
-                engine.sleep()
-            except RuntimeError as e:
-                end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
-                raise RunFailed(self._keep(f"engine {engine.index} {e}; {end}")) from None
-        set_gpu_owner(self._workspace.work, trainers=True)
+        try:
+            self._engines.sleep()
+        except RunFailed as e:
+            raise RunFailed(self._keep(str(e))) from None
         self._progress.status("engines sleep; starting trainer ranks")
 
     def _make_engine(self, index: int, token: str) -> EngineProcess:
@@ -276,8 +262,7 @@ class RunLauncher:
                 if rank.exit_code() is None:
                     rank.warn()
             if self._settings.engine.colocated:  # saving needs GPU memory
-                for engine in self._engines:
-                    engine.stop(grace=2.0)
+                self._engines.stop(grace=2.0)
         elif time.monotonic() - self._warned > settings.grace:
             self._progress.status(
                 f"warning: {name}: nothing was saved within {settings.grace:.0f} s (checkpoint.grace)"
@@ -333,76 +318,14 @@ class RunLauncher:
         raise UserError(message)
 
     def _check_engines(self, closely: bool = False) -> None:
-        for engine in self._engines:
-            if engine.index in self._waiting:
-                if not is_trainers_turn(self._workspace.work):
-                    self._start_again(engine)
-                continue
-            reason = take_request(self._workspace.work, engine.index, self._restarts[engine.index])
-            # A dead engine exits with code 0, so the exit code is not shown.
-            if engine.index in self._healthy and (
-                not engine.alive() or (closely and not engine.healthy(timeout=5.0))
-            ):
-                reason = reason or f"engine {engine.index} died"
-            if reason:
-                time.sleep(0.5)  # a signal to all processes may be the cause
-                self._check_signals()
-                if self._warned:
-                    return
-                self._restart(engine, reason)
-        if len(self._healthy) < len(self._engines) and time.monotonic() > self._probed + _PROBE_SECONDS:
-            self._probe()
+        try:
+            self._engines.check(self._is_ending, closely=closely)
+        except (UserError, RunFailed) as e:
+            raise type(e)(self._keep(str(e))) from None
 
-    def _restart(self, engine: EngineProcess | RemoteEngine, reason: str) -> None:
-        """Restart an engine with the same log. Raises RunFailed if the limit of restarts is reached."""
-        index, done, most = engine.index, self._restarts[engine.index], self._most_restarts
-        if done >= most:
-            limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
-            end = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
-            raise RunFailed(self._keep(f"{reason}{limit}; {end}"))
-        self._progress.status(f"warning: {reason}; restart {done + 1} of {most}; log: {shown(engine.log)}")
-        was_up = index in self._healthy or has_answered(self._workspace.work, index, done)
-        self._healthy.discard(index)
-        engine.stop(grace=0)
-        with engine.log.open("a", encoding="utf-8") as log:
-            log.write(f"---- {reason}; restart {done + 1} of {most} ----\n")
-        self._restarts[index] = done + 1
-        # While an engine starts, the sampler hands the GPUs to no one, so it may retry at once.
-        if was_up and is_trainers_turn(self._workspace.work):
-            self._waiting.add(index)
-        else:
-            self._start_again(engine)
-
-    def _start_again(self, engine: EngineProcess | RemoteEngine) -> None:
-        self._waiting.discard(engine.index)
-        begin_incarnation(self._workspace.work, engine.index, self._restarts[engine.index])
-        engine.start()
-        self._supervisor.adopt(engine)
-        self._started[engine.index] = time.monotonic()
-
-    def _probe(self) -> None:
-        self._probed = time.monotonic()
-        for engine in self._engines:
-            if engine.index in self._healthy | self._waiting:
-                continue
-            seconds = self._probed - self._started[engine.index]
-            incarnation = self._restarts[engine.index]
-            if not engine.alive() and has_answered(self._workspace.work, engine.index, incarnation):
-                self._restart(engine, f"engine {engine.index} died")
-                continue
-            try:
-                if seconds > self._settings.engine.start_timeout or not engine.alive():
-                    engine.wait_healthy()  # raises, with the end of the log
-                elif not engine.healthy(timeout=2.0):
-                    continue
-            except UserError as e:
-                if not incarnation:
-                    raise UserError(self._keep(str(e))) from None
-                self._restart(engine, str(e).partition("; the end of")[0])
-                continue
-            self._healthy.add(engine.index)
-            self._supervisor.guard_shared_memory(engine)
-            self._progress.status(f"engine {engine.index} is up after {seconds:.0f} s")
+    def _is_ending(self) -> bool:
+        self._check_signals()
+        return self._warned is not None
 
     def _keep(self, message: str) -> str:
         return f"{message}\nthe run's folder is kept: {shown(self.folder)}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from rpg_megatron.engine.process import EngineProcess, stop_engines
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.system import process_groups
@@ -106,26 +107,6 @@ class StopSignals:
             raise Interrupted(self.number, requeue=self.warned)
 
 
-class Engine(Protocol):
-    """The part of ``engine.process.EngineProcess`` that the supervisor uses."""
-
-    log: Path
-    index: int
-
-    @property
-    def pid(self) -> int | None:
-        """Process group, None before the start."""
-        ...
-
-    def alive(self) -> bool:
-        """Whether it is running."""
-        ...
-
-    def stop(self, grace: float) -> None:
-        """End its processes: SIGTERM, then SIGKILL after ``grace`` seconds."""
-        ...
-
-
 @dataclass
 class Child:
     """A process that the launcher started; it leads its own session."""
@@ -185,7 +166,7 @@ class Supervisor:
         self.children: list[Child] = []
         self.elsewhere: list[ProcessStatus] = []
         """Processes on other nodes, whose own launchers end them."""
-        self.engines: list[Engine] = []
+        self.engines: list[EngineProcess] = []
         self._groups: dict[int, int] = {}
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> Child:
@@ -206,10 +187,9 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    def adopt(self, engine: Engine) -> None:
-        """Monitor an engine that was just started or restarted, unless it is on another node."""
-        if engine.pid is None:
-            return
+    def adopt(self, engine: EngineProcess) -> None:
+        """Monitor an engine that was just started or restarted."""
+        assert engine.pid is not None
         if engine in self.engines:
             self._reaper.drop_group(self._groups[engine.index])
         else:
@@ -224,12 +204,12 @@ class Supervisor:
         # One failure causes others: user errors first, then signals, then the oldest log.
         return sorted(dead, key=lambda c: (user_error(c) is None, _code(c) >= 0, _modified(c.log)))
 
-    def guard_shared_memory(self, engine: Engine) -> None:
-        """Have the reaper remove the engine's shared memory if this process is killed.
+    def guard_shared_memory(self, engines: Sequence[EngineProcess]) -> None:
+        """Have the reaper remove the engines' shared memory if this process is killed.
 
-        Call once the engine is up: after a kill, the workers' memory maps may be gone.
+        Call once they are up: after a kill, the workers' memory maps may be gone.
         """
-        segments = process_groups.leftover_segments([engine.pid] if engine.pid else [])
+        segments = process_groups.leftover_segments(e.pid for e in engines if e.pid is not None)
         for segment in segments:
             self._reaper.guard_path(segment)
         if segments:  # for the next job, if the reaper is killed too
@@ -249,9 +229,9 @@ class Supervisor:
     def _stop(self, grace: float, hurry: Callable[[], bool]) -> None:
         pids = [child.pid for child in self.children]
         groups = pids + [engine.pid for engine in self.engines if engine.pid is not None]
-        with ThreadPoolExecutor(max_workers=len(self.engines) + 1) as pool:
+        with ThreadPoolExecutor(max_workers=2) as pool:
             work = [pool.submit(process_groups.end_groups, pids, 0)]
-            work += [pool.submit(engine.stop, grace) for engine in self.engines]
+            work += [pool.submit(stop_engines, self.engines, grace)]
             while not all(future.done() for future in work):
                 if hurry():
                     process_groups.send(groups, signal.SIGKILL)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rpg_megatron.bridge.controller import CheckFailed, SyncError, SyncReport, sync_engine
@@ -18,6 +19,7 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.engine.client import EngineClient, EngineError
 from rpg_megatron.engine.restarts import ask_restart, incarnation_of, note_answer, set_gpu_owner
+from rpg_megatron.rollout.engine_load import EngineLoad, append_rows, summarise
 from rpg_megatron.rollout.sampler_client import SyncResult
 from rpg_megatron.system.tasks import run_all
 
@@ -48,6 +50,7 @@ class Replica:
         self.watch: asyncio.Task[None] | None = None
         self.load = 0
         """Responses that it is asked for now."""
+        self.usage = EngineLoad()
         self.link_timeout = 0.0
         """During a sync, how long it may wait for a message of a trainer, in seconds."""
 
@@ -70,8 +73,14 @@ class Replica:
 class EnginePool:
     """All engines of a run. Call its methods from one event loop."""
 
-    def __init__(self, settings: EngineSettings, clients: Sequence[EngineClient], work: Path):
-        """work: the folder shared with the launcher."""
+    def __init__(
+        self,
+        settings: EngineSettings,
+        clients: Sequence[EngineClient],
+        work: Path,
+        usage_file: Path | None = None,
+    ):
+        """work: the folder shared with the launcher. usage_file: gets a line for each engine and step."""
         self.replicas = [Replica(client) for client in clients]
         self.version: int | None = None
         """Version that the engines should serve; None before the first sync."""
@@ -82,7 +91,7 @@ class EnginePool:
         self.resent = 0
         """Number of requests that were sent again."""
         self._settings = settings
-        self._work = work
+        self._work, self._usage_file = work, usage_file
         self._restarts_counted = 0
 
     async def sync(self, manifest: Manifest, version: int, *, again: bool) -> SyncResult:
@@ -217,14 +226,20 @@ class EnginePool:
             self.check(replica, replica.incarnation)
 
     def pop_counts(self) -> dict[str, float]:
-        """Metrics ``engine/*`` since the last call."""
+        """Metrics ``engine/*`` of a step: since the last call."""
         restarts = sum(incarnation_of(self._work, replica.index) for replica in self.replicas)
         counts = {
             "engine/restarts": float(restarts - self._restarts_counted),
             "engine/requests_resent": float(self.resent),
         }
         self._restarts_counted, self.resent = restarts, 0
-        return counts
+        rows = [row for replica in self.replicas if (row := replica.usage.pop(replica.index))]
+        if rows and self._usage_file:
+            try:
+                append_rows(self._usage_file, self.version, rows)
+            except OSError as e:  # training does not depend on it
+                logger.warning("%s: %s; the file misses a step", self._usage_file, e)
+        return counts | (summarise(rows) if rows else {})
 
     def mark_failed(self, replica: Replica, incarnation: int, reason: str) -> None:
         """Request a restart of the engine, once per incarnation.
@@ -286,6 +301,9 @@ class EnginePool:
             left = max(since + allowed - interval - asked, _LEAST_SECONDS)
             well = replica.is_away or await replica.client.progresses(left)
             now = time.monotonic()
+            if well and not replica.is_away:
+                with suppress(EngineError, ValueError):  # a sample less
+                    replica.usage.add(await replica.client.metrics(_PROBE_SECONDS), time.monotonic())
             # A worker may wait for a trainer's message as long as the transport allows.
             limit = max(allowed, replica.link_timeout)
             if well or incarnation != replica.incarnation or now > asked + left + _LATE_SECONDS:

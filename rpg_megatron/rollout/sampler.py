@@ -39,12 +39,12 @@ from rpg_megatron.engine.command import TOKEN_VARIABLE, context_length
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, Group
+from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.groups import GroupTask, GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.remote_worker import RemoteWorker
 from rpg_megatron.rollout.sampler_client import (
-    EVENTS,
     SOCKET,
     ResyncRequired,
     RolloutBatch,
@@ -53,7 +53,7 @@ from rpg_megatron.rollout.sampler_client import (
 )
 from rpg_megatron.rollout.seeds import seed_of, stop_tokens
 from rpg_megatron.rollout.worker import DECODER, Worker, engine_clients
-from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.system.messages import Server
 
 __all__ = ["RolloutBatch", "Sampler", "SamplerClient"]
@@ -382,7 +382,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     clients = engine_clients(settings, work, token)
     own = None if remote else Worker(settings, decoder_of(tokenizer), clients, work, stops)
     events = EventSender(work / EVENTS)
-    pool = EnginePool(settings.engine, clients, work)
+    pool = EnginePool(settings.engine, clients, work, run / ENGINES)
     sampler = Sampler(settings, run, tokenizer, pool, [own] if own else remote, events)
 
     async def addresses() -> list[str]:

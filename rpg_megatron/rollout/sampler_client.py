@@ -18,8 +18,6 @@ from rpg_megatron.system.messages import Client
 
 SOCKET = "sampler.sock"
 """File name of the sampler's socket in the work folder."""
-EVENTS = "events.sock"
-"""File name of the progress display's socket in the work folder."""
 _TRAJECTORIES = 64
 """Number of trajectories in an answer to ``fetch``."""
 

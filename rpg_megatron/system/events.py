@@ -7,6 +7,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+EVENTS = "events.sock"
+"""File name of the progress display's socket in the work folder."""
+
 
 class EventSender:
     """Sends small JSON objects as datagrams to a unix socket. Never blocks and never raises.

@@ -31,15 +31,23 @@ def start_time(pid: int) -> int | None:
     return int(fields[19]) if fields and fields[0] != "Z" else None
 
 
-def members(leader: int) -> list[int]:
-    """Pids of the running processes in the group or session that ``leader`` leads; no zombies."""
-    pids = []
-    for entry in os.listdir("/proc"):
+def members(*leaders: int) -> list[int]:
+    """Pids of the running processes in the groups or sessions that ``leaders`` lead; no zombies."""
+    return [pid for pid, _ in _found(leaders)]
+
+
+def _found(leaders: Iterable[int]) -> list[tuple[int, int]]:
+    """Pid and leader of each of them. Reads /proc once, whatever the number of leaders."""
+    wanted = {str(leader): leader for leader in leaders}
+    found = []
+    for entry in os.listdir("/proc") if wanted else ():
         if entry.isdigit():
             fields = _stat_fields(entry)
-            if fields and fields[0] not in "ZX" and str(leader) in (fields[2], fields[3]):
-                pids.append(int(entry))
-    return pids
+            if fields and fields[0] not in "ZX":
+                leader = wanted.get(fields[2]) or wanted.get(fields[3])
+                if leader is not None:
+                    found.append((int(entry), leader))
+    return found
 
 
 def send(leaders: Iterable[int], number: signal.Signals, *, trackers: bool = True) -> None:
@@ -47,21 +55,20 @@ def send(leaders: Iterable[int], number: signal.Signals, *, trackers: bool = Tru
 
     trackers: also to Python's resource trackers, which exit last and remove shared memory of the others.
     """
-    for leader in leaders:
-        for pid in members(leader):
-            if not trackers and _is_tracker(pid):
-                continue
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+    for pid in members(*leaders):
+        if not trackers and _is_tracker(pid):
+            continue
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
 
 
 def wait_empty(leaders: Iterable[int], seconds: float) -> set[int]:
     """Wait until the groups have no running member. Returns those that still have one after ``seconds``."""
     left, end = set(leaders), time.monotonic() + seconds
     while True:
-        left = {leader for leader in left if members(leader)}
+        left = {leader for _, leader in _found(left)}
         if not left or time.monotonic() >= end:
             return left
         time.sleep(0.05)
@@ -96,12 +103,18 @@ def leftover_segments(leaders: Iterable[int]) -> set[Path]:
     vLLM or by Python's resource tracker, unless both are killed. Only the processes' memory maps show which
     process uses a file.
     """
-    found = set()
-    for leader in leaders:
-        for pid in members(leader):
-            try:
-                lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-            except OSError:
-                continue
-            found |= {Path(line[line.index("/") :]) for line in lines if f" {SHARED_MEMORY}/" in line}
-    return {path for path in found if "-cpushm_" in path.name or path.name.startswith("psm_")}
+    return set().union(*segments_of(leaders).values())
+
+
+def segments_of(leaders: Iterable[int]) -> dict[int, set[Path]]:
+    """The same by leader; those without any are left out."""
+    found: dict[int, set[Path]] = {}
+    for pid, leader in _found(leaders):
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        paths = {Path(line[line.index("/") :]) for line in lines if f" {SHARED_MEMORY}/" in line}
+        if segments := {p for p in paths if "-cpushm_" in p.name or p.name.startswith("psm_")}:
+            found.setdefault(leader, set()).update(segments)
+    return found

@@ -22,9 +22,10 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.device import peak_memory_bytes
 from rpg_megatron.policy.model import Mesh
-from rpg_megatron.rollout.sampler_client import EVENTS, SOCKET, SamplerClient, TrajectoryClient
+from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient, TrajectoryClient
 from rpg_megatron.system.collectives import broadcast_object, gather_objects
 from rpg_megatron.system.dtypes import torch_dtype
+from rpg_megatron.system.events import EVENTS
 from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.training.checkpoint_saver import Saver
 from rpg_megatron.training.metrics import MetricsWriter

@@ -29,8 +29,7 @@ from safetensors.torch import save_file
 
 from rpg_megatron.data.rollout_files import part_file, read_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rollout.sampler_client import EVENTS
-from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.events import EVENTS, EventSender
 from tests.support.commands import Command
 from tests.support.kills import ENDS, TARGETS, draw
 from tests.support.moments import PHASES, EventTap, read_moment

@@ -33,32 +33,18 @@ def act(name):
 
 
 DRIVER = """
-import os, subprocess, sys
+import os, sys
 from rpg_megatron import cli
 from rpg_megatron.launcher import run as launcher
 
-class Engine:
-    def __init__(self, settings, index, *, socket, log, bridge_dir, token, gpus, extra):
-        self.index, self.log, self.pid = index, log, None
+class Engine(launcher.EngineProcess):
+    def __init__(self, settings, index, *, bridge_dir, **rest):
+        super().__init__(settings, index, bridge_dir=bridge_dir, **rest)
+        self._command = [sys.executable, os.path.join(os.path.dirname(__file__), "stand_in_engine.py")]
         (bridge_dir / "weights").write_text("x")
-    def start(self):
-        here = os.path.dirname(__file__)
-        self.process = subprocess.Popen(
-            [sys.executable, os.path.join(here, "stand_in_engine.py")],
-            stdout=self.log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
-        self.pid = self.process.pid
-    def alive(self):
-        return self.process.poll() is None
     def healthy(self, timeout=5.0):
         return self.alive()
-    def wait_healthy(self, timeout=None):
-        from rpg_megatron.config import UserError
-        raise UserError("engine 0 ended while starting")
-    def stop(self, grace=20.0):
-        launcher_processes.end_groups([self.pid], 0.5)
-        self.process.wait()
 
-from rpg_megatron.system import process_groups as launcher_processes
 launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
 from rpg_megatron.commands.audit import command as audit_command
 audit_command.RANK = "stand_in_rank"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpg_megatron.data.rollout_files import rollouts_complete, rollouts_file
-from rpg_megatron.rollout.sampler_client import EVENTS
+from rpg_megatron.system.events import EVENTS
 
 START, ROLLOUT, UPDATE, SAVE = "start", "rollout", "update", "save"
 SYNC, EVALUATION, EXPORT = "sync", "evaluation", "export"

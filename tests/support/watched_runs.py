@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from rpg_megatron.rollout.sampler_client import EVENTS
 from rpg_megatron.system import process_groups
+from rpg_megatron.system.events import EVENTS
 from tests.support.moments import EXPORT, SAVE, START, EventTap, Moment, read_moment
 from tests.support.runs import TrainCommand
 from tests.support.same_runs import read_rows

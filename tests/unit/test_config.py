@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -149,28 +147,6 @@ def test_a_folder_that_cannot_be_written_is_one_message(config_file: Path):
     blocked.write_text("")
     with pytest.raises(UserError, match="runs"):
         create_run(load_settings(config_file, [f"runs={blocked}/runs"]))
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import rpg_megatron.config",
-        "import rpg_megatron.launcher.preflight",
-        "import rpg_megatron.launcher.run",
-        "import rpg_megatron.cli; rpg_megatron.cli.main(['--help'])",
-    ],
-)
-def test_nothing_heavy_is_imported(statement: str):
-    check = (
-        "import sys, atexit\n"
-        "heavy = ('torch', 'vllm', 'transformers', 'megatron', 'datasets')\n"
-        "atexit.register(lambda: print('HEAVY', [m for m in heavy if m in sys.modules]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", check + statement], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "HEAVY []" in done.stdout
 
 
 def test_every_key_is_read_somewhere():

@@ -17,7 +17,6 @@ import pytest
 
 from rpg_megatron import cli
 from rpg_megatron.commands.eval.output_dir import Folder, open_folder
-from rpg_megatron.commands.eval.process import SUMMARY
 from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request
 from rpg_megatron.commands.eval.table import show_summary
 from rpg_megatron.config import Settings, UserError, load_settings
@@ -26,6 +25,7 @@ from rpg_megatron.evaluation.metrics import describe_set
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.evaluation.results_file import append_result, read_results
 from rpg_megatron.launcher.resume import hold_folder
+from rpg_megatron.launcher.run_dir import SUMMARY
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from rich.console import Console
 from rpg_megatron.config import UserError
 from rpg_megatron.launcher.progress import Progress, clock
 from rpg_megatron.launcher.summary import summarise
-from rpg_megatron.rollout.sampler_client import EVENTS
-from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.events import EVENTS, EventSender
 
 
 def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: Path):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rpg_megatron.commands.eval.output_dir import Folder
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.engine.process import EngineProcess, call_all, engine_socket, note_segments
 from rpg_megatron.engine.restarts import take_request
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
@@ -113,10 +113,15 @@ class Evaluation:
 
     def _check_engines(self, closely: bool = False) -> None:
         self._probed = time.monotonic()
+        asked = [e for e in self._engines if e.alive() and (closely or e.index not in self._healthy)]
+        answers = call_all(asked, lambda e: e.healthy(timeout=5.0 if closely else 2.0))
+        deaf = {engine.index for engine, well in zip(asked, answers, strict=True) if not well}
+        starting = [e for e in asked if e.index not in self._healthy]
+        note_segments(starting)
         for engine in self._engines:
             hung = take_request(self._workspace.work, engine.index, 0)
             if hung or engine.index in self._healthy:
-                if not hung and engine.alive() and (not closely or engine.healthy()):
+                if not hung and engine.alive() and engine.index not in deaf:
                     continue
                 time.sleep(1.0)  # a signal to all processes may be the cause
                 self._signals.check()
@@ -126,9 +131,9 @@ class Evaluation:
                 time.sleep(1.0)
                 self._signals.check()
                 engine.wait_healthy()  # raises, with the end of the log
-            elif engine.healthy(timeout=2.0):
-                self._healthy.add(engine.index)
-                self._supervisor.guard_shared_memory(engine)
+        up = [engine for engine in starting if engine.index not in deaf]
+        self._healthy |= {engine.index for engine in up}
+        self._supervisor.guard_shared_memory(up)
 
     def _keep(self, message: str) -> str:
         return (

@@ -11,11 +11,10 @@ from typing import IO, Any
 
 import yaml
 
-from rpg_megatron.commands.eval.process import CONFIG, SUMMARY
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import read_yaml
 from rpg_megatron.launcher.resume import LOCK, hold_folder, list_changes
-from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
+from rpg_megatron.launcher.run_dir import CONFIG, LOGS, SUMMARY, resolved_yaml
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.system.files import atomic_write_text
 

@@ -25,19 +25,16 @@ from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.evaluation.metrics import describe_set, write_results
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.evaluation.results_file import append_result, read_results, results_file
+from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.heldout import HeldOut
-from rpg_megatron.rollout.sampler_client import EVENTS
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker, engine_clients
-from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.system.tasks import run_all
 
-CONFIG = "config.yaml"
-SUMMARY = "summary.json"
-"""The results; written when all problems are done."""
 PHASE = "evaluation"
 
 

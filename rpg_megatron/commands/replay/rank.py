@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from rpg_megatron.rollout.sampler_client import EVENTS
-from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.training.rank import RankProcess, run_rank
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from rpg_megatron.commands.report.run_files import RunFiles
 from rpg_megatron.config import UserError
-from rpg_megatron.data.rollout_files import iter_rollouts, list_rollouts
 
 _STEPS = 12
 """Maximum steps that are read of each kind."""
@@ -58,6 +57,8 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
     """Read about ``read`` decompressed bytes at most, and choose responses of at most ``room`` bytes."""
     samples = Samples()
     longest = max(3000, min(40_000, room // 100))
+    from rpg_megatron.data.rollout_files import list_rollouts  # numpy and pyarrow
+
     candidates = []
     for name, files, lines in (
         ("held-out", _spread((run.folder / "evaluation").glob("step_*.jsonl")), _evaluation_items),
@@ -171,6 +172,8 @@ def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Ite
 
 def _rollout_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
     """The responses of one training step within the budget."""
+    from rpg_megatron.data.rollout_files import iter_rollouts
+
     items: list[Item] = []
     whole = True
     for t in iter_rollouts(file):

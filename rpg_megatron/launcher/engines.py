@@ -1,0 +1,210 @@
+"""The engines of a run, on all nodes: start, health checks, sleep, restarts, stop.
+
+Whatever takes its time is done to all engines at once: there may be hundreds, and each may take seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.engine.process import EngineProcess, call_all, note_segments, stop_engines
+from rpg_megatron.engine.restarts import (
+    begin_incarnation,
+    has_answered,
+    is_trainers_turn,
+    set_gpu_owner,
+    take_request,
+)
+from rpg_megatron.launcher.progress import Progress
+from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes
+from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.supervisor import RunFailed, Supervisor, tail
+
+_PROBE_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
+_PATIENT_SECONDS = 5.0
+"""For the answer of an engine that may be dying."""
+
+
+class Engines:
+    """All engines of a run.
+
+    restarts: how often each may be restarted. work: the folder shared with the sampler. remote: the other
+    nodes, if any.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        work: Path,
+        supervisor: Supervisor,
+        progress: Progress,
+        *,
+        restarts: int,
+        remote: RemoteNodes | None = None,
+    ):
+        self._start_timeout, self._most_restarts = settings.engine.start_timeout, restarts
+        self._work, self._supervisor, self._progress, self._remote = work, supervisor, progress, remote
+        self._engines: list[EngineProcess | RemoteEngine] = []
+        self._healthy: set[int] = set()
+        self._restarts: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        """Engines to restart when the ranks release the shared GPUs."""
+        self._started: dict[int, float] = {}
+        self._probed = time.monotonic()
+
+    @property
+    def all_up(self) -> bool:
+        """Whether every engine has answered since its last start."""
+        return len(self._healthy) == len(self._engines)
+
+    def start(self, engine: EngineProcess | RemoteEngine) -> None:
+        """Start an engine, without waiting for it."""
+        engine.start()
+        if isinstance(engine, EngineProcess):
+            self._supervisor.adopt(engine)
+        if engine not in self._engines:
+            self._engines.append(engine)
+        self._restarts.setdefault(engine.index, 0)
+        self._started[engine.index] = time.monotonic()
+
+    def sleep(self) -> None:
+        """Free the GPU memory of all engines, which are up. Raises RunFailed if one does not go to sleep."""
+
+        def sleep(engine: EngineProcess | RemoteEngine) -> str | None:
+            try:
+                engine.sleep()
+            except RuntimeError as e:
+                return f"engine {engine.index} {e}; {_end_of(engine.log)}"
+            return None
+
+        if failures := [failure for failure in call_all(self._engines, sleep) if failure]:
+            raise RunFailed(failures[0])
+        set_gpu_owner(self._work, trainers=True)
+
+    def stop(self, grace: float) -> None:
+        """End all engines. grace: seconds from SIGTERM to SIGKILL."""
+        self._stop(self._engines, grace)
+
+    def check(self, run_ends: Callable[[], bool], *, closely: bool = False) -> None:
+        """Restart engines that failed, and look whether those that start are up.
+
+        run_ends: whether the run is ending; may raise. closely: ask also those that seem to run. Raises
+        UserError if an engine does not start, RunFailed if one failed too often.
+        """
+        deaf = self._deaf() if closely else ()
+        failed: dict[int, str] = {}
+        for engine in self._engines:
+            index = engine.index
+            if index in self._waiting:
+                continue
+            reason = take_request(self._work, index, self._restarts[index])
+            # A dead engine exits with code 0, so the exit code is not shown.
+            if index in self._healthy and (not engine.alive() or index in deaf):
+                reason = reason or f"engine {index} died"
+            if reason:
+                failed[index] = reason
+        if self._waiting and not is_trainers_turn(self._work):
+            for engine in [e for e in self._engines if e.index in self._waiting]:
+                self._start_again(engine)
+        if failed:
+            time.sleep(0.5)  # a signal to all processes may be the cause
+            if run_ends():
+                return
+            self._restart(failed)
+        if not self.all_up and time.monotonic() > self._probed + _PROBE_SECONDS:
+            self._probe()
+
+    def _deaf(self) -> Collection[int]:
+        """Engines that were up and do not answer."""
+        asked = [e for e in self._engines if e.index in self._healthy and e.alive()]
+        answers = call_all(asked, lambda e: e.healthy(_PATIENT_SECONDS))
+        return {engine.index for engine, well in zip(asked, answers, strict=True) if not well}
+
+    def _restart(self, failed: dict[int, str]) -> None:
+        """Restart engines with the same logs. failed: why, by index. Raises RunFailed if the limit of
+        restarts is reached.
+        """
+        engines = [engine for engine in self._engines if engine.index in failed]
+        was_up = set()
+        for engine in engines:
+            index, reason, most = engine.index, failed[engine.index], self._most_restarts
+            done = self._restarts[index]
+            if done >= most:
+                limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
+                raise RunFailed(f"{reason}{limit}; {_end_of(engine.log)}")
+            self._progress.status(
+                f"warning: {reason}; restart {done + 1} of {most}; log: {shown(engine.log)}"
+            )
+            if index in self._healthy or has_answered(self._work, index, done):
+                was_up.add(index)
+            self._healthy.discard(index)
+        self._stop(engines, 0.0)
+        for engine in engines:
+            done = self._restarts[engine.index]
+            with engine.log.open("a", encoding="utf-8") as log:
+                log.write(f"---- {failed[engine.index]}; restart {done + 1} of {self._most_restarts} ----\n")
+            self._restarts[engine.index] = done + 1
+            # While an engine starts, the sampler hands the GPUs to no one, so it may retry at once.
+            if engine.index in was_up and is_trainers_turn(self._work):
+                self._waiting.add(engine.index)
+            else:
+                self._start_again(engine)
+
+    def _start_again(self, engine: EngineProcess | RemoteEngine) -> None:
+        self._waiting.discard(engine.index)
+        begin_incarnation(self._work, engine.index, self._restarts[engine.index])
+        self.start(engine)
+
+    def _stop(self, engines: Sequence[EngineProcess | RemoteEngine], grace: float) -> None:
+        others = [engine for engine in engines if isinstance(engine, RemoteEngine)]
+        if self._remote:
+            self._remote.send_stop(others, grace)
+        stop_engines([engine for engine in engines if isinstance(engine, EngineProcess)], grace)
+        if self._remote:
+            self._remote.wait_stopped(others)
+
+    def _probe(self) -> None:
+        """Ask the engines that start. Those that cannot be up any more are restarted, or raise UserError."""
+        starting = [e for e in self._engines if e.index not in self._healthy | self._waiting]
+        since = {e.index: time.monotonic() - self._started[e.index] for e in starting}
+        asked = [e for e in starting if since[e.index] <= self._start_timeout and e.alive()]
+        answers = call_all(asked, lambda e: e.healthy(_ANSWER_SECONDS))
+        note_segments(e for e in asked if isinstance(e, EngineProcess))
+        up = [engine for engine, well in zip(asked, answers, strict=True) if well]
+        failed = {}
+        for engine in starting:
+            if engine not in asked:
+                if reason := self._failed_start(engine):
+                    failed[engine.index] = reason
+                else:
+                    up.append(engine)
+        for engine in up:
+            self._healthy.add(engine.index)
+            self._progress.status(f"engine {engine.index} is up after {since[engine.index]:.0f} s")
+        self._supervisor.guard_shared_memory([e for e in up if isinstance(e, EngineProcess)])
+        if failed:
+            self._restart(failed)
+        self._probed = time.monotonic()
+
+    def _failed_start(self, engine: EngineProcess | RemoteEngine) -> str | None:
+        """Why an engine ended or took too long; None if it just came up. Raises UserError if this is its
+        first start: the settings may be wrong.
+        """
+        incarnation = self._restarts[engine.index]
+        if not engine.alive() and has_answered(self._work, engine.index, incarnation):
+            return f"engine {engine.index} died"
+        try:
+            engine.wait_healthy()  # raises, with the end of the log
+        except UserError as e:
+            if not incarnation:
+                raise
+            return str(e).partition("; the end of")[0]
+        return None
+
+
+def _end_of(log: Path) -> str:
+    return f"the end of {shown(log)}:\n{tail(log)}"

@@ -1,0 +1,80 @@
+"""How busy the engines are: vLLM's metrics, sampled while they work, as rows per step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
+
+ENGINES = "engines.jsonl"
+"""File in the run's folder with the use of each engine in each step."""
+
+
+class EngineLoad:
+    """The samples of one engine since the last row; its counters begin at 0."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, float] = {}
+        self._sampled = time.monotonic()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._samples, self._kv_use = 0, list[float]()
+        self._waiting = self._running = self._preemptions = self._tokens = self._seconds = 0.0
+
+    def add(self, values: Mapping[str, float], now: float) -> None:
+        """Add a sample. values: see ``read_metrics``. now: ``time.monotonic()``."""
+        self._samples += 1
+        if tokens := self._increase(TOKENS, values):
+            self._tokens += tokens
+            self._seconds += now - self._sampled
+        self._preemptions += self._increase(PREEMPTIONS, values)
+        running, waiting = values.get(RUNNING, 0.0), values.get(WAITING, 0.0)
+        if running:
+            self._kv_use.append(values.get(KV_USE, 0.0))
+        self._running, self._waiting = max(self._running, running), max(self._waiting, waiting)
+        self._before, self._sampled = values, now
+
+    def _increase(self, counter: str, values: Mapping[str, float]) -> float:
+        before, now = self._before.get(counter, 0.0), values.get(counter, 0.0)
+        return now - before if now >= before else now  # a restarted engine counts from 0 again
+
+    def pop(self, index: int) -> dict[str, float]:
+        """The row of engine ``index`` since the last call, as docs/running.md has it; {} without samples.
+
+        kv_use_mean is a mean over samples with running requests; tokens_per_second counts the time between
+        samples in which there were new tokens.
+        """
+        kv_use = self._kv_use or [0.0]
+        row = {
+            "engine": index,
+            "kv_use_max": max(kv_use),
+            "kv_use_mean": sum(kv_use) / len(kv_use),
+            "waiting_max": self._waiting,
+            "running_max": self._running,
+            "preemptions": self._preemptions,
+            "tokens": self._tokens,
+            "tokens_per_second": self._tokens / self._seconds if self._seconds else 0.0,
+        }
+        sampled = self._samples > 0
+        self._reset()
+        return row if sampled else {}
+
+
+def summarise(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a step over all engines. rows: one for each."""
+    return {
+        "engine/kv_use_max": max(row["kv_use_max"] for row in rows),
+        "engine/waiting_max": max(row["waiting_max"] for row in rows),
+        "engine/preemptions": sum(row["preemptions"] for row in rows),
+        "engine/tokens_per_second": sum(row["tokens_per_second"] for row in rows),
+    }
+
+
+def append_rows(file: Path, step: int | None, rows: Sequence[Mapping[str, float]]) -> None:
+    """Append a line for each row. Raises OSError."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
