@@ -21,11 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from rpg_megatron.bridge.manifest import CHECKSUM_MODULUS, Manifest
+from rpg_megatron.bridge.vllm.sync_route import SYNC, StepsDone, Totals
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 """``await post(path, json body or None, timeout in seconds)`` -> (HTTP status, text)."""
+
+_STEPS_DONE = msgspec.json.Decoder(StepsDone)
+_PHASES = {"abort": "start", "reset": "resume"}
+"""Steps that a report counts to another one."""
 
 
 class SyncError(Exception):
@@ -96,35 +104,25 @@ async def sync_engine(
     }
 
     try:
-        if asleep:
-            with _clock(report, "wake"):
-                await call("/wake_up?tags=weights")
-        with _clock(report, "pause"):
-            await call("/pause?mode=keep")
-        with _clock(report, "start"):
-            # A controller that died during a sync has left it open, and workers raise on a second start.
-            aborted = _results(await call("/collective_rpc", {"method": "rpg_abort"}))
-            await call("/start_weight_update")
+        started = await call.run([*(["wake"] if asleep else []), "pause", "abort", "start"], report)
+        # A controller that died during a sync has left it open, and workers raise on a second start.
+        unsettled = any(a.get("unsettled") for a in started.aborted)
     except _CallFailed as e:
         raise EngineLost(f"engine cannot start a weight update: {e}") from None
 
     problem: str | None = None
-    with _clock(report, "check"):
-        try:
-            await call("/update_weights", {"update_info": {**info, "phase": "check"}})
-            checked = await _acks(call, session, "check", engine_tensor)
-            problem = _failures(checked) or await _verdict(manifest, checked)
-        except _CallFailed as e:
-            problem = str(e)
+    try:
+        checked, totals = await _run_phase(call, "check", info, engine_tensor, report)
+        problem = _failures(checked) or await _verdict(call, manifest, totals)
+    except _CallFailed as e:
+        problem = str(e)
     if problem is not None:
-        if any(a.get("unsettled") for a in aborted):
+        if unsettled:
             raise ApplyFailed(
                 f"an earlier update was interrupted, and this one was refused: {problem}; restart the engine"
             )
         try:
-            await call("/collective_rpc", {"method": "rpg_abort"})
-            if not asleep:
-                await call("/resume")
+            await call.run(["abort"] if asleep else ["abort", "resume"], report)
         except _CallFailed as e:
             raise EngineLost(
                 f"check failed ({problem}), and the engine did not resume: {e}; restart the engine"
@@ -134,32 +132,37 @@ async def sync_engine(
         raise CheckFailed(f"version {version} refused, the engine keeps its old weights: {problem}")
 
     try:
-        with _clock(report, "apply"):
-            await call("/update_weights", {"update_info": {**info, "phase": "apply"}})
-            done = await _acks(call, session, "apply", engine_tensor)
-            if wrong := _failures(done) or await _verdict(manifest, done):
-                raise _CallFailed(wrong)
-            if silent := [
-                a["rank"] for a, b in zip(checked, done, strict=True) if not (a["sums"] or b["sums"])
-            ]:
-                raise _CallFailed(f"worker ranks {silent} reported no checksums")
-        with _clock(report, "finish"):
-            await call("/finish_weight_update")
-        if asleep:
-            with _clock(report, "wake KV cache"):
-                await call("/wake_up?tags=kv_cache")
-        with _clock(report, "resume"):
-            answer = await call("/reset_prefix_cache?reset_running_requests=true")
-            if '"success":true' not in answer.replace(" ", ""):
-                raise _CallFailed(f"the prefix cache could not be reset: {answer[:200]}")
-            await call("/resume")
+        done, totals = await _run_phase(call, "apply", info, engine_tensor, report)
+        if wrong := _failures(done) or await _verdict(call, manifest, totals):
+            raise _CallFailed(wrong)
+        if silent := [
+            a["rank"] for a, b in zip(checked, done, strict=True) if not (a["summed"] or b["summed"])
+        ]:
+            raise _CallFailed(f"worker ranks {silent} reported no checksums")
+        await call.run(["finish", *(["wake KV cache"] if asleep else []), "reset", "resume"], report)
     except _CallFailed as e:
         raise ApplyFailed(f"version {version}: {e}; restart the engine") from None
     report.mode = "whole" if any(a["mode"] == "whole" for a in done) else "slices"
     report.bytes_per_worker = tuple(int(a["bytes"]) for a in done)
     report.bytes_checked = tuple(int(a["bytes"]) for a in checked)
-    report.workers = tuple({k: v for k, v in a.items() if k != "sums"} for a in done)
+    report.workers = tuple(done)
     return report
+
+
+def compare_totals(manifest: Manifest, totals: Totals) -> bool:
+    """Whether an engine's workers together read what was published; the rule is that of
+    ``compare_checksums``.
+    """
+    names, published, whole = manifest.totals
+    sums, nbytes = np.frombuffer(totals.sums, np.uint64), np.frombuffer(totals.nbytes, np.uint64)
+    if totals.names != names:
+        place = {name: i for i, name in enumerate(totals.names)}
+        if place.keys() != set(names):
+            return False
+        order = [place[name] for name in names]
+        sums, nbytes = sums[order], nbytes[order]
+    times, rest = np.divmod(nbytes, whole)
+    return bool(np.all((rest == 0) & (times > 0) & (sums == published * times)))
 
 
 def compare_checksums(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -202,31 +205,42 @@ class _Caller:
             raise _CallFailed(f"POST {path} answered {status}: {text[:500]}")
         return text
 
+    async def run(
+        self, steps: Sequence[str], report: SyncReport, info: dict[str, Any] | None = None
+    ) -> StepsDone:
+        """Run steps in the engine and add their wall time to the report, that of the call to the first."""
+        began = time.perf_counter()
+        try:
+            done = _STEPS_DONE.decode(await self(SYNC, {"steps": steps, "update_info": info or {}}))
+        except msgspec.DecodeError as e:
+            raise _CallFailed(f"cannot parse the engine's answer ({e})") from None
+        extra = time.perf_counter() - began - sum(done.seconds.values())
+        for step, seconds in done.seconds.items():
+            phase = _PHASES.get(step, step)
+            report.seconds[phase] = report.seconds.get(phase, 0.0) + seconds + extra
+            extra = 0.0
+        return done
 
-class _clock:
-    """Adds the wall time of a block to the report."""
 
-    def __init__(self, report: SyncReport, phase: str) -> None:
-        self.report, self.phase = report, phase
+async def _run_phase(
+    call: _Caller, phase: str, info: dict[str, Any], workers: int, report: SyncReport
+) -> tuple[list[dict[str, Any]], Totals]:
+    """Run *check* or *apply*; returns each worker's acknowledgement, in rank order, and their totals.
 
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.report.seconds[self.phase] = time.perf_counter() - self.began
-
-
-async def _acks(call: _Caller, session: str, phase: str, workers: int) -> list[dict[str, Any]]:
-    """Each worker's acknowledgement of a phase, in rank order; a missing one counts as failed.
-
-    This takes a separate call: ``/update_weights`` does not return the workers' results.
+    A missing acknowledgement counts as failed.
     """
-    given = {int(a["rank"]): a for a in _results(await call("/collective_rpc", {"method": "rpg_ack"}))}
-    missing = {"ok": False, "error": f"did not run {phase}"}
-    return [
-        ack if (ack.get("session"), ack.get("phase")) == (session, phase) else {"rank": rank, **missing}
-        for rank, ack in ((r, given.get(r, {})) for r in range(workers))
-    ]
+    totals = (await call.run([phase], report, info)).totals
+    if totals is None:
+        raise _CallFailed(f"no results of {phase}")
+    given = {int(ack.get("rank", -1)): ack for ack in totals.workers}
+    expected = info["session"], phase
+    acks = []
+    for rank in range(workers):
+        ack = given.get(rank, {})
+        if (ack.get("session"), ack.get("phase")) != expected:
+            ack = {"rank": rank, "ok": False, "error": f"did not run {phase}"}
+        acks.append(ack)
+    return acks, totals
 
 
 def _results(text: str) -> list[dict[str, Any]]:
@@ -244,13 +258,19 @@ def _failures(acks: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"worker rank {a['rank']}: {a.get('error')}" for a in acks if not a.get("ok"))
 
 
-async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | None:
-    """How the weights that the workers read differ from the published ones, or None."""
-    if not any(a["sums"] for a in acks):
+async def _verdict(call: _Caller, manifest: Manifest, totals: Totals) -> str | None:
+    """How the weights that the workers read differ from the published ones, or None.
+
+    Only if they differ, the workers' own checksums are asked for.
+    """
+    if not totals.names or compare_totals(manifest, totals):
         return None
+    acks = _results(await call("/collective_rpc", {"method": "rpg_ack"}))
     wrong = compare_checksums(manifest, acks)
-    if not wrong:
-        return None
+    return await _describe(manifest, wrong, acks) or "the engine added up the workers' checksums wrongly"
+
+
+async def _describe(manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]) -> str:
     named = []
     for name, why in list(wrong.items())[:5]:
         named.append(f"{name}: {why}{await asyncio.to_thread(_blame, manifest, name, acks)}")
@@ -261,8 +281,7 @@ async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | 
 def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:
     """Where a tensor is damaged: the file, found by reading it again, or the trainer ranks read."""
     if manifest.transport != "shared_memory":  # a GPU's memory cannot be read from this process
-        ranks = {manifest.shards[b.shard].rank for b in manifest.tensors[name].boxes}
-        read = {int(a.get("ranks_read", {}).get(str(rank), rank)) for a in acks for rank in ranks}
+        read = {rank for a in acks for rank in a.get("ranks_read", {}).get(name, ())}
         return f" (from trainer ranks {', '.join(map(str, sorted(read)))})"
     from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 

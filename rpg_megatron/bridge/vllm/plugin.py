@@ -44,7 +44,7 @@ from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
-from rpg_megatron.bridge.vllm.generate_route import add_route
+from rpg_megatron.bridge.vllm import generate_route, sync_route
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
@@ -52,6 +52,9 @@ from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, re
 BACKEND = "rpg_pull"
 DIR_VARIABLE = "RPG_BRIDGE_DIR"
 TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
+
+_GOLDEN = 0.618
+"""Multiples of it, modulo 1, are spread evenly, whatever their number."""
 
 logger = init_logger("vllm." + __name__)
 
@@ -89,6 +92,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
                 f"{DIR_VARIABLE} is not set: set it to the folder that weights are published in"
             )
         self.folder = Path(folder).resolve()
+        self._engine = int(self.vllm_config.model_config.seed)
+        """Number of the engine: those of a run have consecutive seeds (engine/command.py)."""
         self._progress = ProgressMark(self.folder)
         if self.device.type == "cpu":  # only there a step can take minutes
             for layer in getattr(getattr(self.model, "model", None), "layers", ()):
@@ -113,7 +118,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         began = time.perf_counter()
         self.ack = ack = {"rank": self.parallel_config.rank, "pid": os.getpid(), "ok": False, "sums": {}}
         try:
-            ack.update({k: update_info.get(k) for k in ("session", "version", "phase")})
+            ack.update({k: update_info.get(k) for k in ("session", "version", "phase", "transport")})
             with own_stream(self.device):
                 self.receive_weights(self.parse_update_info(update_info), ack)
             ack["ok"] = True
@@ -135,7 +140,6 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             plan = self._current_plan(reader.open(update_info.place, update_info.version))
             ack["sums"] = reader.check(plan.boxes())
             ack["bytes"] = sum(n for _, n in ack["sums"].values())
-            ack["ranks_read"] = {str(owner): rank for owner, rank in reader.ranks_read.items()}
             self._checked = session
         elif update_info.phase == "apply":
             if self._checked != session:
@@ -151,7 +155,6 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             load_published(self.model, self.model_config, self.device, plan, reader)
             ack["sums"] = reader.end()
             ack["bytes"] = plan.nbytes
-            ack["ranks_read"] = {str(owner): rank for owner, rank in reader.ranks_read.items()}
             self.version = update_info.version
         else:
             raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")
@@ -160,6 +163,15 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         if plan.layers is not None:
             ack["layers_in_place"] = sum(p.in_place for p in plan.layers)
             ack["layers_processed"] = sum(not p.in_place for p in plan.layers)
+
+    def ranks_read(self) -> dict[str, list[int]]:
+        """HF tensor name -> the trainer ranks that the last phase read it from. Never raises."""
+        try:
+            reader = self._readers[self.ack["transport"]]
+            return {name: sorted(reader.ranks_read(name)) for name in self.ack["sums"]}
+        except Exception:
+            logger.exception("Cannot tell which trainer ranks were read")
+            return {}
 
     def finish_weight_update(self) -> None:
         """The new weights may be served."""
@@ -199,8 +211,10 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             if transport in ("shared_memory", "cuda_ipc"):
                 self._readers[transport] = ShardReader(self.folder, gpu_of(self.device), self._progress.mark)
             elif transport == "process_group":
+                config = self.parallel_config
+                position = self._engine, config.rank, config.world_size
                 self._readers[transport] = GroupReader(
-                    self.device, node_name(self.folder), self._progress.mark
+                    self.device, node_name(self.folder), self._progress.mark, position
                 )
             else:
                 raise ShardError(
@@ -212,6 +226,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         signature = tuple((n, t.dtype, t.shape) for n, t in manifest.tensors.items())
         if self._plan is None or self._plan.signature != signature:
             self._plan = record_plan(self.model, self.device, signature)
+            self._plan.begin_at(_GOLDEN * self._engine % 1)
             if self._plan.reason:
                 logger.warning("Loading whole tensors: %s", self._plan.reason)
         return self._plan
@@ -235,9 +250,12 @@ class WorkerExtension:
             "unsettled": engine.unsettled,
         }
 
-    def rpg_ack(self) -> dict[str, Any]:
-        """Result of the last phase."""
-        return self.weight_transfer_engine.ack
+    def rpg_ack(self, sources: bool = True) -> dict[str, Any]:
+        """Result of the last phase; ``sources``: with the trainer ranks that each tensor was read from."""
+        engine = self.weight_transfer_engine
+        if sources and engine.ack.get("ok"):
+            return {**engine.ack, "ranks_read": engine.ranks_read()}
+        return engine.ack
 
     def rpg_version(self) -> dict[str, Any]:
         """Version of the served weights; None before the first sync and after a failed *apply*."""
@@ -278,9 +296,9 @@ class WorkerExtension:
 class BearerAuth:
     """ASGI middleware: every route, also health and unknown ones, requires the token in RPG_ENGINE_TOKEN.
 
-    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. There are two
+    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. There are three
     more routes: ``CORE_HEALTH`` is answered when the engine makes progress, with 200, or 503 if its core is
-    dead; that of ``generate_route`` returns tokens as bytes.
+    dead; that of ``generate_route`` returns tokens as bytes, that of ``sync_route`` runs steps of a sync.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -304,7 +322,8 @@ class BearerAuth:
                 return
             if not self._routed:
                 self._routed = True
-                add_route(scope["app"])
+                generate_route.add_route(scope["app"])
+                sync_route.add_route(scope["app"])
             if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
                 try:
                     progress = ProgressMark(Path(os.environ[DIR_VARIABLE]))
