@@ -25,6 +25,8 @@ from rpg_megatron.system.collectives import TIMEOUT, control_group, run_together
 
 Share = list[list[list[Trajectory]]]
 """One data-parallel replica's part of a batch: [mini-batch][micro-batch] -> trajectories."""
+Part = NDArray[np.int64]
+"""What rank 0 sends a leader: see ``pack_part``."""
 
 _FINISHES = ("stop", "length")
 _FIELDS = 6
@@ -59,7 +61,7 @@ class BatchScatter:
         to float32, and prompt, group and sample numbers. When the method returns on any rank, all leaders
         have fetched. If a leader cannot fetch, all ranks raise (``run_together``).
         """
-        leads, part = self._mesh.leads, torch.empty(0)
+        leads, part = self._mesh.leads, np.zeros(0, np.int64)
         if index is not None:
             for data in reversed(range(self._mesh.data)):  # its own last
                 part = pack_part(plan[data], index, advantages)
@@ -78,15 +80,15 @@ class BatchScatter:
             share = share if leads else unflatten(*flat)
         return share, mine
 
-    def _send(self, part: Tensor, to: int) -> None:
-        for tensor in (torch.tensor([len(part)]), part):
+    def _send(self, part: Part, to: int) -> None:
+        for tensor in (torch.tensor([len(part)]), torch.from_numpy(part)):
             dist.send(tensor, to, group=self._control)
 
-    def _receive(self) -> Tensor:
+    def _receive(self) -> Part:
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, 0, group=self._control)
-        part = torch.empty(int(size), dtype=torch.int64)
-        dist.recv(part, 0, group=self._control)
+        part = np.empty(int(size), np.int64)
+        dist.recv(torch.from_numpy(part), 0, group=self._control)
         return part
 
     def _broadcast(self, flat: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -106,17 +108,17 @@ def each(share: Share) -> Iterator[Trajectory]:
     return chain.from_iterable(chain.from_iterable(share))
 
 
-def pack_part(plan: list[list[list[int]]], index: BatchIndex, advantages: NDArray[np.float64]) -> Tensor:
-    """A leader's part of the plan as one int64 tensor: batch sizes, and five numbers of each trajectory."""
+def pack_part(plan: list[list[list[int]]], index: BatchIndex, advantages: NDArray[np.float64]) -> Part:
+    """A leader's part of the plan: batch sizes, and five numbers of each trajectory."""
     chosen = np.fromiter(chain.from_iterable(chain.from_iterable(plan)), np.int64)
     columns = (index.worker, index.ticket, index.sample, index.group, advantages.view(np.int64))
     words = [np.array(_sizes_of(plan), np.int64), *(column[chosen] for column in columns)]
-    return torch.from_numpy(np.concatenate(words))
+    return np.concatenate(words)
 
 
-def fetch_part(part: Tensor, source: TrajectorySource) -> tuple[Share, list[Trajectory]]:
+def fetch_part(part: Part, source: TrajectorySource) -> tuple[Share, list[Trajectory]]:
     """Fetch the trajectories of a ``pack_part``: as a share, and in batch order (by group, then sample)."""
-    sizes, rest = _read_sizes(part.numpy())
+    sizes, rest = _read_sizes(part)
     columns = rest.reshape(5, -1)
     order = np.lexsort((columns[2], columns[3]))
     worker, ticket, sample, group, bits = columns[:, order]

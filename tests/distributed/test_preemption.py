@@ -108,7 +108,7 @@ class StandIn:
 
     def evaluate(self) -> list[EvalResult]:
         score = [self.place % 2 == 0]
-        return [EvalResult(0, "1", "1", ["1"], score, ["1"], [1], ["stop"])]
+        return [EvalResult(0, "1", "1", ["1"], score, ["1"], [1], ["stop"], "heldout")]
 
     def counts(self) -> dict[str, float]:
         return {}

@@ -35,6 +35,8 @@ from rpg_megatron.data.rollout_files import (
     write_rollouts,
 )
 from rpg_megatron.data.trajectory import Trajectory, to_row
+from rpg_megatron.rollout.dynamic_sampling import Group
+from rpg_megatron.rollout.groups import GroupTask, scores_of
 from rpg_megatron.rollout.sampler import batch_metrics
 from rpg_megatron.training.checkpoint_saver import SaveResult
 from rpg_megatron.training.metrics import MetricsWriter
@@ -100,9 +102,13 @@ def test_groups_without_a_signal_are_counted() -> None:
         [(0.3, True), (-1.0, False)],
     ]
     batch = [
-        replace(trajectory([0.0], [7]), group=number, reward=reward, correct=correct)
+        Group(
+            GroupTask(number, 0, np.zeros(1, np.int32), "", len(group), 0, 1, 7),
+            scores_of(
+                [replace(trajectory([0.0], [7]), reward=reward, correct=correct) for reward, correct in group]
+            ),
+        )
         for number, group in enumerate(groups)
-        for reward, correct in group
     ]
     row = batch_metrics(batch)
     assert (row["groups/all_right"], row["groups/all_wrong"]) == (0.5, 0.25)
