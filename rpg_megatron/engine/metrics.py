@@ -8,8 +8,8 @@ RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 PREEMPTIONS = "vllm:num_preemptions_total"
 TOKENS = "vllm:generation_tokens_total"
-ROUTE = "/metrics?" + "&".join(f"name[]={name}" for name in (KV_USE, RUNNING, WAITING, PREEMPTIONS, TOKENS))
-"""Route that returns these metrics only: all of them take twenty times as long."""
+ROUTE = "/metrics/?" + "&".join(f"name[]={name}" for name in (KV_USE, RUNNING, WAITING, PREEMPTIONS, TOKENS))
+"""Route that returns these metrics only, 1 kB instead of 46. Without the slash vLLM ignores the names."""
 
 
 def read_metrics(text: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ ENGINES = "engines.jsonl"
 
 
 class EngineLoad:
-    """The samples of one engine since the last row; its counters begin at 0."""
+    """The samples of one engine since the last row; its counters begin at 0, now."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] = {}

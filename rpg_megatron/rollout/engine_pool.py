@@ -291,6 +291,7 @@ class EnginePool:
         If restarts are not allowed, the launcher ends the run instead of restarting the engine.
         """
         await replica.client.wait_ready(self._settings.start_timeout)
+        replica.usage = EngineLoad()
         allowed = self._settings.health_timeout
         interval = min(_PROBE_SECONDS, allowed / 4)
         since: float | None = None  # when it was first asked without an answer

@@ -32,6 +32,7 @@ from rpg_megatron.config import Settings, UserError, load_settings, read_model_s
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
@@ -191,6 +192,25 @@ def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: Engin
         ask(engine, request([1] * 500))  # longer than the context
     assert oct(engine.process.socket.stat().st_mode & 0o777) == "0o700"
     assert engine.listens_at() <= {"127.0.0.1"}  # gloo; vLLM's own store would listen everywhere
+
+
+def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
+    async def scene() -> dict[str, float]:
+        client = EngineClient(0, engine.process.socket, engine.token, timeout=120)
+        try:
+            before = await client.metrics(60.0)
+            assert before.keys() == {KV_USE, RUNNING, WAITING, PREEMPTIONS, TOKENS}
+            asked = {"max_tokens": 5, "temperature": 0.0, "seed": 1, "logprobs": False}
+            (sample,) = await client.generate([1, 2, 3], **asked)
+            after = await client.metrics(60.0)
+        finally:
+            await client.close()
+        assert after[TOKENS] - before[TOKENS] == len(sample.tokens)
+        return after
+
+    after = asyncio.run(scene())
+    assert (after[RUNNING], after[WAITING], after[PREEMPTIONS]) == (0, 0, 0)
+    assert 0 <= after[KV_USE] <= 1
 
 
 def megatron_params(model: Path) -> dict[str, torch.Tensor]:

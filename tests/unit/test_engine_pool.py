@@ -80,6 +80,9 @@ class Engine:
         await asyncio.sleep(timeout if self.up else 0)  # nobody listens, or nobody answers
         return False
 
+    async def metrics(self, timeout: float) -> dict[str, float]:
+        raise EngineError("there are none")
+
     async def wait_ready(self, timeout: float) -> None:
         assert self.up
 

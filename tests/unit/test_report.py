@@ -22,7 +22,7 @@ import pytest
 import zstandard
 
 from rpg_megatron import cli
-from rpg_megatron.commands import train
+from rpg_megatron.commands import report, train
 from rpg_megatron.commands.report import write_report
 from rpg_megatron.commands.report.changes import find_changes, wilson
 from rpg_megatron.commands.report.health import check_health
@@ -433,7 +433,7 @@ def test_a_broken_report_does_not_fail_the_run(
     def broken(*_: object, **how: object) -> None:
         raise MemoryError("full")
 
-    monkeypatch.setattr(train, "write_report", broken)
+    monkeypatch.setattr(report, "write_report", broken)
     train._report(run)
     assert "warning: no report was written: MemoryError('full')" in capsys.readouterr().out
 

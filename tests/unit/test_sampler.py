@@ -62,6 +62,9 @@ class FakeEngine:
             raise EngineError(f"engine {self.index} is gone")
         return [self.sample(request["seed"] + i, request["logprobs"]) for i in range(request["n"])]
 
+    async def metrics(self, timeout: float) -> dict[str, float]:
+        raise EngineError("there are none")
+
     async def wait_ready(self, timeout: float) -> None:
         """At once."""
 

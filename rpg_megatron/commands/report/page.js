@@ -219,7 +219,8 @@ function catalogue() {
       [["mismatch/logp_max", "max"], ["mismatch/logp_p99", "99th percentile"],
       ["mismatch/logp_mean", "mean"]], { note: "nats", log: true }),
       many("Engines", "count", [["engine/restarts", "restarts"],
-        ["engine/requests_resent", "requests sent again"]], { note: "a step", exact: true,
+        ["engine/requests_resent", "requests sent again"],
+        ["engine/preemptions", "requests preempted"]], { note: "a step", exact: true,
         whenNonzero: true }),
       one("Tokens of older weights", "mismatch/stale_tokens", "count", { whenNonzero: true })]],
     ["Speed and memory", [
@@ -227,6 +228,9 @@ function catalogue() {
         { note: several ? run.name : "a step", stack: run })),
       ...(several ? [one("Step time", "time/step", "seconds")] : []),
       one("Throughput", "throughput/tokens_per_second", "count", { note: "tokens/s" }),
+      one("Engines' tokens", "engine/tokens_per_second", "count", { note: "tokens/s, all engines" }),
+      one("KV cache in use", "engine/kv_use_max", "percent", { note: "fullest engine" }),
+      one("Waiting requests", "engine/waiting_max", "count", { note: "longest queue", whenNonzero: true }),
       one("Memory", "memory/peak_bytes", "bytes", { note: "peak, largest rank" }),
       one("Weight sync", "sync/seconds", "seconds")]],
   ];

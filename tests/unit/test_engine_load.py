@@ -1,0 +1,114 @@
+"""How busy the engines were is in a step's row and, for each engine, in a file.
+
+Why: a full KV cache or a long queue explains a slow step, and with many engines one of them may be the cause.
+Engines are stand-ins. Not covered: vLLM's metrics themselves (tests/integration/test_rollout_engine.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpg_megatron.config.rollout import EngineSettings
+from rpg_megatron.engine.client import EngineGone
+from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING, read_metrics
+from rpg_megatron.rollout.engine_load import EngineLoad
+from rpg_megatron.rollout.engine_pool import EnginePool
+
+TEXT = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="policy"} 1.0e+06
+vllm:generation_tokens_total{engine="1",model_name="policy"} 24.0
+"""
+
+
+def sample(kv_use: float, running: int, waiting: int, preemptions: int, tokens: int) -> dict[str, float]:
+    return {KV_USE: kv_use, RUNNING: running, WAITING: waiting, PREEMPTIONS: preemptions, TOKENS: tokens}
+
+
+class Engine:
+    """Answers probes, and requests for its metrics as long as there are samples."""
+
+    def __init__(self, index: int, samples: list[dict[str, float]]):
+        self.index, self.samples = index, samples
+        self.refused = 0
+
+    async def wait_ready(self, timeout: float) -> None:
+        pass
+
+    async def progresses(self, timeout: float) -> bool:
+        return True
+
+    async def metrics(self, timeout: float) -> dict[str, float]:
+        if not self.samples:
+            self.refused += 1
+            raise EngineGone("no answer")
+        return self.samples.pop(0)
+
+
+def test_prometheus_text() -> None:
+    assert read_metrics(TEXT) == {RUNNING: 3.0, TOKENS: 1_000_024.0}
+    with pytest.raises(ValueError, match="float"):
+        read_metrics("<html>\n")
+
+
+def test_a_row_for_the_step_and_a_line_for_each_engine(tmp_path: Path) -> None:
+    engines: Any = [
+        Engine(0, [sample(0.2, 4, 0, 0, 100), sample(0.6, 8, 5, 2, 300), sample(0, 0, 0, 2, 300)]),
+        Engine(1, [sample(0.9, 8, 1, 1, 50)]),
+        Engine(2, []),
+    ]
+    file = tmp_path / "engines.jsonl"
+
+    async def scene() -> None:
+        pool = EnginePool(EngineSettings(health_timeout=0.1), engines, tmp_path, file)
+        pool.expect(None)
+        async with asyncio.timeout(20):
+            while any(
+                engine.refused < 2 for engine in engines
+            ):  # a request without an answer changes nothing
+                await asyncio.sleep(0.01)
+        pool.version = 7
+        counts = pool.pop_counts()
+        assert counts.pop("engine/tokens_per_second") > 0
+        assert counts == {
+            "engine/restarts": 0,
+            "engine/requests_resent": 0,
+            "engine/kv_use_max": 0.9,
+            "engine/waiting_max": 5,
+            "engine/preemptions": 3,
+        }
+        assert pool.pop_counts().keys() == {"engine/restarts", "engine/requests_resent"}  # no samples since
+
+    asyncio.run(scene())
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.pop("tokens_per_second") > 0 for line in lines] == [True, True]
+    same = {"step": 7}
+    assert lines == [
+        same
+        | {"engine": 0, "kv_use_max": 0.6, "kv_use_mean": 0.4, "waiting_max": 5}
+        | {"running_max": 8, "preemptions": 2, "tokens": 300},
+        same
+        | {"engine": 1, "kv_use_max": 0.9, "kv_use_mean": 0.9, "waiting_max": 1}
+        | {"running_max": 8, "preemptions": 1, "tokens": 50},
+    ]
+
+
+def test_counters_go_on_over_rows_and_restarts() -> None:
+    load = EngineLoad()
+    start = load._sampled
+    load.add(sample(0.1, 1, 0, 0, 1000), start + 2)
+    load.add(sample(0.1, 0, 0, 0, 1000), start + 4)  # nothing new: no time of work
+    row = load.pop(0)
+    assert (row["tokens"], row["tokens_per_second"]) == (1000, 500)
+    load.add(sample(0.1, 1, 0, 0, 1300), start + 6)
+    load.add(sample(0.1, 1, 0, 0, 100), start + 8)  # a new process
+    row = load.pop(0)
+    assert (row["tokens"], row["tokens_per_second"]) == (400, 100)
+    assert load.pop(0) == {}
