@@ -393,6 +393,9 @@ def test_shared_memory_counts_where_the_weights_are_copied(tmp_path: Path, write
     assert plain["bridge: parameters lie in shared memory"] == 0
     assert "bridge: copy in shared memory" not in parts()  # the machine's memory, not the card's
     assert parts(bridge={"transport": "process_group"})["bridge: buckets"] == 256 * 1024**2
+    # Five engines take turns with two replicas: three of them read from one.
+    group = {"bridge": {"transport": "process_group"}, "engine": {"replicas": 5}}
+    assert parts(**group, parallel={"data": 2})["bridge: buckets"] == 3 * 256 * 1024**2
     assert parts(anchor={"type": "fixed"}, **cpu)["held anchor"] == weights
     assert parts(memory={"offload_optimizer": 0.75})["optimizer"] == 12 * 596_049_920 // 4
     assert "optimizer off the GPU" not in parts(memory={"offload_optimizer": 0.75})

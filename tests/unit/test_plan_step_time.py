@@ -146,17 +146,23 @@ def test_an_update_takes_at_least_one_longest_response() -> None:
 
 
 def test_a_sync_takes_as_long_as_the_busiest_end() -> None:
-    """One rank sends to eight engines; cut in four, each sends a quarter; a worker receives its own."""
-    sends = 8 * WEIGHTS / 1e9
-    bounds = [steps(overrides=(f"engine={{replicas: {n}}}",))[0].phases[4].bound for n in (8, 1)]
+    """Engines take turns with the replicas; a replica's ranks share the work; a worker receives its own."""
+    whole = WEIGHTS / 1e9
+
+    def group(data: int, tensor: int, engines: int) -> float:
+        layout = f"parallel={{tensor: {tensor}, data: {data}}}"
+        return seconds("sync", "network=1e9", overrides=(layout, f"engine.replicas={engines}"))
+
+    assert group(1, 1, 8) == pytest.approx(8 * whole, rel=1e-3)
+    assert group(1, 4, 8) == pytest.approx(2 * whole, rel=1e-3)
+    assert group(2, 2, 8) == pytest.approx(2 * whole, rel=1e-3)
+    assert group(4, 1, 9) == pytest.approx(3 * whole, rel=1e-3)
+    assert group(8, 1, 8) == pytest.approx(whole, rel=1e-3)
+    assert group(2, 4, 1) == pytest.approx(whole, rel=1e-3)
+    bounds = [steps(overrides=(f"engine={{replicas: {n}}}",))[0].phases[4].bound for n in (16, 8)]
     assert bounds == ["network, busiest sender", "network, an engine worker"]
-    assert seconds("sync", "network=1e9") == pytest.approx(sends, rel=1e-3)
-    four = "parallel={tensor: 4, data: 2}"
-    assert seconds("sync", "network=1e9", overrides=(four,)) == pytest.approx(sends / 4, rel=1e-3)
-    one = ("engine={replicas: 1, tensor: 1}", four)
-    assert seconds("sync", "network=1e9", overrides=one) == pytest.approx(sends / 8, rel=1e-3)
     assert seconds("sync", "nvlink=1e9", overrides=(*COLOCATED, "bridge.transport=cuda_ipc")) == (
-        pytest.approx(sends / 8, rel=1e-3)
+        pytest.approx(whole, rel=1e-3)
     )
 
 

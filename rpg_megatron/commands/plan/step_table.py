@@ -12,13 +12,11 @@ from rich.table import Table
 from rpg_megatron.commands.plan.assumptions import Assumed
 from rpg_megatron.commands.plan.step_time import StepTime
 
-_TOLD = {"colocated": "colocated", "by turns": "separate, by turns", "overlapped": "separate, overlapped"}
-
 
 def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -> None:
     """Print the phases of the first step, all placements, and what is assumed."""
     own = steps[0]
-    table = _table(f"time of a step, {_TOLD[own.placement]}: computed, not measured")
+    table = _table(f"time of a step, {own.placement}: computed, not measured")
     for name in ("phase", "seconds", "share", "bound by"):
         table.add_column(name, justify="right" if name in ("seconds", "share") else "left")
     for phase in own.phases:
@@ -30,12 +28,12 @@ def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -
     console.print(table)
     table = _table("placements of as many GPUs")
     table.add_column("placement")
-    for name in ("GPUs", "step, s", "tokens/s", "idle: trainers", "engines"):
+    for name in ("GPUs", "step, s", "tokens/s", "trainers idle", "engines idle"):
         table.add_column(name, justify="right")
     for step in steps:
         shared = step.placement == "colocated"
         table.add_row(
-            _TOLD[step.placement],
+            step.placement,
             f"{step.gpus:.0f}" if shared else f"{step.trainer_gpus:.0f} + {step.engine_gpus:.0f}",
             f"{step.step:.1f}",
             f"{step.tokens / step.step:,.0f}",
@@ -43,6 +41,7 @@ def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -
             "the same" if shared else f"{step.engine_idle:.0%}",
         )
     console.print(table)
+    console.print("by turns, overlapped: trainers and engines on GPUs of their own", highlight=False)
     console.print("overlapped: if rollouts overlap training, which is not built", highlight=False)
     table = _table("assumed for these times; change with --assume NAME=VALUE")
     table.add_column("name", no_wrap=True)

@@ -13,7 +13,7 @@ from typing import Literal
 from rpg_megatron.commands.plan.assumptions import Assumptions
 from rpg_megatron.commands.plan.fused_activations import in_fp8
 from rpg_megatron.commands.plan.plan import Plan
-from rpg_megatron.commands.plan.trainer_memory import recomputation, state_bytes
+from rpg_megatron.commands.plan.trainer_memory import engines_of_a_replica, recomputation, state_bytes
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -108,7 +108,7 @@ def _step(plan: Plan, a: Assumptions, placement: Placement, trainer: float, engi
         *_rollout(plan, a, sampled, replicas),
         _log_probs(plan, a, sampled, data),
         _update(plan, a, sampled, data),
-        _sync(plan, a, replicas, shared=shared),
+        _sync(plan, a, replicas, data, shared=shared),
         *([_handover(plan, a, data)] if shared else []),
         Phase("other", a.step_overhead, "fixed"),
     ]
@@ -289,12 +289,7 @@ def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase
     return Phase("update", updates * sum(parts.values()), bound)
 
 
-def senders(settings: Settings) -> int:
-    """Ranks that send weights over ``process_group``: one data-parallel replica."""
-    return settings.parallel.tensor * settings.parallel.pipeline
-
-
-def _sync(plan: Plan, a: Assumptions, replicas: float, *, shared: bool) -> Phase:
+def _sync(plan: Plan, a: Assumptions, replicas: float, data: float, *, shared: bool) -> Phase:
     """Bytes over bandwidth: of the busiest sender or of a worker, whichever moves more.
 
     Workers read from the memory of GPUs (``cuda_ipc``), through host memory (``shared_memory``: copied there
@@ -306,7 +301,10 @@ def _sync(plan: Plan, a: Assumptions, replicas: float, *, shared: bool) -> Phase
     if shared != settings.engine.colocated:  # another placement than the settings': with what suits it
         transport = "cuda_ipc" if shared else "process_group"
     if transport == "process_group":
-        sent = replicas * settings.engine.tensor * worker / senders(settings)
+        # All ranks of a replica share what its engines read.
+        parallel = settings.parallel
+        workers = engines_of_a_replica(replicas, parallel, data) * settings.engine.tensor
+        sent = workers * worker / (parallel.tensor * parallel.pipeline)
         link = a.gloo if shared else a.network * a.link_efficiency
         who = "busiest sender" if sent > worker else "an engine worker"
         kind = "gloo" if shared else "network"

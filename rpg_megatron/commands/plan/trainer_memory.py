@@ -23,6 +23,7 @@ from rpg_megatron.commands.plan.fused_activations import (
     uses_fused_layers,
 )
 from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -281,16 +282,24 @@ def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
 
 
 def _bridge_parts(settings: Settings, weights: int, *, publishes: bool, device: str) -> list[MemoryPart]:
-    """Memory for publishing weights, on a rank that publishes."""
+    """Memory for publishing weights. Over ``process_group`` all ranks send, else one replica publishes."""
     bridge, parallel, engine = settings.bridge, settings.parallel, settings.engine
-    if not publishes or bridge.transport == "cuda_ipc":
-        return []
     if bridge.transport == "process_group":
         # A worker divides its bucket budget among its senders, each of which allocates the same for it.
-        senders = parallel.tensor * parallel.pipeline
-        buckets = bridge.bucket_mib * 1024**2 * engine.replicas * engine.tensor // senders
+        workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
+        buckets = bridge.bucket_mib * 1024**2 * workers // (parallel.tensor * parallel.pipeline)
         host = device == "cuda" and engine.colocated
         return [MemoryPart("bridge: buckets", buckets, "estimated", host=host)]
+    if not publishes or bridge.transport == "cuda_ipc":
+        return []
     if device == "cpu" and not settings.optimizer.distributed:
         return [MemoryPart("bridge: parameters lie in shared memory", 0, "exact")]
     return [MemoryPart("bridge: copy in shared memory", weights, "exact", host=device == "cuda")]
+
+
+def engines_of_a_replica(engines: float, parallel: ParallelSettings, data: float | None = None) -> int:
+    """The most engines that read from one data- and context-parallel replica over ``process_group``.
+
+    They take turns: engine e reads from replica e modulo their number. data: instead of ``parallel.data``.
+    """
+    return math.ceil(engines / max(1.0, (data or parallel.data) * parallel.context))
