@@ -62,9 +62,11 @@ class Size:
     samples: int
     tokens: int
     updates: int
+    kv_cache_gib: float
+    """Of our engine; for all responses at once."""
 
 
-SIZES = {"quickstart": Size(64, 8, 64, 16), "32m": Size(16, 8, 128, 4)}
+SIZES = {"quickstart": Size(64, 8, 64, 16, 0.25), "32m": Size(16, 8, 128, 4, 0.75)}
 
 
 @dataclass
@@ -130,7 +132,7 @@ def main() -> None:
     trl = [str(python), str(WORKER)]
     ours: list[Run] = []
     theirs: list[Run] = []
-    print(f"load average before: {os.getloadavg()[0]:.1f}", flush=True)
+    print(f"load {os.getloadavg()[0]:.1f}", flush=True)
     for n in range(a.rounds):
         out = folder / "runs" / "ours-001"
         shutil.rmtree(out.parent, ignore_errors=True)
@@ -187,6 +189,7 @@ def our_command(weights: Path, size: Size, steps: int, layout: str, out: Path) -
     command += ["--fresh", "name=ours", f"runs={out.parent}", f"model.path={weights}", layout]
     command += [f"rollout.prompts_per_step={size.prompts}", f"rollout.samples_per_prompt={size.samples}"]
     command += [f"rollout.max_response_tokens={size.tokens}", f"training.minibatches={size.updates}"]
+    command += [f"engine.kv_cache_gib={size.kv_cache_gib}"]
     return [*command, f"training.steps={steps}", "evaluation=null", "checkpoint.every=null"]
 
 
