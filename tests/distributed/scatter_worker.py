@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from megatron.core import parallel_state as mpu
 from rpg_megatron.config import UserError
 from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.data import rollout_files
 from rpg_megatron.data.batch_index import BatchIndex, index_of
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file, write_rollouts
@@ -118,6 +122,20 @@ def measure(parallel: dict[str, int], folder: Path) -> dict[str, object]:
     return found
 
 
+@contextmanager
+def slow_writes() -> Iterator[None]:
+    """Whoever does not wait for this rank's part finds it missing."""
+    write = rollout_files.write_rollouts
+
+    def slow(file: Path, trajectories: Sequence[Trajectory]) -> None:
+        time.sleep(0.3)
+        write(file, trajectories)
+
+    rollout_files.write_rollouts = slow
+    yield
+    rollout_files.write_rollouts = write
+
+
 def save(
     saver: RolloutSaver, mesh: Mesh, folder: Path, step: int, mine: list[Trajectory], whole: list[Trajectory]
 ) -> dict[str, object]:
@@ -127,10 +145,11 @@ def save(
         write_rollouts(file, whole[:1])
         saver.prepare(step)
     barrier()
-    saver.start(step, mine)
-    failures = saver.finish()
-    read = [to_row(t) for t in read_rollouts(file)] if mesh.rank == 0 else []
     last = mesh.rank == mesh.replica(mesh.data - 1)[0]
+    with slow_writes() if last else nullcontext():
+        saver.start(step, mine)
+        failures = saver.finish()
+    read = [to_row(t) for t in read_rollouts(file)] if mesh.rank == 0 else []
     barrier()
     if mesh.rank == 0:
         saver.prepare(step)
