@@ -21,11 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from rpg_megatron.bridge.manifest import CHECKSUM_MODULUS, Manifest
+from rpg_megatron.bridge.vllm.update_route import UPDATE, Totals
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 """``await post(path, json body or None, timeout in seconds)`` -> (HTTP status, text)."""
+
+_TOTALS = msgspec.json.Decoder(Totals)
 
 
 class SyncError(Exception):
@@ -111,9 +117,9 @@ async def sync_engine(
     problem: str | None = None
     with _clock(report, "check"):
         try:
-            await call("/update_weights", {"update_info": {**info, "phase": "check"}})
-            checked = await _acks(call, session, "check", engine_tensor)
-            problem = _failures(checked) or await _verdict(manifest, checked)
+            checked, totals = await _run_phase(call, {**info, "phase": "check"}, engine_tensor)
+            problem = _failures(checked) or await _verdict(call, manifest, totals)
+            summed = bool(totals.names)
         except _CallFailed as e:
             problem = str(e)
     if problem is not None:
@@ -135,14 +141,11 @@ async def sync_engine(
 
     try:
         with _clock(report, "apply"):
-            await call("/update_weights", {"update_info": {**info, "phase": "apply"}})
-            done = await _acks(call, session, "apply", engine_tensor)
-            if wrong := _failures(done) or await _verdict(manifest, done):
+            done, totals = await _run_phase(call, {**info, "phase": "apply"}, engine_tensor)
+            if wrong := _failures(done) or await _verdict(call, manifest, totals):
                 raise _CallFailed(wrong)
-            if silent := [
-                a["rank"] for a, b in zip(checked, done, strict=True) if not (a["sums"] or b["sums"])
-            ]:
-                raise _CallFailed(f"worker ranks {silent} reported no checksums")
+            if not (summed or totals.names):
+                raise _CallFailed("the workers reported no checksums")
         with _clock(report, "finish"):
             await call("/finish_weight_update")
         if asleep:
@@ -158,8 +161,24 @@ async def sync_engine(
     report.mode = "whole" if any(a["mode"] == "whole" for a in done) else "slices"
     report.bytes_per_worker = tuple(int(a["bytes"]) for a in done)
     report.bytes_checked = tuple(int(a["bytes"]) for a in checked)
-    report.workers = tuple({k: v for k, v in a.items() if k != "sums"} for a in done)
+    report.workers = tuple(done)
     return report
+
+
+def compare_totals(manifest: Manifest, totals: Totals) -> bool:
+    """Whether an engine's workers together read what was published; the rule is that of
+    ``compare_checksums``.
+    """
+    names, published, whole = manifest.totals
+    sums, nbytes = np.frombuffer(totals.sums, np.uint64), np.frombuffer(totals.nbytes, np.uint64)
+    if totals.names != names:
+        place = {name: i for i, name in enumerate(totals.names)}
+        if place.keys() != set(names):
+            return False
+        order = [place[name] for name in names]
+        sums, nbytes = sums[order], nbytes[order]
+    times, rest = np.divmod(nbytes, whole)
+    return bool(np.all((rest == 0) & (times > 0) & (sums == published * times)))
 
 
 def compare_checksums(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -216,17 +235,25 @@ class _clock:
         self.report.seconds[self.phase] = time.perf_counter() - self.began
 
 
-async def _acks(call: _Caller, session: str, phase: str, workers: int) -> list[dict[str, Any]]:
-    """Each worker's acknowledgement of a phase, in rank order; a missing one counts as failed.
-
-    This takes a separate call: ``/update_weights`` does not return the workers' results.
+async def _run_phase(
+    call: _Caller, info: dict[str, Any], workers: int
+) -> tuple[list[dict[str, Any]], Totals]:
+    """Run a phase; each worker's acknowledgement, in rank order, a missing one counts as failed, and what they
+    read together.
     """
-    given = {int(a["rank"]): a for a in _results(await call("/collective_rpc", {"method": "rpg_ack"}))}
-    missing = {"ok": False, "error": f"did not run {phase}"}
+    answer = await call(UPDATE, {"update_info": info})
+    try:
+        totals = _TOTALS.decode(answer)
+        given = {int(ack["rank"]): ack for ack in totals.workers if ack}
+    except (msgspec.DecodeError, KeyError, ValueError) as e:
+        raise _CallFailed(f"cannot parse the workers' results ({type(e).__name__}: {e})") from None
+    missing = {"ok": False, "error": f"did not run {info['phase']}"}
+    expected = info["session"], info["phase"]
+    acks = ((rank, given.get(rank, {})) for rank in range(workers))
     return [
-        ack if (ack.get("session"), ack.get("phase")) == (session, phase) else {"rank": rank, **missing}
-        for rank, ack in ((r, given.get(r, {})) for r in range(workers))
-    ]
+        ack if (ack.get("session"), ack.get("phase")) == expected else {"rank": rank, **missing}
+        for rank, ack in acks
+    ], totals
 
 
 def _results(text: str) -> list[dict[str, Any]]:
@@ -244,13 +271,21 @@ def _failures(acks: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"worker rank {a['rank']}: {a.get('error')}" for a in acks if not a.get("ok"))
 
 
-async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | None:
-    """How the weights that the workers read differ from the published ones, or None."""
-    if not any(a["sums"] for a in acks):
+async def _verdict(call: _Caller, manifest: Manifest, totals: Totals) -> str | None:
+    """How the weights that the workers read differ from the published ones, or None.
+
+    Only if they differ, the workers' own checksums are asked for.
+    """
+    if not totals.names or compare_totals(manifest, totals):
         return None
+    acks = _results(await call("/collective_rpc", {"method": "rpg_ack"}))
     wrong = compare_checksums(manifest, acks)
-    if not wrong:
-        return None
+    return await _describe(manifest, wrong, acks) or "the engine added up the workers' checksums wrongly"
+
+
+async def _describe(
+    manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]
+) -> str:
     named = []
     for name, why in list(wrong.items())[:5]:
         named.append(f"{name}: {why}{await asyncio.to_thread(_blame, manifest, name, acks)}")
@@ -261,8 +296,7 @@ async def _verdict(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> str | 
 def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:
     """Where a tensor is damaged: the file, found by reading it again, or the trainer ranks read."""
     if manifest.transport != "shared_memory":  # a GPU's memory cannot be read from this process
-        ranks = {manifest.shards[b.shard].rank for b in manifest.tensors[name].boxes}
-        read = {int(a.get("ranks_read", {}).get(str(rank), rank)) for a in acks for rank in ranks}
+        read = {rank for a in acks for rank in a["ranks_read"].get(name, ())}
         return f" (from trainer ranks {', '.join(map(str, sorted(read)))})"
     from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 

@@ -7,11 +7,17 @@ key-value store. Files are named without a folder: the reader decides where it l
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rpg_megatron.models.boxes import Box
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
 MANIFEST = "manifest.json"
 HEADER_BYTES = 64
@@ -48,6 +54,10 @@ class Shard:
     copies: tuple[Copy, ...] = ()
     """Only ``cuda_ipc``: copies on GPUs, the rank's own and those of the other replicas on its node, by rank.
     """
+    replicas: tuple[tuple[int, str], ...] = ()
+    """Only ``process_group``: the ranks that hold the same parameters, itself included, by rank, each with its
+    ``node_name`` if engines are colocated, else "".
+    """
 
     def __str__(self) -> str:
         """File and trainer rank, for messages."""
@@ -69,6 +79,10 @@ class PublishedBox:
     hf: Box
     """The box within the HF tensor."""
     checksum: int
+    shared_with: tuple[int, ...] = ()
+    """Only ``process_group``: indices of the other shards that hold the same box (norms under tensor
+    parallelism).
+    """
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,13 @@ class Manifest:
     shards: tuple[Shard, ...]
     tensors: dict[str, PublishedTensor]
 
+    @cached_property
+    def totals(self) -> tuple[list[str], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Names, checksums and bytes of the tensors."""
+        nbytes = [math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in self.tensors.values()]
+        sums = [t.checksum for t in self.tensors.values()]
+        return list(self.tensors), np.array(sums, np.uint64), np.array(nbytes, np.uint64)
+
     def to_json(self) -> str:
         """JSON for ``parse_manifest``, without ``place``, which the reader knows already."""
         tensors = {
@@ -104,7 +125,10 @@ class Manifest:
                 "dtype": t.dtype,
                 "shape": t.shape,
                 "boxes": [
-                    [b.shard, b.offset, b.param_shape, b.local.start, b.hf.start, b.hf.extent, b.checksum]
+                    [
+                        *(b.shard, b.offset, b.param_shape, b.local.start, b.hf.start, b.hf.extent, b.checksum),
+                        *b.shared_with,
+                    ]
                     for b in t.boxes
                 ],
             }
@@ -116,6 +140,7 @@ class Manifest:
                 "size": s.size,
                 "file": s.file,
                 "copies": [[c.rank, c.gpu, c.handle] for c in s.copies],
+                "replicas": s.replicas,
             }
             for s in self.shards
         ]
@@ -138,6 +163,7 @@ def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
                 int(s["size"]),
                 str(s["file"]),
                 tuple(Copy(int(rank), str(gpu), str(handle)) for rank, gpu, handle in s["copies"]),
+                tuple((int(rank), str(node)) for rank, node in s["replicas"]),
             )
             for s in raw["shards"]
         )
@@ -156,7 +182,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _box(raw: list[Any]) -> PublishedBox:
-    shard, offset, shape, local, hf, extent, total = raw
+    shard, offset, shape, local, hf, extent, total, *shared_with = raw
     return PublishedBox(
         int(shard),
         int(offset),
@@ -164,4 +190,5 @@ def _box(raw: list[Any]) -> PublishedBox:
         Box(tuple(local), tuple(extent)),
         Box(tuple(hf), tuple(extent)),
         int(total),
+        tuple(map(int, shared_with)),
     )

@@ -8,7 +8,7 @@ which slice of which Hugging Face tensor. Each ``publish`` then computes the che
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,13 @@ from rpg_megatron.bridge.checksum import checksums
 from rpg_megatron.bridge.manifest import MANIFEST, Manifest, PublishedBox, PublishedTensor, Shard
 from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
+from rpg_megatron.models.placement import (
+    RankCoordinates,
+    RankShards,
+    SliceOwner,
+    assign_owners,
+    local_pieces,
+)
 from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.dtypes import dtype_name
 from rpg_megatron.system.files import atomic_write_text
@@ -65,7 +71,9 @@ class PublishPlan:
     shapes: dict[tuple[int, str], tuple[int, ...]]
     """(rank, Megatron name) -> shape of the parameter on that rank."""
     replicas: dict[int, tuple[int, ...]]
-    """Sending rank -> all ranks that hold the same parameters, itself included."""
+    """Owning rank -> all ranks that hold the same parameters, itself included."""
+    shared: dict[tuple[str, int], tuple[SliceOwner, ...]]
+    """(HF tensor name, index in ``owners`` of that tensor) -> the other owning ranks that hold the slice."""
     lead: int
     """The lowest of the ranks that share the plan; it writes the manifest."""
     alone: bool
@@ -85,9 +93,20 @@ class PublishPlan:
             if s.rank == rank
         ]
 
-    def sum_boxes(self, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Sums:
-        """Checksums of this rank's slices after a cast to ``dtype``."""
+    def sum_boxes(
+        self, params: Mapping[str, torch.Tensor], dtype: torch.dtype, *, shared: bool = False
+    ) -> Sums:
+        """Checksums of this rank's slices after a cast to ``dtype``; ``shared``: also of those in
+        ``self.shared``.
+        """
         mine = self.slices_of(self.rank)
+        if shared:
+            mine += [
+                (name, i, s.param, s.piece)
+                for (name, i), found in self.shared.items()
+                for s in found
+                if s.rank == self.rank
+            ]
         sums = checksums(
             (params[param].detach()[piece.local.slices()].to(dtype), piece.hf.start)
             for _, _, param, piece in mine
@@ -111,14 +130,34 @@ def make_publish_plan(
     replicas: dict[tuple[int, int], list[int]] = {}
     for c in (s.coordinates for s in peers):
         replicas.setdefault((c.pipeline_rank, c.tensor_rank), []).append(c.rank)
+    firsts = {min(ranks) for ranks in replicas.values()}
     return PublishPlan(
         coordinates.rank,
         owners,
         {(s.coordinates.rank, n): shape for s in peers for n, shape in s.params},
         {min(ranks): tuple(sorted(ranks)) for ranks in replicas.values()},
+        _shared_slices(mapping, owners, [s for s in peers if s.coordinates.rank in firsts]),
         min(s.coordinates.rank for s in peers),
         len(peers) == len(gathered),
     )
+
+
+def _shared_slices(
+    mapping: ModelMapping, owners: Mapping[str, Sequence[SliceOwner]], holders: Sequence[RankShards]
+) -> dict[tuple[str, int], tuple[SliceOwner, ...]]:
+    """``PublishPlan.shared``. holders: one of the ranks that hold the same parameters each."""
+    index = {(name, s.piece.hf): (i, s.rank) for name, found in owners.items() for i, s in enumerate(found)}
+    sending = {rank for _, rank in index.values()}
+    shared: dict[tuple[str, int], tuple[SliceOwner, ...]] = {}
+    for shards in holders:
+        rank = shards.coordinates.rank
+        for param, shape in shards.params if rank in sending else ():
+            for piece in local_pieces(mapping, shards.coordinates, param, shape):
+                i, owner = index[piece.hf_name, piece.hf]
+                if rank != owner:
+                    key = piece.hf_name, i
+                    shared[key] = (*shared.get(key, ()), SliceOwner(rank, param, piece))
+    return shared
 
 
 def node_name(folder: Path) -> str:
@@ -133,12 +172,14 @@ def build_manifest(
     shards: tuple[Shard, ...],
     where: Mapping[tuple[int, str], tuple[int, int]],
     sums: Mapping[int, Sums],
+    shared: Mapping[tuple[str, int], tuple[int, ...]] | None = None,
     **found_by: Any,
 ) -> Manifest:
     """The manifest of one published version.
 
     where: (rank, Megatron name) -> (index into ``shards``, byte offset of the parameter in that shard).
-    sums: rank -> its ``sum_boxes``. found_by: the manifest's ``transport``, ``place`` and ``version``.
+    sums: rank -> its ``sum_boxes``. shared: (HF tensor name, index of the slice) -> indices into ``shards`` of
+    others that hold the slice. found_by: the manifest's ``transport``, ``place`` and ``version``.
     """
     tensors = {
         name: PublishedTensor(
@@ -151,6 +192,7 @@ def build_manifest(
                     s.piece.local,
                     s.piece.hf,
                     sums[s.rank][name, i],
+                    (shared or {}).get((name, i), ()),
                 )
                 for i, s in enumerate(plan.owners[name])
             ),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rpg_megatron.bridge.checksum import MODULUS
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, PublishedTensor, Shard
-from rpg_megatron.bridge.transports.buckets import plan_streams, room_of
+from rpg_megatron.bridge.transports.buckets import own_bytes, plan_streams, room_of
 from rpg_megatron.bridge.transports.mapped_reader import ShardError
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
@@ -246,7 +246,7 @@ def test_streams_send_every_element_once_in_order_of_the_reads():
     manifest = Manifest("process_group", {}, 0, (Shard(0, HEADER_BYTES), Shard(1, HEADER_BYTES)), tensors)
     wanted = [("n", Box((1,), (3,))), ("w", Box((2, 3), (9, 4)))]
     for most in (1, 40, 100, 10_000):
-        streams = plan_streams(manifest, wanted, most)
+        streams = plan_streams(manifest, wanted, most, own_bytes(manifest, wanted))
         seen = {name: torch.zeros(t.shape) for name, t in tensors.items()}
         for shard, buckets in streams.items():
             parts = list(itertools.chain(*buckets))

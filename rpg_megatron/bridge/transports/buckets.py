@@ -6,10 +6,11 @@ Trainer rank and engine worker compute the same plan, so only weights go over th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.manifest import Manifest, PublishedBox
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -35,10 +36,28 @@ Bucket = tuple[BucketPart, ...]
 """Consecutive parts that are sent as one message."""
 
 
-def split_box(manifest: Manifest, hf_name: str, wanted: Box, most: int) -> Iterator[tuple[int, BucketPart]]:
-    """Cut a box into (index of the shard that holds it, part) of at most ``most`` bytes, by rows.
+def own_bytes(manifest: Manifest, wanted: Iterable[tuple[str, Box]]) -> Counter[int]:
+    """Index of a shard -> bytes of a worker's reads that no other shard holds."""
+    found: Counter[int] = Counter()
+    for name, box in wanted:
+        for published in manifest.tensors[name].boxes:
+            common = None if published.shared_with else published.hf.intersect(box)
+            if common is not None:
+                found[published.shard] += ITEM_BYTES[manifest.tensors[name].dtype] * common.numel
+    return found
 
-    Rows are not split: a row larger than ``most`` is a part of its own.
+
+def choose_shard(published: PublishedBox, own: Counter[int]) -> int:
+    """The shard that a worker reads a box from: of those that hold it, the one that it reads most of anyway."""
+    return max((published.shard, *published.shared_with), key=lambda shard: (own[shard], -shard))
+
+
+def split_box(
+    manifest: Manifest, hf_name: str, wanted: Box, most: int, own: Counter[int]
+) -> Iterator[tuple[int, BucketPart]]:
+    """Cut a box into (index of the shard to read it from, part) of at most ``most`` bytes, by rows.
+
+    Rows are not split: a row larger than ``most`` is a part of its own. own: the worker's ``own_bytes``.
     """
     tensor = manifest.tensors[hf_name]
     item = ITEM_BYTES[tensor.dtype]
@@ -46,24 +65,27 @@ def split_box(manifest: Manifest, hf_name: str, wanted: Box, most: int) -> Itera
         common = published.hf.intersect(wanted)
         if common is None:
             continue
+        shard = choose_shard(published, own)
         rows = common.extent[0] if common.extent else 1
         step = max(1, most * rows // max(item * common.numel, 1))
         for row in range(0, rows, step):
             count = min(step, rows - row)
             start = (common.start[0] + row, *common.start[1:]) if common.extent else ()
             box = Box(start, (count, *common.extent[1:]) if common.extent else ())
-            yield published.shard, BucketPart(hf_name, box, item * math.prod(box.extent))
+            yield shard, BucketPart(hf_name, box, item * math.prod(box.extent))
 
 
-def plan_streams(manifest: Manifest, wanted: Iterable[tuple[str, Box]], most: int) -> dict[int, list[Bucket]]:
+def plan_streams(
+    manifest: Manifest, wanted: Iterable[tuple[str, Box]], most: int, own: Counter[int]
+) -> dict[int, list[Bucket]]:
     """Index of a shard -> the buckets that its rank sends for a worker's reads, in the order of the reads.
 
-    most: bytes of a bucket; a larger part has a bucket of its own.
+    most: bytes of a bucket; a larger part has a bucket of its own. own: ``own_bytes`` of the reads.
     """
     streams: dict[int, list[list[BucketPart]]] = {}
     used: dict[int, int] = {}
     for name, box in wanted:
-        for shard, part in split_box(manifest, name, box, most):
+        for shard, part in split_box(manifest, name, box, most, own):
             buckets = streams.setdefault(shard, [])
             if not buckets or used[shard] + part.room > most:
                 buckets.append([])

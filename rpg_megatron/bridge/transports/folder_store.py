@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from rpg_megatron.system.files import atomic_write_text
 
+_LEAST_SECONDS, _MOST_SECONDS = 0.002, 0.05
+"""How often a reader of an empty queue looks again."""
+
 
 class FolderStore:
     """The store in ``folder``, which exists and is accessible to its owner only."""
@@ -55,13 +58,25 @@ class FolderStore:
         except OSError as e:
             raise RuntimeError(f"{self._folder}: {e.strerror or e}") from None
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Does nothing: ``queue_pop`` waits without limit."""
+
     def queue_len(self, key: str) -> int:
         """Number of messages in a queue."""
         return len(self._messages(key))
 
     def queue_pop(self, key: str) -> bytes:
-        """Remove and return the first message of a queue that has one. For one reader."""
-        first = self._messages(key)[0]
+        """Remove and return the first message of a queue; waits for one. For one reader.
+
+        Raises RuntimeError if the folder is gone.
+        """
+        began = time.monotonic()
+        while not (messages := self._messages(key)):
+            if not self._folder.is_dir():
+                raise RuntimeError(f"{self._folder}: no such folder")
+            # A tenth of the time waited so far: an idle reader costs little, and nobody waits long for it.
+            time.sleep(min(max((time.monotonic() - began) / 10, _LEAST_SECONDS), _MOST_SECONDS))
+        first = messages[0]
         value = first.read_bytes()
         first.unlink()
         with suppress(OSError):  # not empty

@@ -40,9 +40,8 @@ class Reader(Protocol):
     manifest: Manifest | None
     """Manifest of the open version; None if none is open."""
 
-    @property
-    def ranks_read(self) -> dict[int, int]:
-        """Rank named by the open manifest -> rank that is read: the same rank or a replica of it."""
+    def ranks_read(self, name: str) -> set[int]:
+        """The trainer ranks whose slices of a tensor are read."""
         ...
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
@@ -131,14 +130,14 @@ class ShardReader:
         self._files: list[torch.Tensor] = []
         self._path, self._written = self.root, 0
         self._opened_gpu: dict[Copy, torch.Tensor] = {}
-        self.ranks_read: dict[int, int] = {}
+        self._copies: list[Copy] = []
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
         """Map the files of a manifest after checking location, owner and version.
 
         Raises ShardError with the reason. Views of an earlier version stay valid.
         """
-        self.manifest, self._files, self.ranks_read = None, [], {}
+        self.manifest, self._files, self._copies = None, [], []
         path = self.root / str(place.get("manifest", ""))  # an absolute path replaces the root
         real = path.resolve()
         if not real.is_relative_to(self.root):
@@ -151,11 +150,10 @@ class ShardReader:
             raise ShardError(f"{path}: holds version {manifest.version}, asked for {version}")
         if manifest.transport == "cuda_ipc":
             try:
-                copies = choose_copies(manifest.shards, self._gpu)
+                self._copies = choose_copies(manifest.shards, self._gpu)
                 kept = self._opened_gpu
-                self._opened_gpu = {c: kept[c] if c in kept else open_memory(c) for c in copies}
-                self._files = [self._opened_gpu[c] for c in copies]
-                self.ranks_read = {s.rank: c.rank for s, c in zip(manifest.shards, copies, strict=True)}
+                self._opened_gpu = {c: kept[c] if c in kept else open_memory(c) for c in self._copies}
+                self._files = [self._opened_gpu[c] for c in self._copies]
             except HandleError as e:
                 raise ShardError(str(e)) from None
         else:
@@ -235,6 +233,12 @@ class ShardReader:
         for part, box in self.cut(name, Box.whole(tensor.shape)):
             out[box.slices()].copy_(part)
         return out
+
+    def ranks_read(self, name: str) -> set[int]:
+        """The trainer ranks whose slices of a tensor are read: with ``cuda_ipc``, of the replica chosen."""
+        manifest = self._opened()
+        read = self._copies or manifest.shards
+        return {read[box.shard].rank for box in manifest.tensors[name].boxes}
 
     def damaged(self, name: str) -> list[Shard]:
         """Shards whose current bytes of a tensor do not match the published checksum."""

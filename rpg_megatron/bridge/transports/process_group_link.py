@@ -30,6 +30,7 @@ from rpg_megatron.config.errors import UserError
 SENDER, RECEIVER = 0, 1
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 _ENVIRONMENT = threading.Lock()
+_UNLIMITED = timedelta(days=20)  # torch counts milliseconds in 32 bits
 
 
 class Rendezvous:
@@ -69,7 +70,7 @@ class Rendezvous:
             folder = Path(tempfile.mkdtemp(prefix="rendezvous-", dir=private))  # mode 0700
             return cls(place | {"folder": str(folder)}, FolderStore(folder))
         try:
-            listener = socket.create_server((address, 0), backlog=256)
+            listener = socket.create_server((address, 0), backlog=4096)  # all links are made at once
         except OSError as e:
             raise UserError(f"bridge.address: {address!r} is not an address of this machine ({e})") from None
         port = listener.getsockname()[1]
@@ -103,12 +104,27 @@ class Rendezvous:
     def take(self, inbox: str) -> dict[str, Any] | None:
         """The next request, or None; requests without a valid signature are dropped."""
         while self.store.queue_len(inbox):
-            try:
-                body, signature = json.loads(self.store.queue_pop(inbox))
-                if hmac.compare_digest(str(signature), self._sign(inbox, str(body))):
-                    return dict(json.loads(body))
-            except (ValueError, TypeError):
-                continue
+            if (request := self._verified(inbox, self.store.queue_pop(inbox))) is not None:
+                return request
+        return None
+
+    def wait(self, inbox: str) -> dict[str, Any]:
+        """Wait for the next request, without limit; blocks this connection.
+
+        Raises RuntimeError if the store is gone.
+        """
+        self.store.set_timeout(_UNLIMITED)
+        while (request := self._verified(inbox, self.store.queue_pop(inbox))) is None:
+            pass
+        return request
+
+    def _verified(self, inbox: str, message: bytes) -> dict[str, Any] | None:
+        try:
+            body, signature = json.loads(message)
+            if hmac.compare_digest(str(signature), self._sign(inbox, str(body))):
+                return dict(json.loads(body))
+        except (ValueError, TypeError):
+            pass
         return None
 
     def _sign(self, inbox: str, body: str) -> str:

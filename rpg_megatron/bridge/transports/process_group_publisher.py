@@ -1,7 +1,8 @@
 """Transport ``process_group``, trainer side: sends slices to engine workers on any node, by gloo or NCCL.
 
 Nothing is gathered and no full copy is made: slices are packed from the live parameters into buckets while
-sending. Each link has a thread, so a slow worker does not delay others.
+sending. Each link has a thread, so a slow worker does not delay others. All data- and context-parallel
+replicas send; each worker reads from one of them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,15 @@ from typing import Any
 import torch
 
 from rpg_megatron.bridge.manifest import Manifest, Shard
-from rpg_megatron.bridge.publisher import build_manifest, make_publish_plan, node_name
+from rpg_megatron.bridge.publisher import Sums, build_manifest, make_publish_plan, node_name
 from rpg_megatron.bridge.transports.buckets import BucketPart, largest, room_of
 from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError, Rendezvous
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.placement import RankCoordinates, local_pieces
 from rpg_megatron.system.collectives import gather_objects, run_together
 
 logger = logging.getLogger("rpg_megatron.bridge")
-
-_POLL_SECONDS = 0.005
 
 
 def inbox(version: int, rank: int) -> str:
@@ -37,8 +36,7 @@ def inbox(version: int, rank: int) -> str:
 class GroupPublisher:
     """``Publisher`` that serves this rank's parameters on request, from ``publish`` until ``retract``.
 
-    Every rank constructs one and calls every method in the same order. Only sending ranks serve requests and,
-    with colocated engines, their replicas.
+    Every rank constructs one and calls every method in the same order.
     """
 
     def __init__(
@@ -77,37 +75,34 @@ class GroupPublisher:
             )
         )
         nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "")
-        replicas = self._plan.replicas if colocated_in else {}
-        near = {str(owner): [(rank, nodes[rank]) for rank in ranks] for owner, ranks in replicas.items()}
-        known = {"bucket_bytes": bucket_bytes, "replicas": near}
+        known = {"bucket_bytes": bucket_bytes, "tensor": coordinates.tensor}
         place = gather_objects(hosted.place | known if hosted else None)[0]
         self._rendezvous = run_together(lambda: hosted or Rendezvous.join(place))
         self._rendezvous.place = place
-        own = coordinates.rank
-        self._owner = next((s for s, ranks in replicas.items() if own in ranks), own)
-        """The sending rank whose slices this rank serves: itself, or the one it is a replica of."""
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
-        for name, _, param, piece in self._plan.slices_of(self._owner):
-            self._pieces.setdefault(name, []).append((param, piece))
+        for param, values in params.items():
+            for piece in local_pieces(mapping, coordinates, param, values.shape):
+                self._pieces.setdefault(piece.hf_name, []).append((param, piece))
         sizes = dict.fromkeys(self._plan.ranks, 0)
         for owners in self._plan.owners.values():
             for s in owners:
                 sizes[s.rank] += s.piece.hf.numel * dtype.itemsize
-        self._shards = tuple(Shard(r, size) for r, size in sizes.items())
-        index = {s.rank: i for i, s in enumerate(self._shards)}
+        self._shards = tuple(
+            Shard(r, size, replicas=tuple((peer, nodes[peer]) for peer in self._plan.replicas[r]))
+            for r, size in sizes.items()
+        )
+        self._index = {s.rank: i for i, s in enumerate(self._shards)}
         self._where = {
-            (s.rank, s.param): (index[s.rank], 0) for owners in self._plan.owners.values() for s in owners
+            (s.rank, s.param): (self._index[s.rank], 0)
+            for owners in self._plan.owners.values()
+            for s in owners
         }
         self._links: dict[str, _Sender] = {}
         self._published: torch.cuda.Event | None = None
         """On a GPU: recorded after all work that produced the published weights."""
-        self._stopping = threading.Event()
+        self._listening: int | None = None
+        """Version whose requests are being served."""
         self._threads: list[threading.Thread] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the slices that this rank serves; 0 for ranks that serve none."""
-        return next((s.size for s in self._shards if s.rank == self._owner), 0)
 
     @torch.no_grad()
     def publish(self, version: int) -> Manifest | None:
@@ -120,17 +115,19 @@ class GroupPublisher:
         self.retract()
         while self._rendezvous.take(inbox(version, self.coordinates.rank)):
             pass  # requests left from an aborted sync of the same version
-        sums = run_together(lambda: self._plan.sum_boxes(self._params, self.dtype))
+        sums = run_together(lambda: self._plan.sum_boxes(self._params, self.dtype, shared=True))
         gathered = gather_objects((self.coordinates.rank, sums))
         manifest = None
         if self.coordinates.rank == 0:
+            by_rank = dict(gathered)
             manifest = build_manifest(
                 self._plan,
                 self.mapping,
                 self.dtype,
                 self._shards,
                 self._where,
-                dict(gathered),
+                by_rank,
+                self._shared(by_rank),
                 transport="process_group",
                 place=self._rendezvous.place,
                 version=version,
@@ -138,14 +135,20 @@ class GroupPublisher:
         run_together(lambda: self._rendezvous.store.set("manifest", manifest.to_json()) if manifest else None)
         if self._device.type == "cuda":
             self._published = torch.cuda.current_stream(self._device).record_event()
-        if self.nbytes:
-            self._stopping.clear()
+        if self._pieces:
+            self._listening = version
             self._start(self._listen, version)
         return manifest
 
     def retract(self) -> None:
         """Stop serving, after pending transfers: from here on the weights may change."""
-        self._stopping.set()
+        if self._listening is not None:
+            try:
+                self._rendezvous.ask(inbox(self._listening, self.coordinates.rank), {"kind": "stop"})
+            except RuntimeError:
+                # The store is gone: nothing more is asked for.
+                self._threads.pop(0)
+        self._listening = None
         while self._threads:
             self._threads.pop().join()
 
@@ -172,12 +175,8 @@ class GroupPublisher:
         """Handle each incoming request in a thread of its own."""
         try:
             rendezvous = self._rendezvous.reconnect()
-            while not self._stopping.is_set():
-                request = rendezvous.take(inbox(version, self.coordinates.rank))
-                if request is None:
-                    self._stopping.wait(_POLL_SECONDS)
-                else:
-                    self._start(self._answer, request, version)
+            while (request := rendezvous.wait(inbox(version, self.coordinates.rank)))["kind"] != "stop":
+                self._start(self._answer, request, version)
         except (OSError, RuntimeError) as e:
             logger.warning("rank %d stops serving weights: %s", self.coordinates.rank, e)
 
@@ -207,6 +206,17 @@ class GroupPublisher:
             logger.warning("rank %d, link %s: %s: %s", self.coordinates.rank, name, type(e).__name__, e)
             if (broken := self._links.pop(name, None)) is not None:
                 broken.link.close()
+
+    def _shared(self, sums: Mapping[int, Sums]) -> dict[tuple[str, int], tuple[int, ...]]:
+        """For the manifest: who else holds a slice, bit for bit, and so may send it."""
+        return {
+            key: tuple(
+                self._index[s.rank]
+                for s in found
+                if sums[s.rank][key] == sums[self._plan.owners[key[0]][key[1]].rank][key]
+            )
+            for key, found in self._plan.shared.items()
+        }
 
     def _find(self, buckets: list[list[Any]]) -> list[list[tuple[BucketPart, str, Box]]]:
         """Locate the parts of a request in this rank's parameters."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import zlib
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -23,35 +24,49 @@ from rpg_megatron.bridge.manifest import Manifest, parse_manifest
 from rpg_megatron.bridge.transports.buckets import (
     Bucket,
     BucketPart,
+    choose_shard,
     largest,
+    own_bytes,
     plan_streams,
     room_of,
     split_box,
 )
-from rpg_megatron.bridge.transports.mapped_reader import ShardError, Sums
+from rpg_megatron.bridge.transports.mapped_reader import ShardError, Sums, own_stream
 from rpg_megatron.bridge.transports.process_group_link import RECEIVER, Link, LinkError, Rendezvous
 from rpg_megatron.bridge.transports.process_group_publisher import inbox
 from rpg_megatron.models.boxes import Box, check_cover
 from rpg_megatron.system.dtypes import torch_dtype
+
+Position = tuple[int, int, int]
+"""Number of the engine, number of the worker in it, number of workers of an engine."""
+_AT_ONCE = 16
+"""Links that a worker makes at the same time; each thread needs a connection to the store."""
 
 
 class GroupReader:
     """``Reader`` of weights that a ``GroupPublisher`` serves."""
 
     def __init__(
-        self, device: torch.device, node: str = "", on_progress: Callable[[], None] = lambda: None
+        self,
+        device: torch.device,
+        node: str = "",
+        on_progress: Callable[[], None] = lambda: None,
+        position: Position = (0, 0, 1),
     ) -> None:
         """device: the engine's, where slices go. node: its ``node_name``, to find trainer ranks on the same
-        node. on_progress: called for each answer of a rank and each slice.
+        node. on_progress: called for each answer of a rank and each slice. position: by which workers are
+        divided among the trainers' replicas.
         """
         self.manifest: Manifest | None = None
         self._device, self._node, self._on_progress = device, node, on_progress
+        self._position = position
         self._rendezvous: Rendezvous | None = None
         self._name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._links: dict[int, _Receiver] = {}
         self._made = 0
         self._sums: Sums = {}
         self._most = 0
+        self._own: Counter[int] = Counter()
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
         """Fetch the manifest from the trainers' key-value store. Raises ShardError with the reason."""
@@ -89,23 +104,17 @@ class GroupReader:
         budget = int(manifest.place["bucket_bytes"])
         # The memory is divided into two buckets for each sending rank; which ranks send does not depend on
         # sizes.
-        ranks = plan_streams(manifest, wanted, 1 << 62)
+        self._own = own_bytes(manifest, wanted)
+        ranks = plan_streams(manifest, wanted, 1 << 62, self._own)
         self._most = max(1, budget // (2 * max(len(ranks), 1)))
-        streams = plan_streams(manifest, wanted, self._most)
+        streams = plan_streams(manifest, wanted, self._most, self._own)
         for shard in [s for s in self._links if s not in streams]:
             self._links.pop(shard).close()
         try:
-            for shard, buckets in streams.items():
-                self._connect(shard, buckets)
-                self._on_progress()
-            for shard in streams:
-                self._links[shard].finish_handshake(manifest.version)
-                self._on_progress()
-        except BaseException as e:
+            self._connect(streams, manifest)
+        except BaseException:
             # Links may be in the middle of a transfer; the next check opens new ones.
             self._close_links()
-            if isinstance(e, LinkError | RuntimeError):
-                raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
             raise
         return {}
 
@@ -128,7 +137,7 @@ class GroupReader:
         Raises ShardError.
         """
         manifest = self._opened()
-        for shard, part in split_box(manifest, hf_name, wanted, self._most):
+        for shard, part in split_box(manifest, hf_name, wanted, self._most, self._own):
             try:
                 raw = self._links[shard].take(part).to(self._device)  # with gloo it is in host memory
             except LinkError as e:
@@ -154,11 +163,10 @@ class GroupReader:
         """Checksum and bytes of each tensor received since ``begin``."""
         return {name: found for name, found in self._sums.items() if found[1]}
 
-    @property
-    def ranks_read(self) -> dict[int, int]:
-        """Rank named by the manifest -> rank that the slices are requested from."""
-        manifest = self._opened()
-        return {s.rank: self._nearest(s.rank, manifest.place) for s in manifest.shards}
+    def ranks_read(self, name: str) -> set[int]:
+        """The ranks that slices of a tensor are requested from."""
+        shards = (choose_shard(box, self._own) for box in self._opened().tensors[name].boxes)
+        return {self._rank_of(shard) for shard in shards if shard in self._links}
 
     def release(self) -> None:
         """Abandon an interrupted update: closes the links, so that the next update gets no old messages."""
@@ -175,40 +183,70 @@ class GroupReader:
             raise ShardError("no publication is open")
         return self.manifest
 
-    def _connect(self, shard: int, buckets: list[Bucket]) -> None:
-        """Start the handshake with a rank, on a new link if there is none; sends the list of slices if it
-        changed.
+    def _connect(self, streams: dict[int, list[Bucket]], manifest: Manifest) -> None:
+        """Shake hands with all ranks, several at a time, on new links where there are none; sends the lists
+        of slices that changed.
+
+        Raises ShardError that names the rank.
         """
         assert self._rendezvous is not None
+        join, connections = self._rendezvous.reconnect, threading.local()
+
+        def connect(shard: int, name: str, buckets: list[Bucket]) -> None:
+            with own_stream(self._device):
+                if shard not in self._links:
+                    if not hasattr(connections, "own"):
+                        connections.own = join()
+                    link = connections.own.connect(name, RECEIVER, self._device)
+                    self._links[shard] = _Receiver(link, name)
+                if self._links[shard].buckets != buckets:
+                    self._links[shard].plan(buckets)
+                self._links[shard].finish_handshake(manifest.version)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            connecting = {
+                pool.submit(connect, shard, self._greet(shard, buckets), buckets): shard
+                for shard, buckets in streams.items()
+            }
+            try:
+                for done in as_completed(connecting):
+                    done.result()
+                    self._on_progress()
+            except (LinkError, RuntimeError, OSError) as e:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise ShardError(f"{manifest.shards[connecting[done]]} does not answer: {e}") from None
+
+    def _greet(self, shard: int, buckets: list[Bucket]) -> str:
+        """Ask a rank for a handshake; returns the name of the link."""
         receiver = self._links.get(shard)
-        new = receiver is None
         name = f"{self._name}-{self._made}" if receiver is None else receiver.name
-        changed = receiver is None or receiver.buckets != buckets
-        lists = [[(p.hf_name, p.box.start, p.box.extent) for p in b] for b in buckets] if changed else None
+        self._made += receiver is None
+        lists = None
+        if receiver is None or receiver.buckets != buckets:
+            lists = [[(p.hf_name, p.box.start, p.box.extent) for p in b] for b in buckets]
         self._ask(shard, {"kind": "hello", "link": name, "buckets": lists})
-        if new:
-            self._made += 1
-            self._links[shard] = _Receiver(self._rendezvous.connect(name, RECEIVER, self._device), name)
-        if changed:
-            self._links[shard].plan(buckets)
+        return name
 
     def _ask(self, shard: int, request: dict[str, Any]) -> None:
         assert self._rendezvous is not None
-        manifest = self._opened()
-        key = inbox(manifest.version, self._nearest(manifest.shards[shard].rank, manifest.place))
+        key = inbox(self._opened().version, self._rank_of(shard))
         try:
             self._rendezvous.ask(key, request)
         except RuntimeError as e:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
 
-    def _nearest(self, owner: int, place: dict[str, Any]) -> int:
-        """The rank to request a sending rank's slices from: a replica on this node, else one chosen by this
-        worker's name, so that workers are spread over the replicas.
+    def _rank_of(self, shard: int) -> int:
+        """The rank to request a shard's slices from: one of those on this node, if there are any.
+
+        Several workers of an engine read a shard if the engine has more workers than the trainer has tensor
+        ranks. They and the engines take turns in choosing a rank.
         """
-        replicas = place.get("replicas", {}).get(str(owner), [(owner, "")])
-        near = [rank for rank, node in replicas if node == self._node]
-        ranks = near or [rank for rank, _ in replicas]
-        return int(ranks[zlib.crc32(self._name.encode()) % len(ranks)])
+        manifest = self._opened()
+        replicas = manifest.shards[shard].replicas
+        ranks = [rank for rank, node in replicas if node == self._node] or [rank for rank, _ in replicas]
+        engine, worker, workers = self._position
+        readers = max(1, workers // int(manifest.place["tensor"]))
+        return ranks[(engine * readers + worker % readers) % len(ranks)]
 
     def _close_links(self) -> None:
         for receiver in self._links.values():

@@ -44,7 +44,7 @@ from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
-from rpg_megatron.bridge.vllm.generate_route import add_route
+from rpg_megatron.bridge.vllm import generate_route, update_route
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
@@ -113,7 +113,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         began = time.perf_counter()
         self.ack = ack = {"rank": self.parallel_config.rank, "pid": os.getpid(), "ok": False, "sums": {}}
         try:
-            ack.update({k: update_info.get(k) for k in ("session", "version", "phase")})
+            ack.update({k: update_info.get(k) for k in ("session", "version", "phase", "transport")})
             with own_stream(self.device):
                 self.receive_weights(self.parse_update_info(update_info), ack)
             ack["ok"] = True
@@ -135,7 +135,6 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             plan = self._current_plan(reader.open(update_info.place, update_info.version))
             ack["sums"] = reader.check(plan.boxes())
             ack["bytes"] = sum(n for _, n in ack["sums"].values())
-            ack["ranks_read"] = {str(owner): rank for owner, rank in reader.ranks_read.items()}
             self._checked = session
         elif update_info.phase == "apply":
             if self._checked != session:
@@ -151,7 +150,6 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             load_published(self.model, self.model_config, self.device, plan, reader)
             ack["sums"] = reader.end()
             ack["bytes"] = plan.nbytes
-            ack["ranks_read"] = {str(owner): rank for owner, rank in reader.ranks_read.items()}
             self.version = update_info.version
         else:
             raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")
@@ -160,6 +158,13 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         if plan.layers is not None:
             ack["layers_in_place"] = sum(p.in_place for p in plan.layers)
             ack["layers_processed"] = sum(not p.in_place for p in plan.layers)
+
+    def ranks_read(self) -> dict[str, list[int]]:
+        """HF tensor name -> the trainer ranks that the last phase read it from; empty if it failed."""
+        if not self.ack.get("ok"):
+            return {}
+        reader = self._readers[self.ack["transport"]]
+        return {name: sorted(reader.ranks_read(name)) for name in self.ack["sums"]}
 
     def finish_weight_update(self) -> None:
         """The new weights may be served."""
@@ -199,8 +204,11 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             if transport in ("shared_memory", "cuda_ipc"):
                 self._readers[transport] = ShardReader(self.folder, gpu_of(self.device), self._progress.mark)
             elif transport == "process_group":
+                # Engines of a run have consecutive seeds (engine/command.py), so these number them.
+                config = self.parallel_config
+                position = self.vllm_config.model_config.seed, config.rank, config.world_size
                 self._readers[transport] = GroupReader(
-                    self.device, node_name(self.folder), self._progress.mark
+                    self.device, node_name(self.folder), self._progress.mark, position
                 )
             else:
                 raise ShardError(
@@ -235,9 +243,10 @@ class WorkerExtension:
             "unsettled": engine.unsettled,
         }
 
-    def rpg_ack(self) -> dict[str, Any]:
-        """Result of the last phase."""
-        return self.weight_transfer_engine.ack
+    def rpg_ack(self, sources: bool = True) -> dict[str, Any]:
+        """Result of the last phase; ``sources``: with the trainer ranks that each tensor was read from."""
+        engine = self.weight_transfer_engine
+        return {**engine.ack, "ranks_read": engine.ranks_read()} if sources else engine.ack
 
     def rpg_version(self) -> dict[str, Any]:
         """Version of the served weights; None before the first sync and after a failed *apply*."""
@@ -278,9 +287,9 @@ class WorkerExtension:
 class BearerAuth:
     """ASGI middleware: every route, also health and unknown ones, requires the token in RPG_ENGINE_TOKEN.
 
-    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. There are two
+    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. There are three
     more routes: ``CORE_HEALTH`` is answered when the engine makes progress, with 200, or 503 if its core is
-    dead; that of ``generate_route`` returns tokens as bytes.
+    dead; that of ``generate_route`` returns tokens as bytes, that of ``update_route`` runs a phase of a sync.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -304,7 +313,8 @@ class BearerAuth:
                 return
             if not self._routed:
                 self._routed = True
-                add_route(scope["app"])
+                generate_route.add_route(scope["app"])
+                update_route.add_route(scope["app"])
             if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
                 try:
                     progress = ProgressMark(Path(os.environ[DIR_VARIABLE]))
