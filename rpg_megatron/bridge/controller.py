@@ -25,13 +25,15 @@ import msgspec
 import numpy as np
 
 from rpg_megatron.bridge.manifest import CHECKSUM_MODULUS, Manifest
-from rpg_megatron.bridge.vllm.update_route import UPDATE, Totals
+from rpg_megatron.bridge.vllm.sync_route import SYNC, StepsDone, Totals
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 """``await post(path, json body or None, timeout in seconds)`` -> (HTTP status, text)."""
 
-_TOTALS = msgspec.json.Decoder(Totals)
+_STEPS_DONE = msgspec.json.Decoder(StepsDone)
+_PHASES = {"abort": "start", "reset": "resume"}
+"""Steps that a report counts to another one."""
 
 
 class SyncError(Exception):
@@ -102,35 +104,25 @@ async def sync_engine(
     }
 
     try:
-        if asleep:
-            with _clock(report, "wake"):
-                await call("/wake_up?tags=weights")
-        with _clock(report, "pause"):
-            await call("/pause?mode=keep")
-        with _clock(report, "start"):
-            # A controller that died during a sync has left it open, and workers raise on a second start.
-            aborted = _results(await call("/collective_rpc", {"method": "rpg_abort"}))
-            await call("/start_weight_update")
+        started = await call.run([*(["wake"] if asleep else []), "pause", "abort", "start"], report)
+        # A controller that died during a sync has left it open, and workers raise on a second start.
+        unsettled = any(a.get("unsettled") for a in started.aborted)
     except _CallFailed as e:
         raise EngineLost(f"engine cannot start a weight update: {e}") from None
 
     problem: str | None = None
-    with _clock(report, "check"):
-        try:
-            checked, totals = await _run_phase(call, {**info, "phase": "check"}, engine_tensor)
-            problem = _failures(checked) or await _verdict(call, manifest, totals)
-            summed = bool(totals.names)
-        except _CallFailed as e:
-            problem = str(e)
+    try:
+        checked, totals = await _run_phase(call, "check", info, engine_tensor, report)
+        problem = _failures(checked) or await _verdict(call, manifest, totals)
+    except _CallFailed as e:
+        problem = str(e)
     if problem is not None:
-        if any(a.get("unsettled") for a in aborted):
+        if unsettled:
             raise ApplyFailed(
                 f"an earlier update was interrupted, and this one was refused: {problem}; restart the engine"
             )
         try:
-            await call("/collective_rpc", {"method": "rpg_abort"})
-            if not asleep:
-                await call("/resume")
+            await call.run(["abort"] if asleep else ["abort", "resume"], report)
         except _CallFailed as e:
             raise EngineLost(
                 f"check failed ({problem}), and the engine did not resume: {e}; restart the engine"
@@ -140,22 +132,14 @@ async def sync_engine(
         raise CheckFailed(f"version {version} refused, the engine keeps its old weights: {problem}")
 
     try:
-        with _clock(report, "apply"):
-            done, totals = await _run_phase(call, {**info, "phase": "apply"}, engine_tensor)
-            if wrong := _failures(done) or await _verdict(call, manifest, totals):
-                raise _CallFailed(wrong)
-            if not (summed or totals.names):
-                raise _CallFailed("the workers reported no checksums")
-        with _clock(report, "finish"):
-            await call("/finish_weight_update")
-        if asleep:
-            with _clock(report, "wake KV cache"):
-                await call("/wake_up?tags=kv_cache")
-        with _clock(report, "resume"):
-            answer = await call("/reset_prefix_cache?reset_running_requests=true")
-            if '"success":true' not in answer.replace(" ", ""):
-                raise _CallFailed(f"the prefix cache could not be reset: {answer[:200]}")
-            await call("/resume")
+        done, totals = await _run_phase(call, "apply", info, engine_tensor, report)
+        if wrong := _failures(done) or await _verdict(call, manifest, totals):
+            raise _CallFailed(wrong)
+        if silent := [
+            a["rank"] for a, b in zip(checked, done, strict=True) if not (a["summed"] or b["summed"])
+        ]:
+            raise _CallFailed(f"worker ranks {silent} reported no checksums")
+        await call.run(["finish", *(["wake KV cache"] if asleep else []), "reset", "resume"], report)
     except _CallFailed as e:
         raise ApplyFailed(f"version {version}: {e}; restart the engine") from None
     report.mode = "whole" if any(a["mode"] == "whole" for a in done) else "slices"
@@ -221,39 +205,42 @@ class _Caller:
             raise _CallFailed(f"POST {path} answered {status}: {text[:500]}")
         return text
 
-
-class _clock:
-    """Adds the wall time of a block to the report."""
-
-    def __init__(self, report: SyncReport, phase: str) -> None:
-        self.report, self.phase = report, phase
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.report.seconds[self.phase] = time.perf_counter() - self.began
+    async def run(
+        self, steps: Sequence[str], report: SyncReport, info: dict[str, Any] | None = None
+    ) -> StepsDone:
+        """Run steps in the engine and add their wall time to the report, that of the call to the first."""
+        began = time.perf_counter()
+        try:
+            done = _STEPS_DONE.decode(await self(SYNC, {"steps": steps, "update_info": info or {}}))
+        except msgspec.DecodeError as e:
+            raise _CallFailed(f"cannot parse the engine's answer ({e})") from None
+        extra = time.perf_counter() - began - sum(done.seconds.values())
+        for step, seconds in done.seconds.items():
+            phase = _PHASES.get(step, step)
+            report.seconds[phase] = report.seconds.get(phase, 0.0) + seconds + extra
+            extra = 0.0
+        return done
 
 
 async def _run_phase(
-    call: _Caller, info: dict[str, Any], workers: int
+    call: _Caller, phase: str, info: dict[str, Any], workers: int, report: SyncReport
 ) -> tuple[list[dict[str, Any]], Totals]:
-    """Run a phase; each worker's acknowledgement, in rank order, a missing one counts as failed, and what they
-    read together.
+    """Run *check* or *apply*; returns each worker's acknowledgement, in rank order, and their totals.
+
+    A missing acknowledgement counts as failed.
     """
-    answer = await call(UPDATE, {"update_info": info})
-    try:
-        totals = _TOTALS.decode(answer)
-        given = {int(ack["rank"]): ack for ack in totals.workers if ack}
-    except (msgspec.DecodeError, KeyError, ValueError) as e:
-        raise _CallFailed(f"cannot parse the workers' results ({type(e).__name__}: {e})") from None
-    missing = {"ok": False, "error": f"did not run {info['phase']}"}
-    expected = info["session"], info["phase"]
-    acks = ((rank, given.get(rank, {})) for rank in range(workers))
-    return [
-        ack if (ack.get("session"), ack.get("phase")) == expected else {"rank": rank, **missing}
-        for rank, ack in acks
-    ], totals
+    totals = (await call.run([phase], report, info)).totals
+    if totals is None:
+        raise _CallFailed(f"no results of {phase}")
+    given = {int(ack.get("rank", -1)): ack for ack in totals.workers}
+    expected = info["session"], phase
+    acks = []
+    for rank in range(workers):
+        ack = given.get(rank, {})
+        if (ack.get("session"), ack.get("phase")) != expected:
+            ack = {"rank": rank, "ok": False, "error": f"did not run {phase}"}
+        acks.append(ack)
+    return acks, totals
 
 
 def _results(text: str) -> list[dict[str, Any]]:
@@ -283,9 +270,7 @@ async def _verdict(call: _Caller, manifest: Manifest, totals: Totals) -> str | N
     return await _describe(manifest, wrong, acks) or "the engine added up the workers' checksums wrongly"
 
 
-async def _describe(
-    manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]
-) -> str:
+async def _describe(manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]) -> str:
     named = []
     for name, why in list(wrong.items())[:5]:
         named.append(f"{name}: {why}{await asyncio.to_thread(_blame, manifest, name, acks)}")
@@ -296,7 +281,7 @@ async def _describe(
 def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:
     """Where a tensor is damaged: the file, found by reading it again, or the trainer ranks read."""
     if manifest.transport != "shared_memory":  # a GPU's memory cannot be read from this process
-        read = {rank for a in acks for rank in a["ranks_read"].get(name, ())}
+        read = {rank for a in acks for rank in a.get("ranks_read", {}).get(name, ())}
         return f" (from trainer ranks {', '.join(map(str, sorted(read)))})"
     from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 

@@ -126,7 +126,15 @@ class Manifest:
                 "shape": t.shape,
                 "boxes": [
                     [
-                        *(b.shard, b.offset, b.param_shape, b.local.start, b.hf.start, b.hf.extent, b.checksum),
+                        *(
+                            b.shard,
+                            b.offset,
+                            b.param_shape,
+                            b.local.start,
+                            b.hf.start,
+                            b.hf.extent,
+                            b.checksum,
+                        ),
                         *b.shared_with,
                     ]
                     for b in t.boxes

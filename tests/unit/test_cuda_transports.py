@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rpg_megatron.bridge import publisher
-from rpg_megatron.bridge.controller import _verdict, compare_checksums
+from rpg_megatron.bridge.controller import _describe, compare_checksums
 from rpg_megatron.bridge.manifest import Copy, Manifest
 from rpg_megatron.bridge.transports import cuda_ipc, mapped_reader
 from rpg_megatron.bridge.transports.buckets import BucketPart
@@ -144,7 +144,7 @@ class Node:
         found.open(manifest.place, manifest.version)
         ack = {"rank": 0, "sums": found.check(WANTED)}
         assert found.manifest is not None
-        ack["ranks_read"] = {str(source): rank for source, rank in found.ranks_read.items()}
+        ack["ranks_read"] = {name: sorted(found.ranks_read(name)) for name in manifest.tensors}
         return {copy.rank for copy in self.opened}, ack
 
     def _all(self, step: Callable[[int], Any]) -> list[Any]:
@@ -221,7 +221,8 @@ def test_a_replica_that_has_drifted_is_found_and_named(
     answers = [node.worker(f"GPU-{rank}", manifest)[1] for rank in range(4)]
     name = "model.layers.1.mlp.down_proj.weight"
     assert [list(compare_checksums(manifest, [ack])) for ack in answers] == [[], [], [name], [name]]
-    verdict = str(asyncio.run(_verdict(manifest, [answers[3]])))
+    wrong = compare_checksums(manifest, [answers[3]])
+    verdict = asyncio.run(_describe(manifest, wrong, [answers[3]]))
     assert f"{name}: checksum differs" in verdict
     assert "(from trainer ranks 2, 3)" in verdict
 

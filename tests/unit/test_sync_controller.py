@@ -8,6 +8,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -17,10 +18,12 @@ from rpg_megatron.bridge.controller import (
     CheckFailed,
     EngineLost,
     compare_checksums,
+    compare_totals,
     sync_engine,
 )
 from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.bridge.vllm.sync_route import SYNC, StepFailed, add_up, run_steps
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
@@ -28,26 +31,66 @@ from tests.support.tiny_models import TINY, random_state_dict
 
 
 class StandInEngine:
-    """Two workers: matrices are read half and half by rows, vectors by both."""
+    """Two workers: matrices are read half and half by rows, vectors by both.
+
+    It is also the engine's client of vLLM's server, on which the plug-in's route runs the steps.
+    """
 
     def __init__(self, folder, fail=None, status=None, skip=(), unsettled=False):
         self.unsettled = unsettled
         self.folder, self.fail, self.status, self.skip = folder, fail, status or {}, skip
-        self.calls, self.acks = [], {}
+        self.calls, self.acks, self.posts = [], {}, 0
 
     async def post(self, path, body, timeout):
-        self.calls.append(path if body is None or "method" not in body else body["method"])
-        if path in self.status:
-            return self.status[path], "no"
-        if path == "/update_weights":
-            for rank in range(2):
-                self.work(rank, body["update_info"])
-        if self.calls[-1] == "rpg_abort":
-            results = [{"rank": r, "version": 3, "unsettled": self.unsettled} for r in range(2)]
-            return 200, json.dumps({"results": results})
-        if self.calls[-1] == "rpg_ack":
-            return 200, json.dumps({"results": list(self.acks.values())})
-        return 200, '{"success": true}'
+        self.posts += 1
+        if path == SYNC:
+            body = json.loads(json.dumps(body))
+            try:
+                done = await run_steps(
+                    self, body["steps"], body["update_info"], lambda update_info: update_info
+                )
+            except StepFailed as e:
+                return 500, str(e)
+            return 200, msgspec.json.encode(done).decode()
+        assert path == "/collective_rpc", path
+        return 200, json.dumps({"results": await self.collective_rpc(body["method"])})
+
+    def called(self, what):
+        self.calls.append(what)
+        if what in self.status:
+            raise RuntimeError(self.status[what])
+
+    async def collective_rpc(self, method, args=()):
+        self.called(method)
+        if method == "rpg_abort":
+            return [{"rank": r, "version": 3, "unsettled": self.unsettled} for r in range(2)]
+        assert method == "rpg_ack"
+        return list(self.acks.values())
+
+    async def update_weights(self, request):
+        self.called(request["phase"])
+        for rank in range(2):
+            self.work(rank, request)
+
+    async def wake_up(self, tags):
+        self.called(f"wake up {tags}")
+
+    async def pause_generation(self, mode):
+        self.called(f"pause, {mode}")
+
+    async def start_weight_update(self):
+        self.called("start")
+
+    async def finish_weight_update(self):
+        self.called("finish")
+
+    async def reset_prefix_cache(self, running_requests_too):
+        assert running_requests_too
+        self.calls.append("reset the prefix cache")
+        return "reset" not in self.status
+
+    async def resume_generation(self):
+        self.called("resume")
 
     def work(self, rank, info):
         ack = {"rank": rank, "ok": True, "mode": "slices", "bytes": 0, "sums": {}}
@@ -100,17 +143,18 @@ def test_a_sync_makes_these_calls_in_this_order(published):
     engine = StandInEngine(Path(manifest.place["manifest"]).parent)
     report = sync(engine, manifest)
     assert engine.calls == [
-        "/pause?mode=keep",
+        "pause, keep",
         "rpg_abort",
-        "/start_weight_update",
-        "/update_weights",
+        "start",
+        "check",
         "rpg_ack",
-        "/update_weights",
+        "apply",
         "rpg_ack",
-        "/finish_weight_update",
-        "/reset_prefix_cache?reset_running_requests=true",
-        "/resume",
+        "finish",
+        "reset the prefix cache",
+        "resume",
     ]
+    assert engine.posts == 4
     assert report.version == 4
     assert report.mode == "slices"
     assert list(report.seconds) == ["pause", "start", "check", "apply", "finish", "resume"]
@@ -121,13 +165,8 @@ def test_a_sleeping_engine_has_weights_before_it_has_a_kv_cache(published):
     _, manifest = published
     engine = StandInEngine(Path(manifest.place["manifest"]).parent)
     report = sync(engine, manifest, asleep=True)
-    assert engine.calls[:2] == ["/wake_up?tags=weights", "/pause?mode=keep"]
-    assert engine.calls[-4:] == [
-        "/finish_weight_update",
-        "/wake_up?tags=kv_cache",
-        "/reset_prefix_cache?reset_running_requests=true",
-        "/resume",
-    ]
+    assert engine.calls[:2] == ["wake up ['weights']", "pause, keep"]
+    assert engine.calls[-4:] == ["finish", "wake up ['kv_cache']", "reset the prefix cache", "resume"]
     assert {"wake", "wake KV cache"} < set(report.seconds)
 
 
@@ -139,7 +178,7 @@ def test_a_sleeping_engine_that_refuses_weights_has_none_and_is_not_resumed(publ
     assert engine.calls[-1] == "rpg_abort"
     engine.fail = None
     sync(engine, manifest, asleep=True)
-    assert engine.calls[-1] == "/resume"
+    assert engine.calls[-1] == "resume"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +186,7 @@ def test_a_sleeping_engine_that_refuses_weights_has_none_and_is_not_resumed(publ
     [
         ({"fail": ("check", 1)}, "worker rank 1: out of memory"),
         ({"fail": ("silent", 0)}, "worker rank 0: did not run check"),
-        ({"status": {"/update_weights": 500}}, "/update_weights answered 500"),
+        ({"status": {"check": "broken"}}, "/sync_steps answered 500: check: RuntimeError: broken"),
         ({"skip": ["lm_head.weight"]}, r"lm_head\.weight: workers read 0 bytes"),
     ],
 )
@@ -156,7 +195,7 @@ def test_failed_checks_leave_the_engine_running(published, engine, says):
     engine = StandInEngine(Path(manifest.place["manifest"]).parent, **engine)
     with pytest.raises(CheckFailed, match=says):
         sync(engine, manifest)
-    assert engine.calls[-2:] == ["rpg_abort", "/resume"]
+    assert engine.calls[-2:] == ["rpg_abort", "resume"]
 
 
 def test_a_flipped_bit_names_tensor_worker_and_file(published):
@@ -185,21 +224,23 @@ def test_a_stale_or_half_written_publication_is_refused(published):
     ("engine", "error"),
     [
         ({"fail": ("apply", 0)}, ApplyFailed),
-        ({"status": {"/finish_weight_update": 500}}, ApplyFailed),
-        ({"status": {"/pause?mode=keep": 503}}, EngineLost),
-        ({"status": {"/start_weight_update": 500}}, EngineLost),
-        ({"fail": ("check", 0), "status": {"/resume": 500}}, EngineLost),
+        ({"status": {"apply": "broken"}}, ApplyFailed),
+        ({"status": {"finish": "broken"}}, ApplyFailed),
+        ({"status": {"reset": "broken"}}, ApplyFailed),
+        ({"status": {"pause, keep": "broken"}}, EngineLost),
+        ({"status": {"start": "broken"}}, EngineLost),
+        ({"fail": ("check", 0), "status": {"resume": "broken"}}, EngineLost),
         ({"fail": ("check", 0), "unsettled": True}, ApplyFailed),
     ],
 )
 def test_an_engine_that_cannot_be_trusted_is_not_resumed(published, engine, error):
     _, manifest = published
-    resumes = engine.get("status", {}).get("/resume")
+    resumes = engine.get("status", {}).get("resume")
     engine = StandInEngine(Path(manifest.place["manifest"]).parent, **engine)
     with pytest.raises(error) as e:
         sync(engine, manifest)
     assert e.type is error
-    assert ("/resume" in engine.calls) == bool(resumes)
+    assert ("resume" in engine.calls) == bool(resumes)
 
 
 def test_an_engine_that_does_not_answer_is_lost(published):
@@ -215,8 +256,14 @@ def test_an_engine_that_does_not_answer_is_lost(published):
 def test_tensors_read_k_times_must_sum_to_k_times_the_checksum(published):
     _, manifest = published
     sums = {n: (t.checksum, 2 * torch.Size(t.shape).numel()) for n, t in manifest.tensors.items()}
+    backwards = dict(reversed(sums.items()))
     for workers in (1, 2, 3):
-        assert compare_checksums(manifest, [{"rank": r, "sums": sums} for r in range(workers)]) == {}
+        acks = [{"rank": r, "sums": backwards if workers == 2 else sums} for r in range(workers)]
+        assert compare_checksums(manifest, acks) == {}
+        assert compare_totals(manifest, add_up(acks))
     one_off = {**sums, "model.norm.weight": ((sums["model.norm.weight"][0] + 1) % MODULUS, 48)}
-    wrong = compare_checksums(manifest, [{"rank": 0, "sums": sums}, {"rank": 1, "sums": one_off}])
-    assert list(wrong) == ["model.norm.weight"]
+    acks = [{"rank": 0, "sums": sums}, {"rank": 1, "sums": one_off}]
+    assert list(compare_checksums(manifest, acks)) == ["model.norm.weight"]
+    assert not compare_totals(manifest, add_up(acks))
+    del sums["model.norm.weight"]
+    assert not compare_totals(manifest, add_up([{"rank": 0, "sums": sums}]))

@@ -44,7 +44,7 @@ from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
-from rpg_megatron.bridge.vllm import generate_route, update_route
+from rpg_megatron.bridge.vllm import generate_route, sync_route
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
@@ -160,11 +160,13 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             ack["layers_processed"] = sum(not p.in_place for p in plan.layers)
 
     def ranks_read(self) -> dict[str, list[int]]:
-        """HF tensor name -> the trainer ranks that the last phase read it from; empty if it failed."""
-        if not self.ack.get("ok"):
+        """HF tensor name -> the trainer ranks that the last phase read it from. Never raises."""
+        try:
+            reader = self._readers[self.ack["transport"]]
+            return {name: sorted(reader.ranks_read(name)) for name in self.ack["sums"]}
+        except Exception:
+            logger.exception("Cannot tell which trainer ranks were read")
             return {}
-        reader = self._readers[self.ack["transport"]]
-        return {name: sorted(reader.ranks_read(name)) for name in self.ack["sums"]}
 
     def finish_weight_update(self) -> None:
         """The new weights may be served."""
@@ -246,7 +248,9 @@ class WorkerExtension:
     def rpg_ack(self, sources: bool = True) -> dict[str, Any]:
         """Result of the last phase; ``sources``: with the trainer ranks that each tensor was read from."""
         engine = self.weight_transfer_engine
-        return {**engine.ack, "ranks_read": engine.ranks_read()} if sources else engine.ack
+        if sources and engine.ack.get("ok"):
+            return {**engine.ack, "ranks_read": engine.ranks_read()}
+        return engine.ack
 
     def rpg_version(self) -> dict[str, Any]:
         """Version of the served weights; None before the first sync and after a failed *apply*."""
@@ -289,7 +293,7 @@ class BearerAuth:
 
     vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. There are three
     more routes: ``CORE_HEALTH`` is answered when the engine makes progress, with 200, or 503 if its core is
-    dead; that of ``generate_route`` returns tokens as bytes, that of ``update_route`` runs a phase of a sync.
+    dead; that of ``generate_route`` returns tokens as bytes, that of ``sync_route`` runs steps of a sync.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -314,7 +318,7 @@ class BearerAuth:
             if not self._routed:
                 self._routed = True
                 generate_route.add_route(scope["app"])
-                update_route.add_route(scope["app"])
+                sync_route.add_route(scope["app"])
             if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
                 try:
                     progress = ProgressMark(Path(os.environ[DIR_VARIABLE]))

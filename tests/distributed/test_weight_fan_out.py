@@ -1,0 +1,241 @@
+"""Data-parallel replicas share the sending of weights; links are made together; nobody polls the store.
+
+Real gloo ranks with shards cut by other means than the layouts (``megatron_shards``), which count the bytes
+that they send; the engines' workers are readers in the test's process. Not covered: vLLM (tests/integration),
+NCCL.
+"""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rpg_megatron.bridge.checksum import checksum
+from rpg_megatron.bridge.controller import compare_checksums, compare_totals
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.transports import folder_store
+from rpg_megatron.bridge.transports.folder_store import FolderStore
+from rpg_megatron.bridge.transports.process_group_link import Link, Rendezvous
+from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
+from rpg_megatron.bridge.transports.process_group_reader import GroupReader
+from rpg_megatron.bridge.vllm.sync_route import add_up
+from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.registry import mapping_for
+from tests.support.megatron_shards import grid, stage_shapes, stage_values
+from tests.support.ranks import fork_server
+from tests.support.tiny_models import random_state_dict, tiny_shape
+
+SHAPE = tiny_shape(tied_embeddings=True)
+LAYOUT = mapping_for(SHAPE)
+WORKERS = 2
+NORM = "decoder.layers.0.pre_mlp_layernorm.weight"
+
+
+def _rank(rank, folder, tensor, data, commands, answers):
+    torch.set_num_threads(1)
+    world = tensor * data
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    place = RankCoordinates(rank, tensor, rank % tensor, 0, rank // tensor, 0, vocab_multiple=16)
+    params = stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT))
+    publisher = GroupPublisher(
+        "127.0.0.1", place, params, LAYOUT, torch.float32, timeout=20.0, bucket_bytes=30_000
+    )
+    sent = [0]
+    send = Link.send
+
+    def counted(link, message):
+        sent[0] += message.nbytes
+        return send(link, message)
+
+    Link.send = counted
+    while (command := commands[rank].get()) is not None:
+        if command == "retract":
+            publisher.retract()
+            answers.put((rank, sent[0]))
+        elif command == "drift":
+            params[NORM] += rank == 1
+            answers.put((rank, None))
+        else:
+            answers.put((rank, publisher.publish(command)))
+    os._exit(0)
+
+
+class Trainers:
+    """``data`` replicas of ``tensor`` ranks each."""
+
+    def __init__(self, folder, tensor, data):
+        context = fork_server()
+        self.world = tensor * data
+        self.commands, self.answers = [context.Queue() for _ in range(self.world)], context.Queue()
+        self.processes = [
+            context.Process(target=_rank, args=(r, folder, tensor, data, self.commands, self.answers))
+            for r in range(self.world)
+        ]
+        for p in self.processes:
+            p.start()
+
+    def tell(self, command):
+        for q in self.commands:
+            q.put(command)
+        return [a for _, a in sorted((self.answers.get(timeout=120) for _ in range(self.world)), key=first)]
+
+    def publish(self, version) -> Manifest:
+        return self.tell(version)[0]
+
+    def stop(self):
+        for p in self.processes:
+            p.kill()
+            p.join()
+
+
+def first(answer):
+    return answer[0]
+
+
+@pytest.fixture
+def trainers(tmp_path):
+    made = []
+
+    def make(tensor, data):
+        made.append(Trainers(tmp_path, tensor, data))
+        return made[-1]
+
+    yield make
+    for t in made:
+        t.stop()
+
+
+def wanted(worker):
+    """What a worker of two reads: its half of matrices, as tensor parallelism has it, and all of the norms."""
+    place = grid(SHAPE, WORKERS, 1, vocab_multiple=16)[worker]
+    return [
+        (piece.hf_name, piece.hf)
+        for param in stage_shapes(LAYOUT, place, 1)
+        for piece in LAYOUT.pieces(param, tensor=WORKERS, tensor_rank=worker, vocab_multiple=16)
+    ]
+
+
+def read(reader, manifest, worker):
+    """One sync of one worker; its acknowledgement."""
+    reader.open(manifest.place, manifest.version)
+    reader.check(wanted(worker))
+    reader.begin()
+    for name, box in wanted(worker):
+        assert all(torch.isfinite(part).all() for part, _ in reader.cut(name, box))
+    return {"rank": worker, "sums": reader.end()}
+
+
+@pytest.mark.parametrize(("tensor", "data", "engines"), [(2, 2, 4), (1, 4, 2)])
+def test_every_replica_sends_an_equal_share(trainers, tensor, data, engines):
+    t = trainers(tensor, data)
+    readers = [
+        [
+            GroupReader(torch.device("cpu"), position=(7 + engine, worker, WORKERS))
+            for worker in range(WORKERS)
+        ]
+        for engine in range(engines)
+    ]
+    before = 0
+    for version in range(2):
+        manifest = t.publish(version)
+        for name, weights in random_state_dict(LAYOUT).items():
+            assert manifest.tensors[name].checksum == checksum(weights, (0,) * weights.dim()), name
+        for engine in readers:
+            acks = [read(reader, manifest, worker) for worker, reader in enumerate(engine)]
+            assert compare_checksums(manifest, acks) == {}
+            assert compare_totals(manifest, add_up(acks))
+            # The norms come from the rank that a worker reads the rest from.
+            assert [len(reader._links) for reader in engine] == [1] * WORKERS
+        sent = t.tell("retract")
+        asked = engines * sum(4 * box.numel for worker in range(WORKERS) for _, box in wanted(worker))
+        assert sum(sent) - before == pytest.approx(asked, rel=0.05)  # messages are padded
+        before = sum(sent)
+        assert max(sent) == pytest.approx(before / (tensor * data), rel=0.02)
+
+
+def test_a_norm_that_differs_on_a_rank_is_read_from_its_owner(trainers):
+    t = trainers(2, 1)
+    reader = GroupReader(torch.device("cpu"), position=(0, 1, WORKERS))
+    read(reader, t.publish(0), 1)
+    assert len(reader._links) == 1
+    t.tell("retract")
+    t.tell("drift")
+    manifest = t.publish(1)
+    name = "model.layers.0.post_attention_layernorm.weight"
+    assert read(reader, manifest, 1)["sums"][name][0] == manifest.tensors[name].checksum
+    assert reader.ranks_read(name) == {0}
+    t.tell("retract")
+
+
+def test_links_are_made_at_the_same_time(trainers, monkeypatch):
+    t = trainers(2, 1)
+    manifest = t.publish(0)
+    both, connect = threading.Barrier(2), Rendezvous.connect
+
+    def together(*arguments):
+        both.wait(30)
+        return connect(*arguments)
+
+    monkeypatch.setattr(Rendezvous, "connect", together)
+    reader = GroupReader(torch.device("cpu"))
+    reader.open(manifest.place, 0)
+    reader.check(wanted(0) + wanted(1))
+    assert len(reader._links) == 2
+
+
+def test_ranks_stop_serving_when_the_store_is_gone(trainers):
+    t = trainers(2, 1)
+    t.publish(0)
+    t.processes[0].kill()  # the store is in rank 0
+    t.processes[0].join()
+    began = time.monotonic()
+    t.commands[1].put("retract")
+    assert t.answers.get(timeout=60)[0] == 1
+    assert time.monotonic() - began < 20
+
+
+class Counted:
+    """A store that notes the calls."""
+
+    def __init__(self, store):
+        self._store, self.calls = store, []
+
+    def __getattr__(self, name):
+        self.calls.append(name)
+        return getattr(self._store, name)
+
+
+def test_a_wait_for_a_request_blocks_in_the_store():
+    host = Rendezvous.host("127.0.0.1", timeout=20, backend="gloo")
+    waiting = host.reconnect()
+    waiting.store = Counted(waiting.store)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(waiting.wait("inbox")))
+    thread.start()
+    time.sleep(0.5)
+    assert waiting.store.calls == ["set_timeout", "queue_pop"]
+    host.store.queue_push("inbox", "unsigned")
+    host.ask("inbox", {"kind": "hello"})
+    thread.join(60)
+    assert found == [{"kind": "hello"}]
+
+
+def test_an_idle_wait_in_a_folder_looks_ever_less_often(tmp_path, monkeypatch):
+    store, now, slept = FolderStore(tmp_path), [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+        if now[0] > 10:
+            store.queue_push("inbox", "at last")
+
+    monkeypatch.setattr(folder_store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folder_store.time, "monotonic_ns", lambda: int(1e9 * now[0]))
+    monkeypatch.setattr(folder_store.time, "sleep", sleep)
+    assert store.queue_pop("inbox") == b"at last"
+    assert max(slept) == slept[-1] == 0.05
+    assert len(slept) < 250, "5 ms would be 2000"
+    assert all(pause <= max(0.002, 0.1 * sum(slept[:i])) + 1e-9 for i, pause in enumerate(slept))
