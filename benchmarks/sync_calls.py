@@ -126,9 +126,10 @@ async def measure(folder: Path, a: argparse.Namespace) -> None:
         assert all(len(report.bytes_per_worker) == a.workers for report in result.reports)
     boxes = sum(len(t.boxes) for t in manifest.tensors.values())
     print(f"{a.engines} engines of {a.workers} workers, {len(manifest.tensors)} tensors, {boxes} slices")
+    typical = statistics.median(cpu[1:])
     print(
-        f"a sync: {statistics.median(cpu[1:]):.2f} s of CPU ({1e3 * statistics.median(cpu[1:]) / a.engines:.1f} "
-        f"ms an engine), {statistics.median(wall[1:]):.2f} s; the first {cpu[0]:.2f} and {wall[0]:.2f} s"
+        f"a sync: {typical:.2f} s of CPU ({1e3 * typical / a.engines:.1f} ms an engine), "
+        f"{statistics.median(wall[1:]):.2f} s; the first {cpu[0]:.2f} and {wall[0]:.2f} s"
     )
     os._exit(0)
 

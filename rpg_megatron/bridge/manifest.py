@@ -55,8 +55,8 @@ class Shard:
     """Only ``cuda_ipc``: copies on GPUs, the rank's own and those of the other replicas on its node, by rank.
     """
     replicas: tuple[tuple[int, str], ...] = ()
-    """Only ``process_group``: the ranks that hold the same parameters, itself included, by rank, each with its
-    ``node_name`` if engines are colocated, else "".
+    """Only ``process_group``: the ranks that hold the same parameters, itself included, by rank; each with
+    its ``node_name`` if engines are colocated, else "".
     """
 
     def __str__(self) -> str:

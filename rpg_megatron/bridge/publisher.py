@@ -178,8 +178,8 @@ def build_manifest(
     """The manifest of one published version.
 
     where: (rank, Megatron name) -> (index into ``shards``, byte offset of the parameter in that shard).
-    sums: rank -> its ``sum_boxes``. shared: (HF tensor name, index of the slice) -> indices into ``shards`` of
-    others that hold the slice. found_by: the manifest's ``transport``, ``place`` and ``version``.
+    sums: rank -> its ``sum_boxes``. shared: (HF tensor name, index of the slice) -> indices into ``shards``
+    of others that hold the slice. found_by: the manifest's ``transport``, ``place`` and ``version``.
     """
     tensors = {
         name: PublishedTensor(

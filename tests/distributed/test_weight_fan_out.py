@@ -109,7 +109,7 @@ def trainers(tmp_path):
 
 
 def wanted(worker):
-    """What a worker of two reads: its half of matrices, as tensor parallelism has it, and all of the norms."""
+    """What a worker of two reads: its half of each matrix, by tensor parallelism, and all of the norms."""
     place = grid(SHAPE, WORKERS, 1, vocab_multiple=16)[worker]
     return [
         (piece.hf_name, piece.hf)
@@ -188,7 +188,9 @@ def test_links_are_made_at_the_same_time(trainers, monkeypatch):
 
 def test_ranks_stop_serving_when_the_store_is_gone(trainers):
     t = trainers(2, 1)
-    t.publish(0)
+    reader = GroupReader(torch.device("cpu"))
+    reader.open(t.publish(0).place, 0)
+    reader.check(wanted(0) + wanted(1))  # both ranks serve
     t.processes[0].kill()  # the store is in rank 0
     t.processes[0].join()
     began = time.monotonic()

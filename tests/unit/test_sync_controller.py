@@ -46,9 +46,7 @@ class StandInEngine:
         if path == SYNC:
             body = json.loads(json.dumps(body))
             try:
-                done = await run_steps(
-                    self, body["steps"], body["update_info"], lambda update_info: update_info
-                )
+                done = await run_steps(self, body["steps"], body["update_info"], dict)
             except StepFailed as e:
                 return 500, str(e)
             return 200, msgspec.json.encode(done).decode()
@@ -68,9 +66,10 @@ class StandInEngine:
         return list(self.acks.values())
 
     async def update_weights(self, request):
-        self.called(request["phase"])
+        info = request["update_info"]
+        self.called(info["phase"])
         for rank in range(2):
-            self.work(rank, request)
+            self.work(rank, info)
 
     async def wake_up(self, tags):
         self.called(f"wake up {tags}")

@@ -48,7 +48,7 @@ def own_bytes(manifest: Manifest, wanted: Iterable[tuple[str, Box]]) -> Counter[
 
 
 def choose_shard(published: PublishedBox, own: Counter[int]) -> int:
-    """The shard that a worker reads a box from: of those that hold it, the one that it reads most of anyway."""
+    """The shard to read a box from: of those that hold it, the one that the worker reads most of anyway."""
     return max((published.shard, *published.shared_with), key=lambda shard: (own[shard], -shard))
 
 

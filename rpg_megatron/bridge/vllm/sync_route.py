@@ -1,7 +1,7 @@
 """Route of the engine's server that runs several steps of a weight sync in one call.
 
-The workers' checksums are added up here, in the engine. So the process that syncs all engines sends four calls
-instead of ten, and gets 40 kB instead of 400 kB (707 tensors, 8 workers).
+The workers' checksums are added up here, in the engine. So the process that syncs all engines sends four
+calls instead of ten to each, and parses less: for 707 tensors and 8 workers 50 kB instead of 440 kB.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ async def run_steps(
 ) -> StepsDone:
     """Run steps in order, up to the first that fails.
 
-    engine: vLLM's engine client. info: the workers' ``PullUpdate`` without its phase, for *check* and *apply*.
-    request: vLLM's WeightTransferUpdateRequest. Raises StepFailed.
+    engine: vLLM's engine client. info: the workers' ``PullUpdate`` without its phase, for *check* and
+    *apply*. request: vLLM's WeightTransferUpdateRequest. Raises StepFailed.
     """
     done = StepsDone({})
     for step in steps:
