@@ -54,6 +54,12 @@ class Engines:
             ]
         )
 
+    async def ranks_read(self) -> list[int]:
+        """The trainer ranks that the engines read weights from in the last sync."""
+        answers = [await c.post("/collective_rpc", {"method": "rpg_ack"}) for c in self.clients]
+        acks = [ack for _, text in answers for ack in json.loads(text)["results"]]
+        return sorted({rank for ack in acks for ranks in ack["ranks_read"].values() for rank in ranks})
+
     async def generate(self, seed: int, tokens: int) -> list[list[list[Sample]]]:
         """[engine][prompt] -> two responses each."""
         return await asyncio.gather(
@@ -144,6 +150,8 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
         with published(publishers[kind], version) as manifest:
             reports = engines.start(engines.sync(manifest, version)).result() if manifest else []
             dist.barrier()
+        if manifest and kind == "process_group":
+            out["ranks_read"] = engines.start(engines.ranks_read()).result()
         out["bytes"].append([sum(r.bytes_per_worker) for r in reports])
         out["checked"].append([sum(r.bytes_checked) for r in reports])
 

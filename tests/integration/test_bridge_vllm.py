@@ -262,6 +262,7 @@ def test_every_route_asks_for_the_token(rig, engines):
         ("POST", "/resume"),
         ("POST", "/update_weights"),
         ("POST", "/collective_rpc"),
+        ("POST", "/sync_steps"),
         ("POST", "/invocations"),
         ("POST", "/v1/completions"),
         ("GET", "/health"),

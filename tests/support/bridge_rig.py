@@ -188,6 +188,7 @@ def check_matrix(
             assert result["bytes"] == [[total, total + norms]] * (2 * perturbations + 2), layout
             read = dict(zip(("shared_memory", "process_group"), result["checked"], strict=False))
             assert read == {"shared_memory": [total, total + norms], "process_group": [0, 0]}, layout
+            assert result["ranks_read"] == list(range(world)), "all replicas send"
             for switch, length, before in result["switched"]:
                 # The new weights' tokens are those from the switch on; all before must be the old ones'.
                 assert switch == 0 or before < 1e-4, f"{layout}: a token of neither weights"

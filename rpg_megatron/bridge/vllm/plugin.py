@@ -53,6 +53,9 @@ BACKEND = "rpg_pull"
 DIR_VARIABLE = "RPG_BRIDGE_DIR"
 TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
 
+_GOLDEN = 0.618
+"""Multiples of it, modulo 1, are spread evenly, whatever their number."""
+
 logger = init_logger("vllm." + __name__)
 
 
@@ -89,6 +92,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
                 f"{DIR_VARIABLE} is not set: set it to the folder that weights are published in"
             )
         self.folder = Path(folder).resolve()
+        self._engine = int(self.vllm_config.model_config.seed)
+        """Number of the engine: those of a run have consecutive seeds (engine/command.py)."""
         self._progress = ProgressMark(self.folder)
         if self.device.type == "cpu":  # only there a step can take minutes
             for layer in getattr(getattr(self.model, "model", None), "layers", ()):
@@ -206,9 +211,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             if transport in ("shared_memory", "cuda_ipc"):
                 self._readers[transport] = ShardReader(self.folder, gpu_of(self.device), self._progress.mark)
             elif transport == "process_group":
-                # Engines of a run have consecutive seeds (engine/command.py), so these number them.
                 config = self.parallel_config
-                position = self.vllm_config.model_config.seed, config.rank, config.world_size
+                position = self._engine, config.rank, config.world_size
                 self._readers[transport] = GroupReader(
                     self.device, node_name(self.folder), self._progress.mark, position
                 )
@@ -222,6 +226,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         signature = tuple((n, t.dtype, t.shape) for n, t in manifest.tensors.items())
         if self._plan is None or self._plan.signature != signature:
             self._plan = record_plan(self.model, self.device, signature)
+            self._plan.begin_at(_GOLDEN * self._engine % 1)
             if self._plan.reason:
                 logger.warning("Loading whole tensors: %s", self._plan.reason)
         return self._plan
