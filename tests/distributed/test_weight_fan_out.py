@@ -215,7 +215,7 @@ def test_a_wait_for_a_request_blocks_in_the_store():
     waiting = host.reconnect()
     waiting.store = Counted(waiting.store)
     found = []
-    thread = threading.Thread(target=lambda: found.append(waiting.wait("inbox")))
+    thread = threading.Thread(target=lambda: found.append(waiting.wait("inbox")), daemon=True)
     thread.start()
     time.sleep(0.5)
     assert waiting.store.calls == ["set_timeout", "queue_pop"]

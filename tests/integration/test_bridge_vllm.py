@@ -283,7 +283,7 @@ def test_a_failing_apply_is_not_resumed(rig):
     rig.trainers.publish(seed=9, version=40)
 
     async def post(path, body, timeout):
-        if body and body.get("update_info", {}).get("phase") == "apply":
+        if body and body.get("steps") == ["apply"]:
             with (rig.engine.bridge / "shard-00001.bin").open("r+b") as f:
                 f.write(b"\xff" * 8)  # the trainer began to write the next version too early
         return await rig.engine.post(path, body, timeout)
