@@ -172,7 +172,8 @@ class RunLauncher:
         self._check_signals()
         folders = [str(self.folder), str(self._workspace.work), str(self._workspace.bridge)]
         sampler = [sys.executable, "-P", "-m", SAMPLER, *folders]
-        self._supervisor.start("sampler", sampler, base_environment(settings, token))
+        cluster = cluster_environment(self._remote.address) if self._remote else {}
+        self._supervisor.start("sampler", sampler, base_environment(settings, token) | cluster)
 
     def _put_engines_to_sleep(self) -> None:
         """Wait until all engines are up, then put them to sleep, which frees their GPU memory.

@@ -35,7 +35,7 @@ from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
+from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from rpg_megatron.system.process_groups import members
 from tests.support.engine import Engine, running_engines
 from tests.support.runs import find_core
@@ -255,10 +255,24 @@ def test_sampler_process(
     )
     try:
         with SamplerClient(work / SOCKET, token) as sampler:
+            source = TrajectoryClient(sampler.addresses(), token)
+
+            def rollout(step: int, version: int) -> tuple[RolloutBatch, list[Trajectory]]:
+                found = sampler.rollout(step, version)
+                assert isinstance(found, RolloutBatch)
+                index = found.index
+                trajectories = source.fetch(
+                    index.worker.tolist(), index.ticket.tolist(), index.sample.tolist()
+                )
+                sampler.release()
+                for t, group in zip(trajectories, index.group.tolist(), strict=True):
+                    t.group = group
+                return found, trajectories
+
             before = sampler.state()
-            batch = sampler.rollout(step=1, version=3)
+            batch, sampled = rollout(step=1, version=3)
             sampler.restore(before)
-            again = sampler.rollout(step=1, version=3)
+            _, again = rollout(step=1, version=3)
             results = sampler.evaluate()
             with pytest.raises(UserError, match="prompts have changed"):
                 sampler.restore({"stream": before["stream"] | {"prompts": "other"}})
@@ -266,12 +280,13 @@ def test_sampler_process(
             assert sampler.state() != before
             with published(engine.bridge, other) as manifest:
                 reports = sampler.sync(manifest, version=7).reports
-            moved = sampler.rollout(step=2, version=7)
+            _, moved = rollout(step=2, version=7)
+            source.close()
         with pytest.raises(RuntimeError, match="refuses our token"):
             SamplerClient(work / SOCKET, "wrong")
         second = SamplerClient(work / SOCKET, token)
         with second, pytest.raises(RuntimeError, match="unknown method 'nonsense'"):
-            second._call("nonsense")
+            second._client.call("nonsense", None)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     finally:
@@ -280,7 +295,7 @@ def test_sampler_process(
         process.wait()
         log.close()
 
-    assert [(t.group, t.sample) for t in batch.trajectories] == [(g, s) for g in range(4) for s in range(6)]
+    assert [(t.group, t.sample) for t in sampled] == [(g, s) for g in range(4) for s in range(6)]
 
     def check(trajectories: list[Trajectory], path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -288,18 +303,18 @@ def test_sampler_process(
             expected = reference(model, t.prompt.tolist(), t.response, 1.0)
             np.testing.assert_allclose(t.behaviour, expected, atol=1e-4, rtol=0)
 
-    check(batch.trajectories, checkpoint)
-    check(moved.trajectories, other)
+    check(sampled, checkpoint)
+    check(moved, other)
     assert [r.version for r in reports] == [7]
-    assert set(moved.trajectories[0].versions.tolist()) == {7}
-    for t, u in zip(batch.trajectories, again.trajectories, strict=True):
+    assert set(moved[0].versions.tolist()) == {7}
+    for t, u in zip(sampled, again, strict=True):
         assert t.response.tolist() == u.response.tolist()
         assert t.versions.tolist() == [3] * len(t.response)
         assert (t.prompt.dtype, t.response.dtype, t.behaviour.dtype) == (np.int32, np.int32, np.float32)
         assert t.reward == -1.0
         assert not t.correct
     for group in range(4):
-        members = [t for t in batch.trajectories if t.group == group]
+        members = [t for t in sampled if t.group == group]
         assert len({t.prompt_id for t in members}) == 1
         assert len({tuple(t.response.tolist()) for t in members}) == 6  # two requests, no seed twice
     assert batch.metrics["reward/mean"] == -1.0
