@@ -21,7 +21,9 @@ from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource
 from rpg_megatron.data.packing import Plan
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.model import Mesh
-from rpg_megatron.system.collectives import TIMEOUT, control_group, run_together
+from rpg_megatron.rollout.sampler_client import SamplerClient, TrajectoryClient
+from rpg_megatron.system.collectives import TIMEOUT, broadcast_object, control_group, run_together
+from rpg_megatron.training.preemption import StopRequest
 
 Share = list[list[list[Trajectory]]]
 """One data-parallel replica's part of a batch: [mini-batch][micro-batch] -> trajectories."""
@@ -101,6 +103,22 @@ class BatchScatter:
         for tensor in flat:
             dist.broadcast(tensor, self._leader, group=self._group)
         return flat
+
+
+def open_source(
+    sampler: SamplerClient | None, token: str, mesh: Mesh, stop: StopRequest
+) -> TrajectoryClient | None:
+    """A leader's connection to the sampler workers; None on the other ranks. Collective.
+
+    sampler, token: on rank 0. A stop signal ends a fetch with RuntimeError.
+    """
+    addresses, token = broadcast_object((sampler.addresses(), token) if sampler else None)
+
+    def check() -> None:
+        if stop.received:
+            raise RuntimeError("a stop signal came while trajectories were fetched")
+
+    return TrajectoryClient(addresses, token, while_waiting=check) if mesh.leads else None
 
 
 def each(share: Share) -> Iterator[Trajectory]:

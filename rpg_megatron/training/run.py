@@ -22,11 +22,12 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.device import peak_memory_bytes
 from rpg_megatron.policy.model import Mesh
-from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient, TrajectoryClient
-from rpg_megatron.system.collectives import broadcast_object, gather_objects
+from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
+from rpg_megatron.system.collectives import gather_objects
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.system.events import EVENTS
 from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.training.batch_scatter import open_source
 from rpg_megatron.training.checkpoint_saver import Saver
 from rpg_megatron.training.metrics import MetricsWriter
 from rpg_megatron.training.mismatch import check_mismatch
@@ -89,7 +90,7 @@ class RankRun:
             sampler = SamplerClient(
                 work / SOCKET, token, timeout=settings.engine.start_timeout, while_waiting=self._stop.check
             )
-        self._source = self._open_source(sampler, token)
+        self._source = open_source(sampler, token, mesh, self._stop)
         self._weight_sync = WeightSync(publisher, sampler, self._stop)
         if settings.engine.colocated and checkpoint is None:  # a checkpoint is loaded before the state leaves
             self.policy.offloader.offload()
@@ -98,16 +99,6 @@ class RankRun:
         self._step, self._saved_step, self._save_problem = 0, 0, ""
         self._row: dict[str, Any] | None = {}
         self._sampler_state: dict[str, Any] = {}
-
-    def _open_source(self, sampler: SamplerClient | None, token: str) -> TrajectoryClient | None:
-        """A leader's connection to the sampler workers; None on the other ranks. Collective."""
-        addresses, token = broadcast_object((sampler.addresses(), token) if sampler else None)
-
-        def check() -> None:
-            if self._stop.received:
-                raise RuntimeError("a stop signal came while trajectories were fetched")
-
-        return TrajectoryClient(addresses, token, while_waiting=check) if self.mesh.leads else None
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:

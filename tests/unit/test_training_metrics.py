@@ -35,9 +35,9 @@ from rpg_megatron.data.rollout_files import (
     write_rollouts,
 )
 from rpg_megatron.data.trajectory import Trajectory, to_row
+from rpg_megatron.rollout.batch_metrics import batch_metrics
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.groups import GroupTask, scores_of
-from rpg_megatron.rollout.sampler import batch_metrics
 from rpg_megatron.training.checkpoint_saver import SaveResult
 from rpg_megatron.training.metrics import MetricsWriter
 from rpg_megatron.training.mismatch import (
