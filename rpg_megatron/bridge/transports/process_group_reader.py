@@ -209,8 +209,8 @@ class GroupReader:
                 for shard, buckets in streams.items()
             }
             try:
-                for shard, made in connecting.items():
-                    made.result()
+                for shard in connecting:
+                    connecting[shard].result()
                     self._on_progress()
             except (LinkError, RuntimeError, OSError) as e:
                 pool.shutdown(wait=False, cancel_futures=True)
