@@ -117,7 +117,7 @@ def publish(publisher: Any, folder: Path, readers: list[tuple[str, str]]) -> lis
 
 
 def read(folder: Path, device: torch.device, told: str) -> None:
-    """Read a whole publication; prints each tensor's sum, and which rank gave each source rank's part."""
+    """Read a whole publication; prints each tensor's sum, and which ranks it was read from."""
     transport, place, version, node = json.loads(told)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -132,7 +132,8 @@ def read(folder: Path, device: torch.device, told: str) -> None:
     for name, _ in wanted:
         reader.whole(name)
     found = reader.end() | summed
-    print(json.dumps([{name: found[name][0] for name, _ in wanted}, reader.ranks_read]))
+    ranks = sorted({rank for name, _ in wanted for rank in reader.ranks_read(name)})
+    print(json.dumps([{name: found[name][0] for name, _ in wanted}, ranks]))
     reader.close()
 
 

@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -205,16 +205,16 @@ class GroupReader:
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             connecting = {
-                pool.submit(connect, shard, self._greet(shard, buckets), buckets): shard
+                shard: pool.submit(connect, shard, self._greet(shard, buckets), buckets)
                 for shard, buckets in streams.items()
             }
             try:
-                for done in as_completed(connecting):
-                    done.result()
+                for shard in connecting:
+                    connecting[shard].result()
                     self._on_progress()
             except (LinkError, RuntimeError, OSError) as e:
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise ShardError(f"{manifest.shards[connecting[done]]} does not answer: {e}") from None
+                raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
 
     def _greet(self, shard: int, buckets: list[Bucket]) -> str:
         """Ask a rank for a handshake; returns the name of the link."""
