@@ -148,7 +148,7 @@ def test_a_signal_reaches_a_run_here_which_saves(here: Launch, number: signal.Si
 def test_what_cannot_be_is_one_line(here: Launch) -> None:
     for words, told in (
         (["-o", "nodes=2"], "cannot be spread evenly over 2 nodes"),
-        (["-o", "noodes=2"], "has no such setting; did you mean nodes?"),
+        (["-o", "noodes=2"], "has no such argument; did you mean nodes?"),
         (["--executor", "pbs"], "is none of slurm, local, docker"),
         (["--executor", "docker"], "needs an image"),
         (["--executor", "docker", "-o", "container_image=x"], "Docker: "),
