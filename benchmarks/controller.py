@@ -159,8 +159,9 @@ def measure(folder: Path, a: argparse.Namespace, sampler: int, token: str) -> No
         f"memory: {', '.join(f'{size / 2**20:,.0f}' for size in grown.values())} MiB more, in the same order"
     )
 
+    rng = np.random.default_rng(0)
     for t in trajectories:
-        t.old = t.anchor = t.behaviour + np.float32(1e-5)
+        t.old = t.anchor = t.behaviour + rng.normal(0, 1e-6, len(t.behaviour)).astype(np.float32)
     file = rollouts_file(folder, 1)
     write_rollouts(file, trajectories[:1])  # the first in a process imports pandas: 0.25 s
     start = time.process_time()
@@ -204,14 +205,14 @@ async def serve(folder: Path, engines: int, tokens: int, delay: float, as_bytes:
     source = "".join(f.read_text() for f in sorted(Path(__file__).parent.glob("*.py")))
     text = np.array(tokenizer.encode(source).ids, np.int32)
     text = np.tile(text, -(-2 * tokens // len(text)))
-    rng = np.random.default_rng(0)
-    scores = -rng.exponential(0.3, len(text)).astype(np.float32)
 
     @lru_cache(maxsize=1024)
     def sample(seed: int, prompt: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         digest = hashlib.blake2b(f"{seed} {prompt}".encode(), digest_size=8).digest()
-        start = int.from_bytes(digest, "big") % (len(text) - tokens)
-        return text[start : start + tokens], scores[start : start + tokens]
+        number = int.from_bytes(digest, "big")
+        start = number % (len(text) - tokens)
+        scores = -np.random.default_rng(number).exponential(0.3, tokens).astype(np.float32)
+        return text[start : start + tokens], scores
 
     def answer(path: str, body: bytes) -> bytes | None:
         if path == GENERATE and not as_bytes:

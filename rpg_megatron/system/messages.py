@@ -268,7 +268,7 @@ class Client:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
         )
         self._connected = False
-        self._failures = self._number = 0
+        self._failures = self._number = self._losses = 0
         end = time.monotonic() + timeout
         try:
             while not self._connected:
@@ -288,40 +288,38 @@ class Client:
         number = self._number.to_bytes(8, "big")
         request = [number, method.encode(), encode(arguments)]
         self._look(0)
-        self._check_connected(method)
-        self._socket.send_multipart(request)
-        gone: float | None = None  # since when
+        losses: int | None = None  # of the connection, when the request was sent
+        gone: float | None = None  # since when the server is gone
         while True:
-            was = self._connected
+            if self._connected and losses != self._losses:
+                if losses is not None and not self._again:
+                    break
+                self._socket.send_multipart(request)
+                losses, gone = self._losses, None
+            if not self._connected:
+                gone = gone or time.monotonic()
+                if not self._again or time.monotonic() - gone > self._timeout:
+                    break
             if not self._socket.poll(1000 * _POLL_SECONDS):
                 self._while_waiting()
-            self._look(0)
             while self._socket.poll(0):
                 got, kind, value = self._socket.recv_multipart()
                 if got == number:
                     return _result(kind, value, returns)
-            if self._connected and not was:
-                self._socket.send_multipart(request)
-            gone = None if self._connected else gone or time.monotonic()
-            if gone is not None and time.monotonic() - gone > self._timeout:
-                raise PeerGone(f"the {self._name} did not come back; see its log")
-            self._check_connected(method)
+            self._look(0)
+        raise PeerGone(f"the {self._name} is gone (while waiting for {method}); see its log")
 
     def close(self) -> None:
         """Disconnect."""
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
-    def _check_connected(self, method: str) -> None:
-        if not self._connected and not self._again:
-            raise PeerGone(f"the {self._name} is gone (while waiting for {method}); see its log")
-
     def _look(self, seconds: float) -> None:
         """Take what has happened to the connection, waiting so long for the first event."""
         while self._events.poll(1000 * seconds):
             event = recv_monitor_message(self._events)["event"]
-            if event == zmq.EVENT_DISCONNECTED or event & _FAILED:
-                self._connected = False
+            if event == zmq.EVENT_DISCONNECTED:
+                self._connected, self._losses = False, self._losses + 1
             if event & _FAILED:
                 self._failures += 1
                 if self._failures == _FAILURES:
