@@ -29,6 +29,7 @@ from rpg_megatron.data.prompts import (
     Prompt,
     PromptStream,
     decoder_of,
+    do_without_torch,
     load_prompts,
     load_tokenizer,
     save_decoder,
@@ -60,7 +61,7 @@ logger = logging.getLogger("rpg_megatron.sampler")
 
 
 class Sampler:
-    """Rollouts and evaluation, without the socket. Call its coroutines from one event loop."""
+    """Rollouts and evaluation, without the socket; for one event loop."""
 
     def __init__(
         self,
@@ -73,8 +74,7 @@ class Sampler:
     ):
         """run: the run's folder, for groups that are carried over to the next step."""
         self._settings, self._run = settings, run
-        self._pool = pool
-        self._events = events
+        self._pool, self._events = pool, events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
         self._context = context_length(settings)
@@ -381,6 +381,7 @@ def main() -> int:
     """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
+    do_without_torch()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         if len(sys.argv) != 4:

@@ -123,6 +123,8 @@ def test_the_batch_does_not_depend_on_workers_or_route(
         assert [json.step(number) for number in (1, 2, 3)] == expected
     with sampler(config_file, 2) as (two, engines):
         assert len(two.workers()) == 2
+        for pid in (two.pid, *two.workers()):
+            assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
         assert two.step(1) == expected[0]
         # Both die before the leaders have their trajectories, among them groups of the step before.
         batch = two.rollout(2)
