@@ -204,7 +204,7 @@ def test_what_is_stale_or_elsewhere_is_refused(trainers):
     # The trainers are busy with something else: nobody serves what the manifest promises.
     reader.open(manifest.place, 4)
     began = time.monotonic()
-    with pytest.raises(ShardError, match="trainer rank 0 does not answer"):
+    with pytest.raises(ShardError, match=r"trainer rank [01] does not answer"):
         reader.check(halves(0))
     assert time.monotonic() - began < 60
 

@@ -328,7 +328,7 @@ def test_a_closed_pipe_does_not_end_a_run_and_a_closed_terminal_does(launch):
     one.wait_until_up()
     one.process.stdout.close()
     one.process.send_signal(signal.SIGHUP)
-    assert one.process.wait(30) == 129
+    assert one.wait(30) == 129
     assert_nothing_left(one)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -79,7 +80,11 @@ class Launch:
         temporary = folder / "t"
         temporary.mkdir()
         path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": "/tmp"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "TMPDIR": "/tmp",
+            "PYTHONFAULTHANDLER": "1",
+        }
         words = (str(folder / "driver.py"), command, str(config), "parallel.tensor=2", *options)
         self.process = subprocess.Popen(
             [*prefix, sys.executable, *words],
@@ -107,6 +112,15 @@ class Launch:
             except (OSError, ValueError):
                 continue
         return found
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code; if it does not end in time, an error says where each of its threads is."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            assert self.process.stderr is not None
+            raise AssertionError(f"not ended after {seconds} s:\n{self.process.stderr.read()}") from None
 
     def finish(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=60)

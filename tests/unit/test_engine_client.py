@@ -54,7 +54,7 @@ def generate(handler: Handler, as_bytes: bool = False, **changes: Any) -> list[S
         try:
             response = handler(Request(request.path, request.headers["authorization"], body))
         except TimeoutError:
-            await asyncio.sleep(30)
+            await asyncio.sleep(3)
             raise
         except ConnectionError:
             assert request.transport is not None
