@@ -6,7 +6,7 @@ Sampler, workers and the leaders' fetch are the product's, in their own processe
 tokens. The stand-ins are sockets of one other process; each answers like vLLM's server with our plug-in
 (``--json``: like one without it) after a delay of up to 10 s, or at once (``--burst``). What they answer
 follows from the prompt and the seed: the hash of the batch must not depend on ``--workers``, ``--burst`` and
-``--json``. The reward costs nothing: workers compute it (``benchmarks.grading``).
+``--json``. Each response ends with an answer that is graded by rules, as most are: reward workers do not run.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8192, help="of each response")
-    parser.add_argument("--groups", type=int, default=16, help=f"of {SAMPLES} responses")
+    parser.add_argument("--groups", type=int, default=64, help=f"of {SAMPLES} responses")
     parser.add_argument("--workers", type=int, default=1, help="rollout.workers")
     parser.add_argument("--burst", action="store_true", help="all engines answer at the same time")
+    parser.add_argument("--reward", default="answer_line", help="reward.type; operator:ne: a function")
     parser.add_argument("--json", action="store_true", help="engines without the plug-in's route")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     a = parser.parse_args()
@@ -65,7 +66,6 @@ def main() -> None:
         token = secrets.token_urlsafe()
         module = [
             sys.executable,
-            *os.environ.get("PROFILE", "").split(),
             "-m",
             "rpg_megatron.rollout.sampler",
         ]
@@ -108,7 +108,7 @@ def make_inputs(folder: Path, a: argparse.Namespace) -> None:
         "device": "cpu",
         "model": {"path": "model"},
         "data": {"path": "train.jsonl"},
-        "reward": {"type": "operator:ne"},
+        "reward": {"type": a.reward},
         "rollout": {
             "prompts_per_step": a.groups,
             "samples_per_prompt": SAMPLES,
@@ -204,6 +204,7 @@ async def serve(folder: Path, engines: int, tokens: int, delay: float, as_bytes:
     tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
     source = "".join(f.read_text() for f in sorted(Path(__file__).parent.glob("*.py")))
     text = np.array(tokenizer.encode(source).ids, np.int32)
+    end = np.array(tokenizer.encode("\nAnswer: 12").ids, np.int32)
     text = np.tile(text, -(-2 * tokens // len(text)))
 
     @lru_cache(maxsize=1024)
@@ -212,7 +213,7 @@ async def serve(folder: Path, engines: int, tokens: int, delay: float, as_bytes:
         number = int.from_bytes(digest, "big")
         start = number % (len(text) - tokens)
         scores = -np.random.default_rng(number).exponential(0.3, tokens).astype(np.float32)
-        return text[start : start + tokens], scores
+        return np.concatenate([text[start : start + tokens - len(end)], end]), scores
 
     def answer(path: str, body: bytes) -> bytes | None:
         if path == GENERATE and not as_bytes:
