@@ -31,7 +31,7 @@ from rpg_megatron.data.rollout_files import part_file, read_rollouts, write_roll
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.events import EVENTS, EventSender
 from tests.support.commands import Command
-from tests.support.kills import ENDS, TARGETS, draw
+from tests.support.kills import ENDS, draw, targets_of
 from tests.support.moments import PHASES, EventTap, read_moment
 from tests.support.same_runs import compare_files, compare_rows, find_missing_rollouts, read_rows
 from tests.support.watched_runs import LAYOUTS, Traces
@@ -245,11 +245,11 @@ def test_phases_by_events_and_files() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ten_seeds_aim_at_everything(layout: str) -> None:
-    kills = [draw(layout, seed) for seed in range(10)]
-    assert kills == [draw(layout, seed) for seed in range(10)]
+def test_twelve_seeds_aim_at_everything(layout: str) -> None:
+    kills = [draw(layout, seed) for seed in range(12)]
+    assert kills == [draw(layout, seed) for seed in range(12)]
     pairs = Counter((kill.target, kill.phase) for run in kills for kill in run)
-    assert set(pairs) == {(target, phase) for target in TARGETS for phase in PHASES}
+    assert set(pairs) == {(target, phase) for target in targets_of(layout) for phase in PHASES}
     for run in kills:
         phases = [kill.phase for kill in run]
         assert "export" not in phases or set(phases[phases.index("export") :]) <= {"start", "export"}

@@ -1,9 +1,9 @@
-"""A run that is killed five times ends, bit for bit, as if left alone. Over a hundred kills in 22 runs.
+"""A run that is killed five times ends, bit for bit, as if left alone. Up to 120 kills in 24 runs.
 
 Why: what a kill at one moment breaks, another moment does not show, and whatever a checkpoint forgets shows
 only as a run that learns a little worse. The kills are drawn from a seed (``tests/support/kills``): SIGKILL
-to every process at once, the launcher, a rank, the sampler, a reward worker or its fork server, an engine's
-server or its core; in a start, rollout, update, save, sync, evaluation or export. Real engines and two ranks
+to every process at once, the launcher, a rank, the sampler or one of its workers, a reward worker or its fork
+server, an engine's server or its core; in a start, rollout, update, save, sync, evaluation or export. Real engines and two ranks
 by the command line, in two layouts, with both transports. After each kill, and the resume by the same command
 where the run ended, the rows of metrics equal those of the undisturbed run; so do, at the end, weights,
 checkpoints, rollouts and evaluations; nothing is left of it. ``docs/evidence/kills.jsonl`` has a row for each
@@ -30,7 +30,7 @@ from tests.support.watched_runs import LAYOUTS, Reference, leave_alone, private_
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "evidence" / "kills.jsonl"
-SEEDS = range(11)
+SEEDS = range(12)
 
 
 @pytest.fixture(scope="module")

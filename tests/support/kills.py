@@ -24,14 +24,20 @@ import psutil
 
 from tests.support.moments import EVALUATION, EXPORT, PHASES, ROLLOUT, SAVE, START, UPDATE, Moment
 from tests.support.same_runs import compare_files, compare_rows, find_missing_rollouts, read_rows
-from tests.support.watched_runs import EVERY, LIMIT, STEPS, Reference, WatchedRun, name_of
+from tests.support.watched_runs import EVERY, LAYOUTS, LIMIT, STEPS, WORKERS, Reference, WatchedRun, name_of
 
 TREE, LAUNCHER, RANK, SAMPLER = "every process", "launcher", "rank", "sampler"
 WORKER, SERVER, CORE = "reward worker", "engine's server", "engine's core"
+SAMPLER_WORKER = "sampler worker"
 TARGETS = (TREE, LAUNCHER, RANK, SAMPLER, WORKER, SERVER, CORE)
 ENDS = (TREE, LAUNCHER, RANK, SAMPLER)
 """Targets whose death ends the run. Of the others it takes no notice, once it has started."""
 PER_RUN = 5
+
+
+def targets_of(layout: str) -> tuple[str, ...]:
+    """What can be killed in a layout: not all have sampler workers in processes of their own."""
+    return TARGETS + (SAMPLER_WORKER,) * (WORKERS in LAYOUTS[layout])
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,8 @@ class Kill:
 
 
 def draw(layout: str, seed: int, count: int = PER_RUN) -> list[Kill]:
-    """The kills of a run, in their order. Ten seeds in a row aim at each pair of target and phase."""
-    pairs = list(product(TARGETS, PHASES))
+    """The kills of a run, in their order. Twelve seeds in a row aim at each pair of target and phase."""
+    pairs = list(product(targets_of(layout), PHASES))
     block, place = divmod(seed, -(-len(pairs) // count))
     random.Random(f"{layout} {block}").shuffle(pairs)
     dice = random.Random(f"{layout} {seed}")
@@ -225,6 +231,9 @@ class KilledRun(WatchedRun):
             return _listed(command.search("rpg_megatron.rollout.sampler"))
         if kill.target == WORKER:  # the fork server, the parent of all, is among them
             found = [pid for pid in running if "rewards.fork_server" in name_of(pid)]
+            return [found[int(choice * len(found))]] if found else None
+        if kill.target == SAMPLER_WORKER:
+            found = [pid for pid in running if "rpg_megatron.rollout.worker" in name_of(pid)]
             return [found[int(choice * len(found))]] if found else None
         server = command.search("vllm.entrypoints", f"engine-{int(choice * self.engines)}.sock")
         if kill.target == SERVER or server is None:

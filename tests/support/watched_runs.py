@@ -39,10 +39,12 @@ SETTINGS = [
     "anchor={type: every, updates: 6}",
     "checkpoint={every: 1, keep: 2}",
 ]
+WORKERS = "rollout.workers=2"
 LAYOUTS = {
     "tensor 2, one engine": ["parallel.tensor=2"],
     "data 2, two engines": [
         *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", "bridge.transport=process_group"),
+        WORKERS,
         "rollout.dynamic={oversample: 1.5}",  # groups that wait for the next step are state of the sampler
     ],
 }
