@@ -3,11 +3,12 @@
 Why: what a kill at one moment breaks, another moment does not show, and whatever a checkpoint forgets shows
 only as a run that learns a little worse. The kills are drawn from a seed (``tests/support/kills``): SIGKILL
 to every process at once, the launcher, a rank, the sampler or one of its workers, a reward worker or its fork
-server, an engine's server or its core; in a start, rollout, update, save, sync, evaluation or export. Real engines and two ranks
-by the command line, in two layouts, with both transports. After each kill, and the resume by the same command
-where the run ended, the rows of metrics equal those of the undisturbed run; so do, at the end, weights,
-checkpoints, rollouts and evaluations; nothing is left of it. ``docs/evidence/kills.jsonl`` has a row for each
-kill: ``hit`` is the phase that the run was in when all of its processes had been stopped for the kill.
+server, an engine's server or its core; in a start, rollout, update, save, sync, evaluation or export. Real
+engines and two ranks by the command line, in two layouts, with both transports. After each kill, and the
+resume by the same command where the run ended, the rows of metrics equal those of the undisturbed run; so do,
+at the end, weights, checkpoints, rollouts and evaluations; nothing is left of it. A row for each kill is in
+``docs/evidence/kills.jsonl``: ``hit`` is the phase that the run was in when all of its processes had been
+stopped for the kill.
 
 Four of five runs fork vLLM's processes (``tests/support/engine``): the same processes die, but an engine's
 start, in which kills hit too, is shorter. Not covered: GPUs, several nodes, a machine that loses power.

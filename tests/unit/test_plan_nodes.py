@@ -126,11 +126,14 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
 
 
 def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
-    """8,192 sequences of 1,024 + 8,192 tokens; 8 bytes a token on the way, 4 and 24 where they stay."""
-    plan = plan_of()
-    held, moved = [p.nbytes for p in plan.host]
-    assert held == 8192 * 1400 + 8192 * 1024 * 4 + 8192 * 8192 * 24
-    assert moved == 2048 * 28 + 2048 * 9216 * 8
+    """8,192 sequences of 1,024 + 8,192 tokens, with the sampler and two of four leaders, two ranks each."""
+    sampled, held, moved = [p.nbytes for p in plan_of().host]
+    assert sampled == 8192 * 1400 + 8192 * 1024 * 4 + 8192 * 8192 * 16
+    assert held == (8192 * 1400 + 8192 * 1024 * 4 + 8192 * 8192 * 24) // 2
+    assert moved == 2 * (2048 * 28 + 2048 * 9216 * 8)
+    alone = plan_of("parallel.tensor=1", "parallel.sequence=false", "parallel.data=8").host
+    assert len(alone) == 2  # leaders broadcast to nobody
+    assert alone[1].nbytes == held  # four of eight leaders
     assert share_out_bytes(8192, 8192 * 8192, 8) == 1024 * 28 + 2**23 * 8
     assert share_out_bytes(5, 100, 3) == 2 * 28 + 34 * 8
 

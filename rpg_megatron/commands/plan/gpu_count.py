@@ -20,6 +20,8 @@ _PROMPT = 4
 _RESPONSE = 24
 """Bytes of a response's token: id and weight version, int32; log-probs of engine, trainer and anchor,
 float32; text, assumed to be four characters."""
+_SCORES = 8
+"""Of these, the log-probs of trainer and anchor."""
 _OUT = 8
 """Bytes of a token sent to a rank (``training.batch_scatter``): id and the engine's log-prob."""
 _ROW = 28
@@ -76,30 +78,43 @@ class HostPart:
     basis: Basis
 
 
-def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int) -> int:
-    """Bytes of a step's scored trajectories on rank 0; tokens: totals."""
-    return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * _RESPONSE
+def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int, *, scored: bool = True) -> int:
+    """Bytes of trajectories on a leader, or (``scored`` False: without the trainer's log-probs) in a sampler
+    worker; tokens: totals.
+    """
+    each = _RESPONSE if scored else _RESPONSE - _SCORES
+    return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * each
 
 
 def share_out_bytes(trajectories: int, tokens: int, data: int) -> int:
-    """Additional bytes on rank 0 while a step is scattered.
+    """Additional bytes on a leader while it broadcasts its share, one of ``data``, within its replica.
 
-    The step is split into ``data`` shares, one per data-parallel replica, which are sent one at a time.
-    Log-probs are received into memory of the step. trajectories, tokens (with prompts): of the whole step.
+    trajectories, tokens (with prompts): of the whole step.
     """
     rows, each = -(-trajectories // data), -(-tokens // data)
     return rows * _ROW + each * _OUT
 
 
-def step_parts(settings: Settings, batch: BatchPlan) -> list[HostPart]:
-    """Host memory of a step on rank 0's node, if all sequences have the maximum length."""
-    number, response = batch.sequences, min(settings.rollout.max_response_tokens, batch.longest)
-    held = batch_bytes(number, number * (batch.longest - response), number * response)
-    moved = share_out_bytes(number, number * batch.longest, settings.parallel.data)
-    return [
-        HostPart("the step, on rank 0", held, "estimated"),
-        HostPart("a share of it under way", moved, "estimated"),
+def step_parts(settings: Settings, batch: BatchPlan, ranks: int) -> list[HostPart]:
+    """Host memory of a step on rank 0's node, if all sequences have the maximum length.
+
+    ranks: on this node. The sampler's workers are on it too, and hold the whole step until the leaders have
+    fetched their shares.
+    """
+    parallel, number = settings.parallel, batch.sequences
+    response = min(settings.rollout.max_response_tokens, batch.longest)
+    lengths = number, number * (batch.longest - response), number * response
+    replica = parallel.tensor * parallel.context  # ranks of one, on a pipeline stage
+    leaders = min(-(-ranks // replica), parallel.data)
+    held = batch_bytes(*lengths) * leaders // parallel.data
+    parts = [
+        HostPart("the step, in the sampler", batch_bytes(*lengths, scored=False), "estimated"),
+        HostPart(f"shares of it, {leaders} of {parallel.data} leaders", held, "estimated"),
     ]
+    if parallel.world > parallel.data:
+        moved = leaders * share_out_bytes(number, number * batch.longest, parallel.data)
+        parts.append(HostPart("shares under way to other ranks", moved, "estimated"))
+    return parts
 
 
 def host_parts(
@@ -121,4 +136,4 @@ def host_parts(
                 nbytes[part.name] = nbytes.get(part.name, 0) + part.nbytes
     of_ranks = f", {len(here)} rank{'s' if len(here) > 1 else ''}"
     kept = [HostPart(name + of_ranks, size, "estimated") for name, size in nbytes.items()]
-    return (*kept, *step_parts(settings, batch))
+    return (*kept, *step_parts(settings, batch, len(here)))

@@ -173,7 +173,9 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         ranks=tuple(ranks),
         engine=engine,
         gpus=gpus,
-        host=host_parts(settings, batch, ranks, gpus) if on_gpus else tuple(step_parts(settings, batch)),
+        host=host_parts(settings, batch, ranks, gpus)
+        if on_gpus
+        else tuple(step_parts(settings, batch, settings.parallel.world)),
         card=share_card(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
         activations=activations,
         problems=(),
