@@ -21,7 +21,7 @@ VARIES = (
     *("sync/seconds", "checkpoint/seconds"),
 )
 """Keys of a row that depend on time, or on how the engines happened to batch requests."""
-_OWN = ("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl")
+_OWN = ("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl", "engines.jsonl")
 """What a run's folder has of its own, or is compared by rows."""
 
 
