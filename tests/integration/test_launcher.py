@@ -324,7 +324,7 @@ def test_a_run_without_its_last_checkpoint_is_not_a_success(launch, tmp_path: Pa
 
 
 def test_a_closed_pipe_does_not_end_a_run_and_a_closed_terminal_does(launch):
-    one = launch()
+    one = launch(prefix=("env", "--default-signal=HUP"))  # nohup may have been used for these tests
     one.wait_until_up()
     one.process.stdout.close()
     one.process.send_signal(signal.SIGHUP)
