@@ -49,14 +49,22 @@ class Prompt:
 # -- tokens --------------------------------------------------------------------------------------------------
 
 
-def do_without_torch() -> None:
-    """Make torch unavailable in this process: transformers imports it for a tokenizer too, in vain.
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Within the block torch cannot be imported: transformers does so for a tokenizer too, in vain.
 
-    Saves 1.3 s of CPU and 250 MB.
+    Saves 1.3 s of CPU and 450 MB, unless something else needs torch later. For processes that use no model of
+    transformers: it decides once whether there is torch.
     """
-    if "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -96,8 +104,8 @@ def load_decoder(file: Path, model: Path) -> Callable[[list[int]], str]:
         from tokenizers import Tokenizer
 
         return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=True)
-    do_without_torch()
-    return decoder_of(load_tokenizer(model))
+    with without_torch():
+        return decoder_of(load_tokenizer(model))
 
 
 def _backend(tokenizer: Any) -> Any | None:

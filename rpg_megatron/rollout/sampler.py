@@ -29,10 +29,10 @@ from rpg_megatron.data.prompts import (
     Prompt,
     PromptStream,
     decoder_of,
-    do_without_torch,
     load_prompts,
     load_tokenizer,
     save_decoder,
+    without_torch,
 )
 from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import from_row
@@ -334,7 +334,8 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
             logger.error("%s; see the messages above", message)
         end(code if code == 2 else 1)
 
-    tokenizer = load_tokenizer(settings.model.path)
+    with without_torch():
+        tokenizer = load_tokenizer(settings.model.path)
     stops = stop_tokens(settings.model.path, tokenizer)
     save_decoder(tokenizer, work / DECODER)
     host = os.environ.get(ADDRESS_VARIABLE, "")
@@ -381,7 +382,6 @@ def main() -> int:
     """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
-    do_without_torch()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         if len(sys.argv) != 4:

@@ -19,7 +19,7 @@ from typing import Any
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.data.problems import read_counted
-from rpg_megatron.data.prompts import Prompt, decoder_of, do_without_torch, fit_prompts, load_tokenizer
+from rpg_megatron.data.prompts import Prompt, decoder_of, fit_prompts, load_tokenizer, without_torch
 from rpg_megatron.engine.client import EngineError
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.evaluation.metrics import describe_set, write_results
@@ -53,7 +53,8 @@ def load_set(part: HeldOutSet, tokenizer: Any) -> tuple[list[Prompt], dict[str, 
 async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) -> None:
     evaluation = settings.evaluation
     assert evaluation is not None
-    tokenizer = load_tokenizer(settings.model.path)
+    with without_torch():
+        tokenizer = load_tokenizer(settings.model.path)
     loaded = {part.name: load_set(part, tokenizer) for part in evaluation.heldout}
     prompts = {name: found for name, (found, _) in loaded.items()}
     done = {
@@ -126,7 +127,6 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     folder, work = Path(sys.argv[1]), Path(sys.argv[2])
-    do_without_torch()
     try:
         asyncio.run(_evaluate(load_settings(folder / CONFIG), folder, work, os.environ[TOKEN_VARIABLE]))
     except UserError as e:
