@@ -104,7 +104,7 @@ class RolloutSettings(Section):
     """Sampling temperature; the trainer applies it to its log-probs too."""
     workers: int = Field(1, ge=1)
     """Processes that talk to the engines, detokenise and grade; 1: the sampler itself does it. The batch does
-    not depend on it. Set more where many responses end at once: one handles about 400 of 8,192 tokens a
+    not depend on it. Set more where many responses end at once: one handles about 350 of 8,192 tokens a
     second."""
 
     @model_validator(mode="after")

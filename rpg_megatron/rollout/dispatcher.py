@@ -33,11 +33,6 @@ class _Job:
         self.file: Path | None = None
         """Where its trajectories are, if they are on disk too."""
 
-    def fail(self, error: Exception) -> None:
-        self.busy = False
-        if not self.graded.done():
-            self.graded.set_exception(error)
-
 
 class Dispatcher:
     """The groups under way, and those whose trajectories the workers keep. For one event loop."""
@@ -50,6 +45,8 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._assigning: asyncio.Task[None] | None = None
+        self.on_lost: Callable[[Exception], None] = lambda error: None
+        """Called if a graded group, which a dead worker held, cannot be had again."""
 
     def worker_of(self, prompt_id: int) -> int:
         """Number of the worker for a prompt."""
@@ -106,13 +103,18 @@ class Dispatcher:
 
     async def load(self, tasks: Sequence[GroupTask], file: Path) -> list[GroupScores]:
         """Let the workers read groups that ``save`` wrote. Raises UserError if the file is not as it was."""
-        scores = []
-        for task in tasks:
-            job = self._jobs[task.ticket] = _Job(task, self.worker_of(task.prompt_id), lambda: None)
-            job.busy, job.file = False, file
-            scores += await self._worker(job).load([task.ticket], file)
-            job.graded.set_result(scores[-1])
-        return scores
+        jobs = [_Job(task, self.worker_of(task.prompt_id), lambda: None) for task in tasks]
+        for number, worker in enumerate(self._workers):
+            mine = [job for job in jobs if job.number == number]
+            if not mine:
+                continue
+            for job, scores in zip(
+                mine, await worker.load([job.task.ticket for job in mine], file), strict=True
+            ):
+                job.busy, job.file = False, file
+                job.graded.set_result(scores)
+                self._jobs[job.task.ticket] = job
+        return [job.graded.result() for job in jobs]
 
     async def counts(self) -> dict[str, float]:
         """Metrics ``reward/*`` of failures since the last call, of all workers."""
@@ -127,13 +129,16 @@ class Dispatcher:
 
     def restore(self, number: int) -> None:
         """Call it when worker ``number`` was started again: it gets the groups that it had."""
+        on_disk: dict[Path, list[_Job]] = {}
         for job in self._jobs.values():
             if job.number == number and not job.busy:
                 job.busy = True
                 if job.file is None:
                     self._enqueue(job)
                 else:
-                    self._spawn(self._reload(job, job.file))
+                    on_disk.setdefault(job.file, []).append(job)
+        for file, jobs in on_disk.items():
+            self._spawn(self._reload(jobs, file))
 
     def close(self) -> None:
         """End what is under way."""
@@ -196,7 +201,7 @@ class Dispatcher:
         except WorkerGone:
             self._enqueue(job)
         except Exception as e:
-            job.fail(e)
+            self._fail(job, e)
         else:
             if done.complete:
                 job.on_generated()
@@ -207,24 +212,31 @@ class Dispatcher:
             replica.load -= job.task.samples
             self._pool.serves.set()
 
+    def _fail(self, job: _Job, error: Exception) -> None:
+        job.busy = False
+        if not job.graded.done():
+            job.graded.set_exception(error)
+        elif self._jobs.get(job.task.ticket) is job:  # a leader may wait for it
+            self.on_lost(error)
+
     async def _finish(self, job: _Job) -> None:
         try:
             scores = await self._worker(job).score(job.task.ticket)
         except WorkerGone:
             self._enqueue(job)
         except Exception as e:
-            job.fail(e)
+            self._fail(job, e)
         else:
             job.busy = False
             if not job.graded.done():
                 job.graded.set_result(scores)
 
-    async def _reload(self, job: _Job, file: Path) -> None:
+    async def _reload(self, jobs: Sequence[_Job], file: Path) -> None:
         try:
-            await self._worker(job).load([job.task.ticket], file)
-            job.busy = False
-        except WorkerGone:
-            job.busy = False
-            self.restore(job.number)
+            await self._worker(jobs[0]).load([job.task.ticket for job in jobs], file)
+        except WorkerGone:  # its successor calls ``restore`` again
+            pass
         except Exception as e:
-            job.fail(e)
+            self._fail(jobs[0], e)
+        for job in jobs:
+            job.busy = False

@@ -80,42 +80,43 @@ class RemoteWorker:
 
     async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
         """See ``GroupWorker``, as for all methods below."""
-        return await self._call("generate", Generated, task, engine, incarnation)  # type: ignore[no-any-return]
+        return await self._call("generate", Generated, task, engine, incarnation)
 
     async def score(self, ticket: int) -> GroupScores:
         """See ``GroupWorker``."""
-        scores: GroupScores = await self._call("score", GroupScores, ticket)
+        scores = await self._call("score", GroupScores, ticket)
         self._deaths = 0
         return scores
 
     async def answers(self, ticket: int) -> GroupAnswers:
         """See ``GroupWorker``."""
-        return await self._call("answers", GroupAnswers, ticket)  # type: ignore[no-any-return]
+        return await self._call("answers", GroupAnswers, ticket)
 
     async def drop(self, tickets: list[int]) -> None:
         """See ``GroupWorker``."""
-        await self._call("drop", None, tickets)
+        await self._call("drop", type(None), tickets)
 
     async def save(self, tickets: list[int], file: Path) -> None:
         """See ``GroupWorker``."""
-        await self._call("save", None, tickets, file)
+        await self._call("save", type(None), tickets, file)
 
     async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
         """See ``GroupWorker``."""
-        return await self._call("load", list[GroupScores], tickets, file)  # type: ignore[no-any-return]
+        return await self._call("load", list[GroupScores], tickets, file)
 
     async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
         """See ``GroupWorker``."""
-        return await self._call("fetch", list[Trajectory], tickets, samples)  # type: ignore[no-any-return]
+        return await self._call("fetch", list[Trajectory], tickets, samples)
 
     async def counts(self) -> dict[str, float]:
         """See ``GroupWorker``."""
-        return await self._call("counts", dict[str, float])  # type: ignore[no-any-return]
+        return await self._call("counts", dict[str, float])
 
-    async def _call(self, method: str, returns: Any, *arguments: Any) -> Any:
+    async def _call[T](self, method: str, returns: type[T], *arguments: Any) -> T:
         await self._up.wait()
         assert self._client is not None
-        return await self._client.call(method, returns, *arguments)
+        answer: T = await self._client.call(method, returns, *arguments)
+        return answer
 
     async def _keep_running(self) -> None:
         first = True

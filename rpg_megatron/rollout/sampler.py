@@ -168,14 +168,15 @@ class Sampler:
         self._next_ticket = state.get("next_ticket", 0)
         await self.dispatcher.forget([*self._used, *(g.task.ticket for g in self._surplus)])
         self._surplus, self._used, self._files = [], [], {}
-        surplus = self._adopt(state["surplus"])
-        for group in surplus:
-            prompt = self._prompts[group["prompt"]]
-            file = self._run / "rollouts" / group["file"]
-            task = self._task(prompt, group["ticket"], 0, 0, 0)
-            (scores,) = await self.dispatcher.load([task], file)
-            self._surplus.append(Group(task, scores))
-            self._files[task.ticket] = file
+        tasks: dict[Path, list[GroupTask]] = {}
+        for group in self._adopt(state["surplus"]):
+            file = self._files[group["ticket"]] = self._run / "rollouts" / group["file"]
+            task = self._task(self._prompts[group["prompt"]], group["ticket"], 0, 0, 0)
+            tasks.setdefault(file, []).append(task)
+        for file, some in tasks.items():
+            scores = await self.dispatcher.load(some, file)
+            self._surplus += [Group(task, found) for task, found in zip(some, scores, strict=True)]
+        self._surplus.sort(key=lambda group: group.task.ticket)
 
     def _adopt(self, surplus: list[Any]) -> list[dict[str, Any]]:
         """Surplus groups of a state. An earlier version had their rows in it: these are written to a file."""
@@ -352,6 +353,13 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES)
     sampler = Sampler(settings, run, tokenizer, pool, [own] if own else remote, events)
+
+    def lost(error: Exception) -> None:
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        on_end(2 if isinstance(error, UserError) else 1, str(error))
+
+    sampler.dispatcher.on_lost = lost
 
     async def addresses() -> list[str]:
         await asyncio.gather(*starting)

@@ -21,7 +21,7 @@ import pytest
 from rpg_megatron.bridge import controller
 from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed, SyncReport
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.rollout import EngineSettings, RewardSettings, RolloutSettings
 from rpg_megatron.engine.client import EngineError, EngineGone, Sample
 from rpg_megatron.engine.restarts import (
@@ -34,7 +34,7 @@ from rpg_megatron.engine.restarts import (
 from rpg_megatron.rollout import engine_pool as fleet_module
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.groups import GroupTask
+from rpg_megatron.rollout.groups import GroupScores, GroupTask
 from rpg_megatron.rollout.worker import Worker
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
@@ -423,5 +423,32 @@ def test_each_life_that_came_up_is_noted(tmp_path: Path) -> None:
         assert not has_answered(tmp_path, 0, 1)
         await until(lambda: not fleet.replicas[0].is_away)
         assert has_answered(tmp_path, 0, 1)
+
+    play(scene)
+
+
+def test_a_carried_group_that_cannot_be_read_again_is_told(tmp_path: Path) -> None:
+    """A leader may wait for a group that a dead worker held: it must not wait for ever."""
+
+    class Damaged:
+        loads = 0
+
+        async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
+            self.loads += 1
+            if self.loads > 1:
+                raise UserError("the file is damaged")
+            return [GroupScores([1], [1.0], [True], [False], {}) for _ in tickets]
+
+    async def scene() -> None:
+        fleet, _ = build(tmp_path, 1)
+        worker: Any = Damaged()
+        dispatcher, lost = Dispatcher(fleet, [worker], 4), []
+        dispatcher.on_lost = lost.append
+        assert len(await dispatcher.load(draws(3), tmp_path / "carried")) == 3
+        dispatcher.restore(0)
+        await until(lambda: bool(lost))
+        assert [str(e) for e in lost] == ["the file is damaged"]
+        assert worker.loads == 2  # a file is read once, whatever number of groups is in it
+        dispatcher.close()
 
     play(scene)
