@@ -32,7 +32,7 @@ Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 """``await post(path, json body or None, timeout in seconds)`` -> (HTTP status, text)."""
 
 _STEPS_DONE = msgspec.json.Decoder(StepsDone)
-_PHASES = {"abort": "start", "reset": "resume"}
+_PHASES = {"abort": "start", "reset": "resume", "interrupt": "pause"}
 """Steps that a report counts to another one."""
 
 
@@ -83,12 +83,14 @@ async def sync_engine(
     engine_tensor: int,
     timeout: float,
     asleep: bool = False,
+    interrupt: bool = False,
 ) -> SyncReport:
     """Move one engine to a published version and let it serve again.
 
     engine_tensor: number of the engine's workers. timeout: seconds for each call. asleep: the engine may be
     asleep and have no weights: memory for them is allocated first, the KV cache after they are loaded, and
-    nothing is served before. Published weights must not change until this returns.
+    nothing is served before. interrupt: end running requests, which return the tokens that they have;
+    otherwise there must be none. Published weights must not change until this returns.
     Raises CheckFailed (names tensor, rank and file; the engine keeps its old weights), ApplyFailed or
     EngineLost (restart the engine). Run one sync of an engine at a time. If this is cancelled, the engine
     stays paused until the next sync.
@@ -103,8 +105,9 @@ async def sync_engine(
         "session": session,
     }
 
+    pause = "interrupt" if interrupt else "pause"
     try:
-        started = await call.run([*(["wake"] if asleep else []), "pause", "abort", "start"], report)
+        started = await call.run([*(["wake"] if asleep else []), pause, "abort", "start"], report)
         # A controller that died during a sync has left it open, and workers raise on a second start.
         unsettled = any(a.get("unsettled") for a in started.aborted)
     except _CallFailed as e:
@@ -139,7 +142,7 @@ async def sync_engine(
             a["rank"] for a, b in zip(checked, done, strict=True) if not (a["summed"] or b["summed"])
         ]:
             raise _CallFailed(f"worker ranks {silent} reported no checksums")
-        await call.run(["finish", *(["wake KV cache"] if asleep else []), "reset", "resume"], report)
+        await call.run(["finish", *(["wake KV cache"] if asleep else []), "reset", "resume"], report, info)
     except _CallFailed as e:
         raise ApplyFailed(f"version {version}: {e}; restart the engine") from None
     report.mode = "whole" if any(a["mode"] == "whole" for a in done) else "slices"

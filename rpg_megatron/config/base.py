@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 
 class Section(BaseModel):
     """A frozen section of settings. An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+IMPORTED = "module:name"
+"""Tag of ``ImportedSettings`` in a union, as messages show it."""
+
+
+class ImportedSettings(BaseModel):
+    """Code of your own, by import path. The other keys are its settings; docs/extend.md."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+
+    type: str
+    """Import path module:name."""
+
+    @field_validator("type")
+    @classmethod
+    def _is_an_import_path(cls, value: str) -> str:
+        if not re.fullmatch(IMPORT_PATH, value):
+            raise ValueError("must be an import path module:name, such as my_package.my_code:name")
+        return value
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The other keys."""
+        return dict(self.model_extra or {})
+
+
+def tag_of(value: Any, default: str) -> str | None:
+    """The ``type`` of a section, for a union with ``ImportedSettings``; default: where the key is missing."""
+    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
 
 
 class _RelativeToFile:

@@ -12,6 +12,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rpg_megatron.config.base import IMPORTED, ImportedSettings
+
 _SHOWN = 80
 """Maximum characters of a wrong value in a message."""
 _PLAIN = {
@@ -51,6 +53,8 @@ def _explained(section: BaseModel, values: dict[str, Any], indent: str) -> Itera
         else:
             text = yaml.safe_dump({name: values[name]}, sort_keys=False)
             yield textwrap.indent(text.rstrip("\n"), indent)
+    if section.model_extra:  # settings of the user's own code
+        yield textwrap.indent(yaml.safe_dump(section.model_extra, sort_keys=False).rstrip("\n"), indent)
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -155,4 +159,6 @@ def _locate(settings: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[
 
 
 def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+    if issubclass(section, ImportedSettings):
+        return (IMPORTED,)
     return typing.get_args(section.model_fields["type"].annotation)

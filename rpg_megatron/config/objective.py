@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from rpg_megatron.config.base import Section
+from rpg_megatron.config.base import IMPORTED, ImportedSettings, Section, tag_of
 
 
 class ClipSettings(Section):
@@ -122,12 +123,6 @@ class GSPOSettings(Section):
     """Upper bound of the sequence's ratio is 1 + high."""
 
 
-def _objective_type(value: Any) -> str | None:
-    if isinstance(value, dict):
-        return str(value.get("type", "rpg"))
-    return getattr(value, "type", None)
-
-
 ObjectiveSettings = Annotated[
     Annotated[RPGSettings, Tag("rpg")]
     | Annotated[GRPOSettings, Tag("grpo")]
@@ -135,10 +130,11 @@ ObjectiveSettings = Annotated[
     | Annotated[PPOSettings, Tag("ppo")]
     | Annotated[ReinforcePlusPlusSettings, Tag("reinforce_plus_plus")]
     | Annotated[CISPOSettings, Tag("cispo")]
-    | Annotated[GSPOSettings, Tag("gspo")],
-    Discriminator(_objective_type),
+    | Annotated[GSPOSettings, Tag("gspo")]
+    | Annotated[ImportedSettings, Tag(IMPORTED)],
+    Discriminator(lambda value: tag_of(value, "rpg")),
 ]
-"""One of the losses, chosen by ``type``; the default is rpg."""
+"""One of the losses, chosen by ``type``, or a class of your own; the default is rpg."""
 
 
 class AdvantageSettings(Section):
@@ -148,6 +144,13 @@ class AdvantageSettings(Section):
         "rpg", "grpo", "leave_one_out", "batch_mean", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] = "rpg"
     """rpg: reward minus group mean, not divided by the standard deviation; the others: docs/objectives.md."""
+
+
+AnyAdvantageSettings = Annotated[
+    Annotated[AdvantageSettings, Tag("rpg")] | Annotated[ImportedSettings, Tag(IMPORTED)],
+    Discriminator(lambda value: IMPORTED if tag_of(value, "rpg") == IMPORTED else "rpg"),
+]
+"""An advantage chosen by ``type``, or a function of your own."""
 
 
 class CorrectionSettings(Section):
@@ -216,6 +219,16 @@ class GuardSettings(Section):
     """Maximum |log-prob difference| of a token, in nats; null: 1e-3 in float32, no bound in bfloat16."""
     mismatch_mean: float | None = Field(None, gt=0)
     """Maximum mean |log-prob difference|, in nats; null: 1e-4 in float32, 0.05 in bfloat16."""
+    probe_prompts: int = Field(16, ge=1)
+    """With rollout.ahead: prompts that every engine answers after each weight update, for the comparison
+    above: a batch may have no token of the current weights."""
+    probe_tokens: int = Field(8, ge=1)
+    """Maximum tokens of an answer to one of these prompts."""
+    engine_ratio: float | None = Field(8.0, gt=1)
+    """Maximum of an engine's mean difference on these answers, relative to the median of the other engines',
+    which answer the same prompts. A difference below a fiftieth of mismatch_mean passes. null: no bound."""
+    uncorrected: bool = False
+    """Allow rollout.ahead without ``correction``: the gradient is then biased by the age of the rollouts."""
     skipped_updates: int = Field(5, ge=1)
     """Abort after this many consecutive updates with non-finite gradients. Each such update is skipped:
     weights and optimizer state stay unchanged."""
@@ -230,6 +243,22 @@ class GuardSettings(Section):
         if self.mismatch == "off" and (self.mismatch_max is not None or self.mismatch_mean is not None):
             raise ValueError("a threshold is set, but guards.mismatch is off; remove one of the two")
         return self
+
+    def problems_of_correction(self, ahead: int, *, corrected: bool) -> Iterator[str]:
+        """What is wrong with ``uncorrected`` for ``rollout.ahead``, with a correction or without."""
+        if ahead and not corrected and not self.uncorrected:
+            yield (
+                "rollout.ahead needs a correction, since older weights sample the responses: set "
+                "correction.type to truncate or icepop, or guards.uncorrected to true"
+            )
+        if self.uncorrected and (corrected or not ahead):
+            why = "correction is set" if ahead else "rollout.ahead is 0"
+            yield f"guards.uncorrected has no effect: {why}; remove it"
+
+    def engine_differs(self, mean: float, ratio: float, dtype: str) -> bool:
+        """Whether an engine's mean on probes, ``ratio`` times that of the others, is beyond engine_ratio."""
+        small = self.thresholds(dtype)[1] / 50
+        return self.engine_ratio is not None and mean > small and ratio > self.engine_ratio
 
     def thresholds(self, dtype: str) -> tuple[float, float]:
         """(max, mean) bounds in nats for a dtype."""

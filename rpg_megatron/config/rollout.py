@@ -7,9 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rpg_megatron.config.base import Section
-
-_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+from rpg_megatron.config.base import IMPORT_PATH, Section
 
 
 class OverlongSettings(Section):
@@ -60,7 +58,7 @@ class RewardSettings(Section):
     @field_validator("type")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in BUILT_IN_REWARDS and not _IMPORT_PATH.fullmatch(value):
+        if value not in BUILT_IN_REWARDS and not re.fullmatch(IMPORT_PATH, value):
             raise ValueError(
                 f"must be one of {', '.join(BUILT_IN_REWARDS)}, or an import path module:function"
             )
@@ -80,6 +78,9 @@ class DynamicSamplingSettings(Section):
     full.
     """
 
+    type: str = "mixed"
+    """Which groups are kept. mixed: those with correct and wrong responses. Or the import path
+    module:function of your own function(scores), which returns whether to keep a group; docs/extend.md."""
     rounds: int = Field(20, ge=1)
     """Maximum sampling rounds for one step; the run stops if the step is still not full."""
     oversample: float = Field(1.0, ge=1)
@@ -87,6 +88,13 @@ class DynamicSamplingSettings(Section):
     surplus: Literal["keep", "drop"] = "keep"
     """Surplus groups. keep: they go into the next step, one update stale. drop: they are discarded, so each
     step is sampled by its own weights only, as in the scripts of arXiv 2505.17508."""
+
+    @field_validator("type")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value != "mixed" and not re.fullmatch(IMPORT_PATH, value):
+            raise ValueError("must be mixed, or an import path module:function")
+        return value
 
 
 class RolloutSettings(Section):
@@ -102,6 +110,14 @@ class RolloutSettings(Section):
     """Dynamic sampling; null: train on every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
     """Sampling temperature; the trainer applies it to its log-probs too."""
+    ahead: int = Field(0, ge=0)
+    """Steps that the engines may sample ahead of the trainer, so that neither waits for the other. The
+    weights that sampled a token are at most this many updates old. 0: they take turns; 1 or more needs
+    ``correction``."""
+    inflight: Literal["continue", "drain"] = "continue"
+    """With ``ahead``: what happens to unfinished responses at a weight update. continue: the engines go on
+    with the new weights, so a response may have tokens of several versions. drain: all groups that were
+    begun are finished first, so each batch has one version (``ahead`` 1 only)."""
     workers: int = Field(1, ge=1)
     """Processes that talk to the engines, detokenise and grade; 1: the sampler itself does it. The batch does
     not depend on it. Set more where many responses end at once: one handles about 350 of 8,192 tokens a
@@ -111,6 +127,25 @@ class RolloutSettings(Section):
     def _groups_can_be_mixed(self) -> RolloutSettings:
         if self.dynamic is not None and self.samples_per_prompt == 1:
             raise ValueError("dynamic needs samples_per_prompt of 2 or more: a group of one is never mixed")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_sampled_ahead(self) -> RolloutSettings:
+        if self.inflight == "drain" and self.ahead != 1:
+            raise ValueError(
+                f"inflight drain needs ahead 1 (it is {self.ahead}): what was begun is finished before "
+                "new weights are loaded, so no batch is older than one update"
+            )
+        if self.ahead and self.dynamic is not None and self.dynamic.surplus == "drop":
+            raise ValueError(
+                "ahead excludes dynamic.surplus drop: groups that were sampled ahead would be discarded at "
+                "every step; set dynamic.surplus to keep"
+            )
+        if self.ahead and self.dynamic is not None and self.dynamic.oversample != 1:
+            raise ValueError(
+                "dynamic.oversample has no effect with ahead, which replaces each rejected group at once; "
+                "remove it"
+            )
         return self
 
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from rpg_megatron.config.base import Section, _RelativeToFile
+from rpg_megatron.config.base import ImportedSettings, Section, _RelativeToFile
 from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
@@ -22,6 +22,7 @@ from rpg_megatron.config.objective import (
     AdvantageSettings,
     AggregationSettings,
     AnchorSettings,
+    AnyAdvantageSettings,
     CorrectionSettings,
     GRPOSettings,
     GuardSettings,
@@ -73,7 +74,7 @@ class Settings(Section):
     """AdamW or Schedule-Free AdamW."""
     objective: ObjectiveSettings = RPGSettings()
     """The loss."""
-    advantage: AdvantageSettings = AdvantageSettings()
+    advantage: AnyAdvantageSettings = AdvantageSettings()
     """How rewards become advantages."""
     aggregation: AggregationSettings = AggregationSettings()
     """How token losses become the loss of a mini-batch."""
@@ -129,7 +130,8 @@ class Settings(Section):
     def _settings_without_effect(self) -> Iterator[str]:
         """Settings that would have no effect, or an effect other than their name says."""
         kind = self.objective.type
-        if self.anchor.type != "old" and kind not in ("rpg", "grpo", "reinforce_plus_plus"):
+        own = isinstance(self.objective, ImportedSettings)
+        if self.anchor.type != "old" and not own and kind not in ("rpg", "grpo", "reinforce_plus_plus"):
             yield f"objective.type {kind} has no KL term, so anchor.type has no effect; set it to old"
         if self.aggregation.constant is not None and self.aggregation.type != "constant":
             yield "aggregation.constant has no effect unless aggregation.type is constant"
@@ -151,6 +153,7 @@ class Settings(Section):
             yield f"profile.ranks: there is no rank {rank}; the last one is {self.parallel.world - 1}"
         if self.device == "cpu" and self.engine.quantization is not None:
             yield f"engine.quantization {self.engine.quantization} needs device cuda; set it to null"
+        yield from self._what_sampling_ahead_needs()
         yield from self._what_needs_transformer_engine()
         if self.bridge.transport != "process_group":
             for key, field in BridgeSettings.model_fields.items():
@@ -163,12 +166,25 @@ class Settings(Section):
         if correction is not None and correction.type == "truncate" and correction.low != unused:
             yield "correction.low has no effect with type truncate; remove it, or use icepop"
 
+    def _what_sampling_ahead_needs(self) -> Iterator[str]:
+        ahead = self.rollout.ahead
+        if ahead and self.engine.colocated:
+            yield (
+                "rollout.ahead excludes engine.colocated: engines on the trainer's GPUs cannot sample "
+                "while it works; give the engines GPUs of their own (engine.colocated=false), or set "
+                "rollout.ahead to 0"
+            )
+        yield from self.guards.problems_of_correction(ahead, corrected=self.correction is not None)
+
     def _missing_of_baseline(self) -> dict[str, str]:
         """What the objective's published algorithm needs besides its loss: key -> value.
 
         Only defaults are refused: they are RPG's, and would otherwise run under another algorithm's name.
         """
-        kind, missing = self.objective.type, {}
+        kind = self.objective.type
+        missing: dict[str, str] = {}
+        if isinstance(self.objective, ImportedSettings):
+            return missing
         if self.advantage.type == "rpg" and kind not in ("rpg", "ppo"):
             missing["advantage.type"] = "reinforce_plus_plus" if kind == "reinforce_plus_plus" else "grpo"
         if isinstance(self.objective, GRPOSettings) and self.objective.beta and self.anchor.type == "old":

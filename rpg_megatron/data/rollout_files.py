@@ -3,7 +3,7 @@
 A row is a trajectory, a column one of its fields. With several data-parallel replicas, whose leaders write at
 the same time, ``step_N.parquet`` is a folder of one file each, ``part_00000_of_00004.parquet`` and so on:
 readers of Parquet take it as one data set. Files of earlier versions (``step_N.jsonl.zst``, one JSON object a
-line) can be read too.
+line, and Parquet without the column ``ticket``, which then is 0) can be read too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _TOKENS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
 _SCHEMA = pa.schema(
     {
+        "ticket": pa.int64(),
         "prompt_id": pa.int64(),
         "group": pa.int64(),
         "sample": pa.int64(),
@@ -129,6 +130,11 @@ def rollouts_file(run: Path, step: int) -> Path:
     return older if older.is_file() and not file.exists() else file
 
 
+def step_of(file: Path) -> int:
+    """The step whose rollouts are in ``file``. Raises ValueError for other files."""
+    return int(file.name[5:11])
+
+
 def part_file(file: Path, number: int, count: int) -> Path:
     """Path of a part of a step's rollouts; the only one is the file itself."""
     return file if count == 1 else file / f"part_{number:05d}_of_{count:05d}.parquet"
@@ -152,8 +158,8 @@ def remove_rollouts(file: Path) -> None:
 
 def list_rollouts(run: Path) -> list[Path]:
     """The complete rollouts of a run, by step."""
-    names = (f.name for f in (run / "rollouts").glob("step_*.*"))
-    steps = {int(name[5:11]) for name in names if name[5:11].isdigit()}
+    found = (run / "rollouts").glob("step_*.*")
+    steps = {step_of(file) for file in found if file.name[5:11].isdigit()}
     files = (rollouts_file(run, step) for step in sorted(steps))
     return [file for file in files if rollouts_complete(file)]
 
@@ -201,6 +207,8 @@ def _to_lists(values: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
 
 
 def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
+    if "ticket" not in batch.schema.names:
+        batch = batch.append_column("ticket", pa.repeat(0, batch.num_rows))
     columns: dict[str, Any] = {name: batch.column(name) for name in _SCHEMA.names}
     plain = {name: columns[name].to_pylist() for name in _PLAIN}
     lists = {}

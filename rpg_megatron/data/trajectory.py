@@ -63,6 +63,8 @@ class Trajectory:
     """Advantage, the same for every response token."""
     seed: int = 0
     """Sampling seed."""
+    ticket: int = 0
+    """Number of its group in the run, in the order of the prompts."""
 
     @property
     def length(self) -> int:
@@ -73,7 +75,7 @@ class Trajectory:
 _ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor")
 _INTEGERS = ("prompt", "response", "versions")
 _SCORED = ("reward", "parts", "correct", "answer", "extracted", "reason", "advantage")
-_PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", *_SCORED)
+_PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", "ticket", *_SCORED)
 
 
 def to_row(trajectory: Trajectory) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_row(row: dict[str, Any]) -> Trajectory:
-    """Inverse of ``to_row``, bit for bit."""
+    """Inverse of ``to_row``, bit for bit. Rows of earlier versions have no ticket; it is 0 then."""
     arrays: dict[str, Any] = {
         name: np.array(row[name], np.int32 if name in _INTEGERS else np.float32) for name in _ARRAYS
     }

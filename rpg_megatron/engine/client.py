@@ -44,7 +44,10 @@ class Sample:
     if not requested.
     """
     finish: str
-    """Finish reason: "stop" (end of sequence) or "length" (truncated at the limit)."""
+    """Finish reason: "stop" (end of sequence), "length" (truncated at the limit), or "abort" (interrupted by
+    a weight update)."""
+    version: int | None = None
+    """Version of the weights that sampled the tokens, if the engine tells it."""
 
 
 class RouteMissing(EngineError):
@@ -103,10 +106,12 @@ class EngineClient:
         top_p: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = True,
+        interruptible: bool = False,
     ) -> list[Sample]:
         """Sample ``n`` responses to one prompt, without top-k; top_p 1 is the full distribution.
 
         Response i uses seed + i, so a group may be split over several requests. temperature 0 is greedy.
+        interruptible: a weight update may end responses early; their finish reason is then "abort".
         Raises EngineGone if the engine fails, is gone, aborts the request, or exceeds the client's timeout,
         EngineError if it refuses the request or its answer is invalid.
         """
@@ -131,7 +136,7 @@ class EngineClient:
         if not self._as_bytes:
             answer = await self._ask("POST", _GENERATE_JSON, body, self._timeout)
         try:
-            samples = self._samples(answer, logprobs)
+            samples = self._samples(answer, logprobs, interruptible)
         except (msgspec.DecodeError, ValueError) as e:
             raise self._error(
                 f"returned an answer that cannot be parsed ({type(e).__name__}: {e}): {answer[:200]!r}"
@@ -140,21 +145,38 @@ class EngineClient:
             raise self._error(f"returned {len(samples)} responses instead of {n}")
         return samples
 
-    def _samples(self, answer: bytes, logprobs: bool) -> list[Sample]:
+    def _samples(self, answer: bytes, logprobs: bool, interruptible: bool) -> list[Sample]:
         """The responses of an answer, by index. logprobs: whether they were requested."""
+        arrays: list[tuple[Tokens, str, Floats, int | None]]
         if self._as_bytes:
             packed = sorted(_BYTES.decode(answer), key=lambda c: c.index)
-            arrays = [(_array(c.tokens, np.int32), c.finish, _array(c.logprobs, np.float32)) for c in packed]
+            arrays = [
+                (_array(c.tokens, np.int32), c.finish, _array(c.logprobs, np.float32), c.version)
+                for c in packed
+            ]
         else:
             choices = sorted(_JSON.decode(answer).choices, key=lambda c: c.index)
             arrays = [
-                (np.array(c.token_ids, np.int32), c.finish_reason, self._logprobs(c) if logprobs else _NONE)
+                (
+                    np.array(c.token_ids, np.int32),
+                    c.finish_reason,
+                    self._logprobs(c) if logprobs else _NONE,
+                    None,
+                )
                 for c in choices
             ]
-        for tokens, _, values in arrays:
+        for tokens, finish, values, _ in arrays:
             if len(values) != (len(tokens) if logprobs else 0):
                 raise self._error(f"returned {len(values)} log-probs of {len(tokens)} tokens")
-        return [self._sample(*parts) for parts in arrays]
+            self._check_finish(finish, len(tokens), interruptible)
+            # -9999 is a missing one in vLLM's JSON.
+            if not np.all(values > -9999.0) or not np.all(values < np.inf):
+                raise self._error("returned a log-prob that is missing or not finite")
+        return [Sample(tokens, values, finish, version) for tokens, finish, values, version in arrays]
+
+    def _check_finish(self, finish: str, tokens: int, interruptible: bool) -> None:
+        if finish not in ("stop", "length") and not (interruptible and finish == "abort"):
+            raise EngineGone(f"engine {self.index} ended a response with {finish!r} after {tokens} tokens")
 
     def _logprobs(self, choice: _Choice) -> Floats:
         content = choice.logprobs.content if choice.logprobs else []
@@ -162,15 +184,6 @@ class EngineClient:
         if [entry.token for entry in content] != [f"token_id:{t}" for t in choice.token_ids]:
             raise self._error("returned log-probs of other tokens than it sampled")
         return np.array([entry.logprob for entry in content], np.float32)
-
-    def _sample(self, tokens: Tokens, finish: str, logprobs: Floats) -> Sample:
-        if finish not in ("stop", "length"):
-            raise EngineGone(
-                f"engine {self.index} ended a response with {finish!r} after {len(tokens)} tokens"
-            )
-        if not np.all(logprobs > -9999.0) or not np.all(logprobs < np.inf):  # -9999: missing in vLLM's JSON
-            raise self._error("returned a log-prob that is missing or not finite")
-        return Sample(tokens, logprobs, finish)
 
     async def post(self, path: str, json: Any | None = None, timeout: float | None = None) -> tuple[int, str]:
         """POST to any route; returns (status, text) for any status. Raises EngineGone without an answer."""

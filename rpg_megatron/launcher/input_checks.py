@@ -1,16 +1,21 @@
-"""Checks of a run's inputs before anything is started: data, lengths of prompts, reward function, disk space.
+"""Checks of a run's inputs before anything is started: data, lengths of prompts, reward function and other
+code of the user, disk space.
 
 They import no torch. Each raises UserError for what would end the run, and returns warnings for the rest.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.files import read_text
 from rpg_megatron.config.rollout import BUILT_IN_REWARDS, RewardSettings
@@ -19,6 +24,7 @@ from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rewards.pool import WorkerPool
 from rpg_megatron.system.dtypes import ITEM_BYTES
+from rpg_megatron.system.own_code import Wanted
 
 _MEASURED = 5000
 """Prompts whose length is measured; of more, as many spread over them."""
@@ -56,7 +62,7 @@ def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
     checks: list[Callable[[], list[str] | None]] = [lambda: check_disk(settings, shape)]
     if all(source.path is not None and source.path.exists() for source in sources):
         checks.append(lambda: check_data(settings))
-    checks.append(lambda: check_reward(settings.reward))
+    checks += [lambda: check_reward(settings.reward), lambda: check_own_code(settings)]
     for check in checks:
         try:
             found += check() or []
@@ -94,6 +100,8 @@ def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Pat
 
 def _group_warnings(settings: Settings) -> list[str]:
     kind = settings.advantage.type
+    if isinstance(settings.advantage, ImportedSettings):
+        return []
     if settings.rollout.samples_per_prompt > 1 or kind in ("batch_mean", "reinforce_plus_plus"):
         return []
     return [
@@ -107,6 +115,36 @@ def check_reward(reward: RewardSettings) -> None:
     if reward.type not in BUILT_IN_REWARDS:
         memory = int(reward.memory_gib * 1024**3)
         WorkerPool(reward.type, workers=0, deadline=reward.deadline, memory=memory).close()
+
+
+def check_own_code(settings: Settings) -> None:
+    """Check ``own_code``; another process imports it, since it may need torch. Raises UserError."""
+    wanted = list(own_code(settings))
+    if not wanted:
+        return
+    command = [sys.executable, "-P", "-m", "rpg_megatron.system.own_code"]
+    asked = json.dumps([item._asdict() for item in wanted])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout:
+        names = ", ".join(item.path for item in wanted)
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise UserError(f"importing {names} ended the process (exit code {done.returncode}): {last}; fix it")
+    if problems := json.loads(done.stdout):
+        raise UserError("\n".join(problems))
+
+
+def own_code(settings: Settings) -> Iterator[Wanted]:
+    """The code of the user that settings name by import path, except the reward function."""
+    if isinstance(settings.objective, ImportedSettings):
+        yield Wanted("objective", settings.objective.type, settings.objective.keywords, 0, makes=True)
+    if isinstance(settings.advantage, ImportedSettings):
+        yield Wanted("advantage", settings.advantage.type, settings.advantage.keywords, 3)
+    schedule, steps = settings.optimizer.schedule, settings.training.steps
+    if isinstance(schedule, ImportedSettings):
+        tries = tuple((step, steps) for step in range(1, steps + 1))
+        yield Wanted("optimizer.schedule", schedule.type, schedule.keywords, 2, tries=tries)
+    if settings.rollout.dynamic is not None and settings.rollout.dynamic.type != "mixed":
+        yield Wanted("rollout.dynamic", settings.rollout.dynamic.type, {}, 1)
 
 
 def check_disk(settings: Settings, shape: ModelShape) -> list[str]:

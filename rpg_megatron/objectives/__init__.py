@@ -14,6 +14,7 @@ from rpg_megatron.objectives.clip import Clip
 from rpg_megatron.objectives.corrections import Correction, rollout_correction
 from rpg_megatron.objectives.divergences import DIVERGENCES, Divergence, unnormalised_kl
 from rpg_megatron.objectives.rpg import LossOutput, rpg_loss
+from rpg_megatron.objectives.token_metrics import metric_key, takes_maximum
 
 __all__ = [
     "DIVERGENCES",
@@ -29,9 +30,11 @@ __all__ = [
     "group_advantages",
     "grpo_loss",
     "gspo_loss",
+    "metric_key",
     "ppo_loss",
     "reinforce_pp_loss",
     "rollout_correction",
     "rpg_loss",
+    "takes_maximum",
     "unnormalised_kl",
 ]

@@ -16,6 +16,7 @@ from rpg_megatron.objectives.clip import Clip, dual_bounds, dual_clip_loss
 from rpg_megatron.objectives.divergences import unnormalised_kl
 from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
 from rpg_megatron.objectives.rpg import LossOutput
+from rpg_megatron.objectives.token_metrics import ratio_metrics
 
 KLEstimator = Literal["k1", "k3", "k3_weighted"]
 
@@ -156,19 +157,11 @@ def gspo_loss(
 def _metrics(
     w: Tensor, log_u: Tensor, v: Tensor, advantage: Tensor, clip: Clip | None, clamped: Tensor
 ) -> dict[str, Tensor]:
-    with torch.no_grad():
-        none = torch.zeros_like(w, dtype=torch.bool)
-        if clip is None:
-            high = low = cut = none
-        elif clip.kind == "dual":
-            high, low, cut = dual_bounds(advantage, w, clip)
-        else:
-            high, low, cut = w > 1 + clip.high, w < 1 - clip.low, none
-        return {
-            "ratio": w.detach(),
-            "kl": unnormalised_kl(w, log_u, v).detach(),
-            "clip_high": high.to(w.dtype),
-            "clip_low": low.to(w.dtype),
-            "clip_c": cut.to(w.dtype),
-            "clamped": clamped.to(w.dtype),
-        }
+    none = torch.zeros_like(w, dtype=torch.bool)
+    if clip is None:
+        bounds = none, none, none
+    elif clip.kind == "dual":
+        bounds = dual_bounds(advantage, w, clip)
+    else:
+        bounds = w > 1 + clip.high, w < 1 - clip.low, none
+    return ratio_metrics(w, log_u, v, bounds, clamped)

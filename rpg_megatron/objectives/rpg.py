@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -14,21 +14,24 @@ from rpg_megatron.objectives.divergences import (
     Divergence,
     kl_component,
     kl_penalty,
-    unnormalised_kl,
 )
 from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
+from rpg_megatron.objectives.token_metrics import ratio_metrics
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """``per_token``: the loss, unreduced, shaped as the log-probs. ``metrics``: detached, of the same shape.
+    """``per_token``: the loss, unreduced, shaped as the log-probs. ``metrics``: of the same shape, any names.
 
-    Metrics: ``ratio`` (w), ``kl`` (unnormalised reverse KL to the anchor, nats), ``clip_high``, ``clip_low``,
-    ``clip_c`` (1 where that bound acted) and ``clamped`` (1 where a log-ratio was beyond the limit).
+    No metric is required. A name that ends in ``_max`` is reduced by the maximum over tokens, any other by
+    the mean; ``token_metrics.metric_key`` gives the key in metrics.jsonl. Our losses have ``ratio`` and
+    ``ratio_max`` (w), ``kl`` and ``kl_old`` (unnormalised reverse KL to the anchor and to the old policy,
+    nats), ``clip_high``, ``clip_low``, ``clip_c`` (1 where that bound acted) and ``clamped`` (1 where a
+    log-ratio was beyond the limit).
     """
 
     per_token: Tensor
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 def rpg_loss(
@@ -123,13 +126,5 @@ def rpg_loss(
             loss = loss + kl_penalty(divergence, w, log_u, v, beta)
         loss = loss * share
 
-    with torch.no_grad():
-        metrics = {
-            "ratio": w.detach(),
-            "kl": unnormalised_kl(w, log_u, v),
-            "clip_high": high.to(w.dtype),
-            "clip_low": low.to(w.dtype),
-            "clip_c": cut.to(w.dtype),
-            "clamped": (clamped_w | clamped_u | clamped_v).to(w.dtype),
-        }
-    return LossOutput(loss, {name: m.detach() for name, m in metrics.items()})
+    clamped = clamped_w | clamped_u | clamped_v
+    return LossOutput(loss, ratio_metrics(w, log_u, v, (high, low, cut), clamped))

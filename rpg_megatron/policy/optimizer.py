@@ -255,8 +255,3 @@ def use_training_point(optimizer: MegatronOptimizer, training: bool) -> None:
             inner.train() if training else inner.eval()
             if hasattr(part, "_copy_main_params_to_model_params"):  # 16-bit models have float32 main weights
                 part._copy_main_params_to_model_params()
-
-
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
-    """Learning rate of training step ``step`` (from 1): linear warm-up, then constant."""
-    return settings.lr * min(1.0, step / settings.warmup_steps) if settings.warmup_steps else settings.lr

@@ -21,7 +21,7 @@ from torch import Tensor
 from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_save
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.objectives import LossOutput, unnormalised_kl
+from rpg_megatron.objectives import LossOutput, takes_maximum
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
 from rpg_megatron.policy.logprobs import logprob_head
@@ -41,6 +41,7 @@ from rpg_megatron.policy.precision import (
     token_multiple,
     uses_transformer_engine,
 )
+from rpg_megatron.system.collectives import gather_objects
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
 """(log-probs [n], other data of these n response tokens) -> loss of each token."""
@@ -48,20 +49,6 @@ Aggregator = Callable[[Tensor, Tensor, int | None], tuple[Tensor, Tensor]]
 """(loss of each token [n], ``sequences`` [n] and ``sequence_count`` of ResponseTokens) -> (sum, count), which
 are added up over micro-batches and ranks.
 """
-
-_MEANS = (
-    "abs_loss",
-    "ratio",
-    "kl",
-    "kl_old",
-    "clip_high",
-    "clip_low",
-    "clip_c",
-    "clamped",
-    "correction_ratio",
-    "correction_hit",
-)
-"""Statistics of each update that are means over its response tokens."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +69,10 @@ class UpdateStats:
     tokens: int
     loss: float
     """Mean loss as the configured aggregation counts it."""
-    means: dict[str, float]
-    """Means over response tokens, see _MEANS; those of a correction are 0 if there is none."""
-    ratio_max: float
+    abs_loss: float
+    """Mean of |loss| over response tokens."""
+    metrics: dict[str, float]
+    """The loss's metrics over response tokens: the maximum if ``takes_maximum(name)``, else the mean."""
     grad_norm: float
     """Before clipping."""
     skipped: bool
@@ -133,6 +121,7 @@ class Policy:
         self.offloader = StateOffloader(self._models, self._optimizer)
         self.served = ExportedWeights(self.named_parameters())
         self._align = token_multiple(settings)
+        self._metrics: list[str] = []  # names of the loss's metrics, the same on all ranks
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under Megatron's names, layers numbered through the whole model."""
@@ -209,8 +198,14 @@ class Policy:
         sums = torch.stack([_gradient(p).sum() for _, p in self.named_parameters()])
         finite = torch.isfinite(sums).all().view(1)
         spoilt = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
-        dist.all_reduce(spoilt, op=dist.ReduceOp.MAX)
-        skipped = bool(spoilt)
+        # Ranks without the loss, such as early pipeline stages, learn the names of metrics from the others.
+        names = {name for report in reports for name in report["metrics"]}
+        unknown = torch.full_like(spoilt, float(not names.issubset(self._metrics)))
+        flags = torch.cat([spoilt, unknown])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        skipped, renamed = flags.bool().tolist()
+        if renamed:
+            self._metrics = sorted(set(self._metrics).union(*gather_objects(names)))
         if not skipped:
             self._optimizer.step()
         return self._reduce(reports, grad_norm, skipped=skipped)
@@ -279,7 +274,7 @@ class Policy:
 
     def _sum_loss(
         self, output: Tensor, micro_batch: MicroBatch, loss: TokenLoss, aggregator: Aggregator
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """The loss function for Megatron, which divides by the global count: (sum, count, report).
 
         All context ranks compute the loss of full sequences, and each propagates the gradient of its
@@ -293,19 +288,33 @@ class Policy:
         # int: Megatron sums the counts in an integer tensor.
         return total, count.int() * (self.mesh.context_rank == 0), report
 
-    def _reduce(self, reports: list[dict[str, Tensor]], grad_norm: float, *, skipped: bool) -> UpdateStats:
-        """Sum the micro-batches' reports over all ranks; one rank of each replica contributes."""
-        sums = torch.zeros(len(_MEANS) + 3, dtype=torch.float64, device=self.device)
-        largest = torch.zeros(1, dtype=torch.float64, device=self.device)
-        if self.mesh.reports:
-            for report in reports:
-                sums += report["sums"]
-                largest = torch.maximum(largest, report["largest"])
+    def _reduce(self, reports: list[dict[str, Any]], grad_norm: float, *, skipped: bool) -> UpdateStats:
+        """Combine the micro-batches' reports over all ranks; one rank of each replica contributes."""
+        maxima = [name for name in self._metrics if takes_maximum(name)]
+        means = [name for name in self._metrics if not takes_maximum(name)]
+        sums = torch.zeros(4 + len(means), dtype=torch.float64, device=self.device)
+        largest = torch.full((len(maxima),), -math.inf, dtype=torch.float64, device=self.device)
+        absent = sums.new_zeros(())
+        for report in reports if self.mesh.reports else []:
+            found = report["metrics"]
+            sums += torch.cat([report["sums"], *[found.get(name, absent).view(1) for name in means]])
+            for i, name in enumerate(maxima):
+                if name in found:
+                    largest[i] = torch.maximum(largest[i], found[name])
         dist.all_reduce(sums)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        ratio_max, loss, count, tokens, *values = torch.cat([largest, sums]).tolist()
-        means = {name: value / max(tokens, 1) for name, value in zip(_MEANS, values, strict=True)}
-        return UpdateStats(int(tokens), loss / max(count, 1), means, ratio_max, grad_norm, skipped)
+        if maxima:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        values = torch.cat([sums, largest]).tolist()
+        (loss, count, tokens, abs_loss), values = values[:4], values[4:]
+        metrics = {name: value / max(tokens, 1) for name, value in zip(means, values, strict=False)}
+        # Without a token there is no maximum.
+        metrics |= {
+            name: 0.0 if value == -math.inf else value
+            for name, value in zip(maxima, values[len(means) :], strict=True)
+        }
+        return UpdateStats(
+            int(tokens), loss / max(count, 1), abs_loss / max(tokens, 1), metrics, grad_norm, skipped
+        )
 
 
 def _gradient(p: Any) -> Tensor:
@@ -314,15 +323,16 @@ def _gradient(p: Any) -> Tensor:
     return gradient
 
 
-def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Tensor]:
-    """Sums over the response tokens of a micro-batch, and the largest ratio."""
-    w = out.metrics["ratio"]
-    # KL to the policy at the start of the step, independent of the anchor.
-    kl_old = unnormalised_kl(w, w.log(), torch.ones_like(w))
-    columns = {"abs_loss": out.per_token.detach().abs(), "kl_old": kl_old, **out.metrics}
-    absent = total.new_zeros((), dtype=torch.float64)
-    means = [columns[name].double().sum() if name in columns else absent for name in _MEANS]
-    tokens = absent + out.per_token.numel()
-    sums = torch.stack([total.detach().double(), count.double(), tokens, *means])
-    ratio = columns["ratio"].double()
-    return {"sums": sums, "largest": ratio.max().view(1) if ratio.numel() else ratio.new_zeros(1)}
+def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Any]:
+    """Of a micro-batch: ``sums`` (loss, count, tokens, |loss|), and each metric's sum or maximum. float64."""
+    tokens = torch.full_like(total, out.per_token.numel(), dtype=torch.float64)
+    absolute = out.per_token.detach().abs().double().sum()
+    sums = torch.stack([total.detach().double(), count.double(), tokens, absolute])
+    metrics = {}
+    for name, values in out.metrics.items():
+        each = values.detach().double()
+        if takes_maximum(name):
+            metrics[name] = each.max() if each.numel() else each.new_full((), -math.inf)
+        else:
+            metrics[name] = each.sum()
+    return {"sums": sums, "metrics": metrics}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import json
 import os
 import resource
@@ -27,6 +26,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rpg_megatron.system.import_path import load_function
+
 _PR_SET_PDEATHSIG = 1
 _MAX_GROWTH = 256 * 1024
 """Growth of a worker's memory, in KiB, after which it is replaced."""
@@ -34,28 +35,6 @@ _MAX_DETAIL = 300
 """Characters of an exception's message that are kept."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Import ``module:function``. Raises ValueError if that fails, or if it is not callable."""
-    module, _, attribute = name.partition(":")
-    if "" not in sys.path and not module.startswith("rpg_megatron."):
-        sys.path.insert(0, "")  # the working directory, for a function in a file next to the config
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as e:
-        raise ValueError(
-            f"{name}: there is no module {e.name!r}; add its folder to PYTHONPATH, or start in that folder"
-        ) from None
-    except AttributeError:
-        raise ValueError(f"{name}: the module {module} has no {attribute!r}; check the name") from None
-    except Exception as e:
-        raise ValueError(
-            f"{name}: importing {module} fails: {type(e).__name__}: {e}; fix the module"
-        ) from None
-    if not callable(function):
-        raise ValueError(f"{name}: is a {type(function).__name__}, not a function; name a function")
-    return function
 
 
 def serve(connection: Connection, function: Callable[..., Any]) -> None:

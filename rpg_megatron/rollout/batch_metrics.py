@@ -1,12 +1,35 @@
-"""Metrics of a batch of groups: rewards, groups without a signal, lengths."""
+"""A batch of groups: its index, and its metrics (rewards, groups without a signal, lengths)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.rollout.dynamic_sampling import Group
+
+
+def index_of_groups(
+    groups: Sequence[Group], worker_of: Callable[[int], int], numbers: Sequence[int] | None = None
+) -> BatchIndex:
+    """The index of graded groups. worker_of: worker of a prompt. numbers: of the groups; None: 0, 1, 2..."""
+
+    def column(values: list[int]) -> NDArray[np.int64]:
+        return np.array(values, np.int64)
+
+    named = zip(numbers or range(len(groups)), groups, strict=True)
+    each = [(number, g, sample) for number, g in named for sample in range(g.task.samples)]
+    return BatchIndex(
+        worker=column([worker_of(g.task.prompt_id) for _, g, _ in each]),
+        ticket=column([g.task.ticket for _, g, _ in each]),
+        group=column([number for number, _, _ in each]),
+        sample=column([sample for _, _, sample in each]),
+        prompt_length=column([len(g.task.prompt) for _, g, _ in each]),
+        response_length=column([n for g in groups for n in g.scores.lengths]),
+        reward=np.array([r for g in groups for r in g.scores.rewards], np.float64),
+    )
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:

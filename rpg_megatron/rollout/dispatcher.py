@@ -18,8 +18,10 @@ from rpg_megatron.rollout.engine_pool import EnginePool, Replica
 from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask, GroupWorker
 from rpg_megatron.rollout.remote_worker import WorkerGone
 
-_OVERSUBSCRIPTION = 1.25
+OVERSUBSCRIPTION = 1.25
 """Responses asked of an engine, relative to those it decodes at once, so that it never waits for a prompt."""
+OVERSUBSCRIPTION_AHEAD = 2.0
+"""With ``rollout.ahead``: a group counts until its longest response ends, and there is always a next one."""
 
 
 class _Job:
@@ -37,9 +39,20 @@ class _Job:
 class Dispatcher:
     """The groups under way, and those whose trajectories the workers keep. For one event loop."""
 
-    def __init__(self, pool: EnginePool, workers: Sequence[GroupWorker], max_sequences: int):
-        """max_sequences: responses that an engine decodes at once."""
-        self._pool, self._workers, self._max_sequences = pool, workers, max_sequences
+    def __init__(
+        self,
+        pool: EnginePool,
+        workers: Sequence[GroupWorker],
+        max_sequences: int,
+        keep: Path | None = None,
+        oversubscription: float = OVERSUBSCRIPTION,
+    ):
+        """max_sequences: responses that an engine decodes at once. oversubscription: responses asked of it,
+        relative to that. keep: a folder in which graded groups are kept for the case that their worker dies.
+        None: they are generated again, which gives the same only with the same weights.
+        """
+        self._pool, self._workers, self._max_sequences, self._keep = pool, workers, max_sequences, keep
+        self._most = int(oversubscription * max_sequences)
         self._jobs: dict[int, _Job] = {}
         self._queue: list[tuple[int, int, _Job]] = []
         self._numbers = itertools.count()
@@ -64,6 +77,28 @@ class Dispatcher:
         self._enqueue(job)
         return job.graded
 
+    async def generate_on(self, replica: Replica, task: GroupTask) -> GroupScores | None:
+        """Generate a group on one engine, past the queue; None if the engine fails.
+
+        Once it is complete it is not generated again: the engine may have other weights then.
+        """
+        incarnation, version = replica.incarnation, replica.version
+        job = self._jobs[task.ticket] = _Job(task, self.worker_of(task.prompt_id), lambda: None)
+        while self._pool.check(replica, incarnation) and replica.version == version:
+            try:
+                done = await self._worker(job).generate(task, replica.index, incarnation)
+                if done.failure:
+                    self._pool.mark_failed(replica, incarnation, done.failure)
+                if not done.complete:
+                    break
+                scores = await self._worker(job).score(task.ticket)
+                await self._keep_on_disk(job)
+            except WorkerGone:
+                continue
+            job.busy = False
+            return scores
+        return None
+
     async def answers(self, task: GroupTask) -> GroupAnswers:
         """The texts and verdicts of a group that is graded."""
         while True:
@@ -75,6 +110,9 @@ class Dispatcher:
     async def forget(self, tickets: Sequence[int]) -> None:
         """Drop groups, finished or not."""
         found = [self._jobs.pop(ticket) for ticket in tickets if ticket in self._jobs]
+        for job in found:
+            if job.file is not None and job.file.parent == self._keep:
+                job.file.unlink(missing_ok=True)
         for number, worker in enumerate(self._workers):
             mine = [job.task.ticket for job in found if job.number == number]
             if mine:
@@ -186,7 +224,7 @@ class Dispatcher:
             return None
         least = min(serving, key=lambda replica: replica.load)
         at_once = min(samples, self._max_sequences)
-        groups = max(1, -(-int(_OVERSUBSCRIPTION * self._max_sequences) // at_once))
+        groups = max(1, -(-self._most // at_once))
         return least if least.load < groups * samples else None
 
     async def _generate(self, job: _Job, replica: Replica) -> None:
@@ -222,6 +260,7 @@ class Dispatcher:
     async def _finish(self, job: _Job) -> None:
         try:
             scores = await self._worker(job).score(job.task.ticket)
+            await self._keep_on_disk(job)
         except WorkerGone:
             self._enqueue(job)
         except Exception as e:
@@ -230,6 +269,13 @@ class Dispatcher:
             job.busy = False
             if not job.graded.done():
                 job.graded.set_result(scores)
+
+    async def _keep_on_disk(self, job: _Job) -> None:
+        ticket = job.task.ticket
+        if self._keep is not None and job.file is None and ticket in self._jobs:
+            file = self._keep / f"group_{ticket}.parquet"
+            await self._worker(job).save([ticket], file)
+            job.file = file
 
     async def _reload(self, jobs: Sequence[_Job], file: Path) -> None:
         try:

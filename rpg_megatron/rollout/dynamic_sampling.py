@@ -1,19 +1,21 @@
 """Dynamic sampling (DAPO): drop groups without a learning signal, sample prompts until the step is full.
 
 A group whose responses are all right or all wrong is dropped: its rewards are equal, unless a penalty or a
-dense reward tells them apart. Surplus groups come first in the next step, or are dropped
-(``rollout.dynamic.surplus``).
+dense reward tells them apart; ``rollout.dynamic.type`` may name a function of the user that decides by the
+rewards. Surplus groups come first in the next step, or are dropped (``rollout.dynamic.surplus``).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
+from rpg_megatron.system.own_code import Wanted, load_own
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +24,22 @@ class Group:
 
     task: GroupTask
     scores: GroupScores
+
+
+def keeps(settings: RolloutSettings, scores: GroupScores) -> bool:
+    """Whether a group is trained on: with dynamic sampling, if it has both right and wrong responses, or as
+    the user's function says. Raises UserError if that cannot be imported.
+    """
+    if settings.dynamic is None:
+        return True
+    if settings.dynamic.type == "mixed":
+        return 0 < sum(scores.correct) < len(scores.correct)
+    return bool(_load_filter(settings.dynamic.type)(scores))
+
+
+@functools.cache
+def _load_filter(path: str) -> Callable[..., object]:
+    return load_own(Wanted("rollout.dynamic", path, {}, 1))
 
 
 class DynamicSampler:
@@ -51,7 +69,7 @@ class DynamicSampler:
         if self._dynamic is None:
             return missing
         if self._rounds == self._dynamic.rounds:
-            raise UserError(self._not_full_message(step, self._dynamic.rounds))
+            raise self.not_full(step, self._dynamic.rounds)
         return math.ceil(missing * self._dynamic.oversample)
 
     def add(self, groups: Sequence[Group]) -> None:
@@ -65,7 +83,7 @@ class DynamicSampler:
             self._responses += len(correct)
             self._all_right += right == len(correct)
             self._all_wrong += right == 0
-            if self._dynamic is None or 0 < right < len(correct):
+            if keeps(self._settings, group.scores):
                 self._groups.append(group)
             else:
                 self._dropped.append(group)
@@ -97,12 +115,21 @@ class DynamicSampler:
         drop = self._dynamic is not None and self._dynamic.surplus == "drop"
         return [] if drop else self._groups[self._settings.prompts_per_step :]
 
-    def _not_full_message(self, step: int, rounds: int) -> str:
+    def not_full(self, step: int, rounds: int) -> UserError:
+        """The error after so many rounds."""
         easy = self._all_right > self._all_wrong
-        return (
+        # Sampling ahead replaces each rejected group at once.
+        keys = "rollout.dynamic.rounds" + ("" if self._settings.ahead else ", rollout.dynamic.oversample")
+        if self._dynamic is not None and self._dynamic.type != "mixed":
+            return UserError(
+                f"step {step}: after {rounds} rounds of dynamic sampling {self._dynamic.type} has kept "
+                f"{len(self._groups)} of {self._settings.prompts_per_step} groups (sampled "
+                f"{self._generated}); keep more, or raise {keys} or rollout.samples_per_prompt"
+            )
+        return UserError(
             f"step {step}: after {rounds} rounds of dynamic sampling {len(self._groups)} of "
             f"{self._settings.prompts_per_step} groups have both right and wrong responses (sampled "
             f"{self._generated}: {self._all_right} all right, {self._all_wrong} all wrong). The prompts or "
             f"the reward are too {'easy' if easy else 'hard'} for the model: use other data, or raise "
-            "rollout.dynamic.rounds, rollout.dynamic.oversample or rollout.samples_per_prompt"
+            f"{keys} or rollout.samples_per_prompt"
         )

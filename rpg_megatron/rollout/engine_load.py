@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
+from rpg_megatron.system.timeline import Timeline
 
 ENGINES = "engines.jsonl"
 """File in the run's folder with the use of each engine in each step."""
@@ -62,6 +64,31 @@ class EngineLoad:
         sampled = self._samples > 0
         self._reset()
         return row if sampled else {}
+
+
+class EngineTimeline:
+    """The engines' rows of the timeline: one for all engines, at most every ``seconds``."""
+
+    def __init__(self, timeline: Timeline, engines: int, seconds: float):
+        self._timeline, self._seconds = timeline, seconds
+        self._written = -math.inf
+        self._sampled = [-math.inf] * engines
+        self._values: list[Mapping[str, float]] = [{}] * engines
+
+    def add(self, index: int, values: Mapping[str, float], now: float) -> None:
+        """Add a sample of engine ``index``. values, now: as in ``EngineLoad.add``."""
+        self._sampled[index], self._values[index] = now, values
+        if now < self._written + self._seconds:
+            return
+        self._written = now
+        self._timeline.write(
+            {"time": round(time.time(), 2), "running": self._of(RUNNING), "waiting": self._of(WAITING)}
+        )
+
+    def _of(self, name: str) -> list[int | None]:
+        latest = self._written - 3 * self._seconds  # an engine that is away has no sample since
+        pairs = zip(self._sampled, self._values, strict=True)
+        return [int(values.get(name, 0)) if at >= latest else None for at, values in pairs]
 
 
 def summarise(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,14 +19,17 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.engine.client import EngineClient, EngineError
 from rpg_megatron.engine.restarts import ask_restart, incarnation_of, note_answer, set_gpu_owner
-from rpg_megatron.rollout.engine_load import EngineLoad, append_rows, summarise
+from rpg_megatron.rollout.engine_load import EngineLoad, EngineTimeline, append_rows, summarise
 from rpg_megatron.rollout.sampler_client import SyncResult
 from rpg_megatron.system.tasks import run_all
+from rpg_megatron.system.timeline import TIMELINE, Timeline
 
 logger = logging.getLogger("rpg_megatron.sampler")
 
 _POLL_SECONDS = 0.2
 _PROBE_SECONDS = 2.0
+_PROBES_A_SECOND = 32
+"""Of all engines together, so that many of them do not take this process's time."""
 _LEAST_SECONDS = 0.5
 _LATE_SECONDS = 10.0
 """If a time limit ends that much too late, this process was stopped itself, and the answer may be waiting."""
@@ -79,8 +82,12 @@ class EnginePool:
         clients: Sequence[EngineClient],
         work: Path,
         usage_file: Path | None = None,
+        *,
+        interrupt: bool = False,
     ):
-        """work: the folder shared with the launcher. usage_file: gets a line for each engine and step."""
+        """work: the folder shared with the launcher. usage_file: gets a line for each engine and step;
+        the timeline is beside it. interrupt: a sync ends running requests; otherwise there must be none.
+        """
         self.replicas = [Replica(client) for client in clients]
         self.version: int | None = None
         """Version that the engines should serve; None before the first sync."""
@@ -90,23 +97,32 @@ class EnginePool:
         """Set when an engine starts to serve the weights of the step."""
         self.resent = 0
         """Number of requests that were sent again."""
-        self._settings = settings
+        self.on_synced: Callable[[Replica, int], None] = lambda replica, version: None
+        """Called for each engine that has new weights, just before it gets requests."""
+        self._settings, self._interrupt = settings, interrupt
         self._work, self._usage_file = work, usage_file
         self._restarts_counted = 0
+        probed = max(_PROBE_SECONDS, len(clients) / _PROBES_A_SECOND)
+        self._probe_seconds = min(probed, settings.health_timeout / 4)
+        self._timeline = EngineTimeline(_open_timeline(usage_file), len(clients), self._probe_seconds)
+
+    def begin(self, version: int) -> None:
+        """No engine gets a request until it serves the weights ``version``."""
+        self.version = version
+        for replica in self.replicas:
+            replica.serving.clear()
 
     async def sync(self, manifest: Manifest, version: int, *, again: bool) -> SyncResult:
         """Load the published weights into the engines, all at the same time.
 
-        again: the version has not changed; only engines that do not serve it yet are synced.
+        again: ``begin`` was called for this version; only engines that do not serve it yet are synced.
         Waits for engines that start with the run. Engines that are being restarted are left out, and set
         ``returned`` later. An engine that fails during the sync is reported to the launcher.
         Raises EngineError if an engine does not start.
         """
         set_gpu_owner(self._work, trainers=False)
         if not again:
-            self.version = version
-            for replica in self.replicas:
-                replica.serving.clear()
+            self.begin(version)
         self.returned.clear()
         self.refresh()
         result = SyncResult()
@@ -133,6 +149,7 @@ class EnginePool:
                 if self.check(replica, incarnation):
                     result.reports.append(report)
                     replica.version = version
+                    self.on_synced(replica, version)
                     self._set_serving(replica)
 
         await run_all([one(replica) for replica in self.replicas if not replica.serving.is_set()])
@@ -148,6 +165,7 @@ class EnginePool:
                 engine_tensor=self._settings.tensor,
                 timeout=self._settings.request_timeout,
                 asleep=self._settings.colocated,
+                interrupt=self._interrupt,
             )
         finally:
             replica.link_timeout = 0.0
@@ -198,6 +216,10 @@ class EnginePool:
 
         self.refresh()
         await run_all([one(replica) for replica in self.replicas])
+
+    def is_serving(self) -> bool:
+        """Whether any engine gets requests."""
+        return any(replica.serving.is_set() for replica in self.replicas)
 
     def expect(self, version: int | None) -> None:
         """Call it before sending requests: check that ``version`` is the one that was synced last.
@@ -293,7 +315,7 @@ class EnginePool:
         await replica.client.wait_ready(self._settings.start_timeout)
         replica.usage = EngineLoad()
         allowed = self._settings.health_timeout
-        interval = min(_PROBE_SECONDS, allowed / 4)
+        interval = self._probe_seconds
         since: float | None = None  # when it was first asked without an answer
         while True:
             await asyncio.sleep(interval)
@@ -304,7 +326,9 @@ class EnginePool:
             now = time.monotonic()
             if well and not replica.is_away:
                 with suppress(EngineError, ValueError):  # a sample less
-                    replica.usage.add(await replica.client.metrics(_PROBE_SECONDS), time.monotonic())
+                    values = await replica.client.metrics(_PROBE_SECONDS)
+                    replica.usage.add(values, time.monotonic())
+                    self._timeline.add(replica.index, values, time.monotonic())
             # A worker may wait for a trainer's message as long as the transport allows.
             limit = max(allowed, replica.link_timeout)
             if well or incarnation != replica.incarnation or now > asked + left + _LATE_SECONDS:
@@ -313,3 +337,10 @@ class EnginePool:
                 key = "engine.health_timeout" if limit == allowed else "bridge.timeout"
                 reason = f"engine {replica.index} hangs: its core did not answer for {limit:.0f} s ({key})"
                 self._ask_restart(replica, incarnation, reason)
+
+
+def _open_timeline(usage_file: Path | None) -> Timeline:
+    def warn(error: OSError) -> None:  # training does not depend on it
+        logger.warning("%s; the timeline misses polls of the engines", error)
+
+    return Timeline(usage_file.with_name(TIMELINE) if usage_file else None, warn, rotates=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from rpg_megatron.data.trajectory import Tokens, Trajectory
 
@@ -27,17 +29,21 @@ class GroupTask(msgspec.Struct, frozen=True):
     max_tokens: int
     """Token limit of a response."""
     version: int
-    """Version of the weights that the engines serve."""
+    """Version of the weights that the engines serve, for engines that do not tell it themselves."""
     temperature: float = 1.0
     top_p: float = 1.0
     logprobs: bool = True
+    interruptible: bool = False
+    """A weight update ends its requests; they go on with the new weights."""
+    graded: bool = True
+    """Whether responses get a reward."""
 
 
 class Generated(msgspec.Struct, frozen=True):
     """Result of one engine's work on a group."""
 
     complete: bool
-    """Whether all responses are there; if not, the engine failed."""
+    """Whether all responses are there; if not, the engine failed or its weights are updated."""
     resent: int = 0
     """Number of requests that have to be sent again."""
     failure: str = ""
@@ -54,6 +60,14 @@ class GroupScores(msgspec.Struct, frozen=True):
     truncated: list[bool]
     parts: dict[str, list[float]]
     """Components of the rewards."""
+    versions: dict[int, int] = {}
+    """Number of tokens that each version of the weights sampled."""
+    segments: int = 0
+    """Pieces of responses that one version sampled."""
+    mixed: int = 0
+    """Responses of several versions."""
+    recomputed: int = 0
+    """Tokens of prompts and responses that were computed again after a weight update."""
 
 
 class GroupAnswers(msgspec.Struct, frozen=True):
@@ -108,10 +122,24 @@ class GroupWorker(Protocol):
 
 def scores_of(group: list[Trajectory]) -> GroupScores:
     """The scores of a group's trajectories."""
+    versions: Counter[int] = Counter()
+    segments = mixed = recomputed = 0
+    for t in group:
+        starts = [0, *(np.flatnonzero(np.diff(t.versions)) + 1).tolist()]
+        for start, end in zip(starts, [*starts[1:], len(t.versions)], strict=True):
+            if end > start:
+                versions[int(t.versions[start])] += end - start
+        segments += len(starts)
+        mixed += len(starts) > 1
+        recomputed += sum(len(t.prompt) + start for start in starts[1:])
     return GroupScores(
         lengths=[len(t.response) for t in group],
         rewards=[t.reward for t in group],
         correct=[t.correct for t in group],
         truncated=[t.finish == "length" for t in group],
         parts={name: [t.parts[name] for t in group] for name in group[0].parts},
+        versions=dict(versions),
+        segments=segments,
+        mixed=mixed,
+        recomputed=recomputed,
     )

@@ -14,8 +14,8 @@ from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.rollout.seeds import seed_of
 from rpg_megatron.system.tasks import run_all
 
-_FIRST_TICKET = 1 << 62
-"""The tickets of evaluations: those of rollouts must not depend on them."""
+_FIRST_TICKET = -(1 << 62)
+"""The tickets of evaluations: before those of rollouts, since the trainer waits for it."""
 
 
 class HeldOut:

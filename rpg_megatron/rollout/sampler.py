@@ -18,33 +18,28 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE
-from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.prompts import (
-    Prompt,
-    PromptStream,
     decoder_of,
     load_prompts,
     load_tokenizer,
     save_decoder,
     without_torch,
 )
-from rpg_megatron.data.rollout_files import write_rollouts
-from rpg_megatron.data.trajectory import from_row
-from rpg_megatron.engine.command import TOKEN_VARIABLE, context_length
+from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.evaluation.results import EvalResult
-from rpg_megatron.rollout.batch_metrics import batch_metrics
-from rpg_megatron.rollout.dispatcher import Dispatcher
+from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
+from rpg_megatron.rollout.carried_groups import CarriedGroups
+from rpg_megatron.rollout.dispatcher import OVERSUBSCRIPTION, OVERSUBSCRIPTION_AHEAD, Dispatcher
 from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, Group
 from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.groups import GroupTask, GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
+from rpg_megatron.rollout.probes import Probes
+from rpg_megatron.rollout.producer import RolloutProducer
 from rpg_megatron.rollout.remote_worker import RemoteWorker
 from rpg_megatron.rollout.sampler_client import (
     SOCKET,
@@ -52,7 +47,8 @@ from rpg_megatron.rollout.sampler_client import (
     RolloutBatch,
     SyncResult,
 )
-from rpg_megatron.rollout.seeds import seed_of, stop_tokens
+from rpg_megatron.rollout.seeds import stop_tokens
+from rpg_megatron.rollout.task_stream import TaskStream
 from rpg_megatron.rollout.worker import DECODER, Worker, engine_clients
 from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.system.messages import Server
@@ -71,22 +67,32 @@ class Sampler:
         pool: EnginePool,
         workers: Sequence[GroupWorker],
         events: EventSender,
+        work: Path,
     ):
-        """run: the run's folder, for groups that are carried over to the next step."""
-        self._settings, self._run = settings, run
-        self._pool, self._events = pool, events
+        """run: the run's folder, for groups that are carried over to the next step. work: a folder for groups
+        that are sampled ahead, which ends with the run.
+        """
+        self._settings, self._pool, self._events = settings, pool, events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
-        self._context = context_length(settings)
         prompts = load_prompts(settings.data, tokenizer)
-        self._prompts = {prompt.id: prompt for prompt in prompts}
-        self._stream = PromptStream(prompts, settings.seed, settings.data.weights)
-        self.dispatcher = Dispatcher(pool, workers, settings.engine.max_sequences)
-        self._next_ticket = 0
-        self._surplus: list[Group] = []
-        """Surplus groups of dynamic sampling in the last step."""
-        self._files: dict[int, Path] = {}
-        """Where they are on disk, by ticket."""
+        self._stream = TaskStream(settings, prompts)
+        ahead = settings.rollout.ahead > 0
+        keep = work if ahead and len(workers) > 1 else None
+        more = OVERSUBSCRIPTION_AHEAD if ahead else OVERSUBSCRIPTION
+        self.dispatcher = Dispatcher(pool, workers, settings.engine.max_sequences, keep, more)
+        self._carried = CarriedGroups(run / "rollouts", self.dispatcher, self._stream)
+        self._producer: RolloutProducer | None = None
+        self._probes: Probes | None = None
+        if ahead:
+            self._producer = RolloutProducer(settings, self.dispatcher, self._stream)
+            if settings.guards.mismatch != "off":
+                self._probes = Probes(settings, self.dispatcher, prompts)
+                pool.on_synced = self._probes.begin
+        self._position: dict[str, Any] = self._stream.position()
+        """After the last batch."""
+        self._drained_seconds = 0.0
+        """How long the last sync waited for what was sampled ahead."""
         self._used: list[int] = []
         """Tickets of the last step, until the leaders have their trajectories."""
         self._heldout: HeldOut | None = None
@@ -135,6 +141,14 @@ class Sampler:
 
     async def sync(self, manifest: Manifest, version: int, again: bool) -> SyncResult:
         """Load the published weights into the engines; see ``EnginePool.sync``."""
+        if self._producer is not None and not again:
+            if self._settings.rollout.inflight == "drain":
+                began = time.monotonic()
+                await self._producer.drained(self._pool.is_serving)
+                self._drained_seconds = time.monotonic() - began
+            self._pool.begin(version)
+            self._producer.admit(version)
+            again = True
         return await self._pool.sync(manifest, version, again=again)
 
     async def sleep(self, level: int) -> None:
@@ -155,44 +169,21 @@ class Sampler:
         await self.dispatcher.forget(used)
 
     async def state(self) -> dict[str, Any]:
-        """State for a checkpoint, JSON-serialisable: position in the data, and where surplus groups are."""
-        surplus = [
-            {"ticket": g.task.ticket, "prompt": g.task.prompt_id, "file": self._files[g.task.ticket].name}
-            for g in self._surplus
-        ]
-        return {"stream": self._stream.state(), "next_ticket": self._next_ticket, "surplus": surplus}
+        """State for a checkpoint, JSON-serialisable: position in the data, and where surplus groups are.
+
+        What is sampled ahead is after the position.
+        """
+        return self._position | self._carried.state()
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state()`` returned. Raises UserError if a surplus group is no longer there."""
-        self._stream.restore(state["stream"])
-        self._next_ticket = state.get("next_ticket", 0)
-        await self.dispatcher.forget([*self._used, *(g.task.ticket for g in self._surplus)])
-        self._surplus, self._used, self._files = [], [], {}
-        tasks: dict[Path, list[GroupTask]] = {}
-        for group in self._adopt(state["surplus"]):
-            file = self._files[group["ticket"]] = self._run / "rollouts" / group["file"]
-            task = self._task(self._prompts[group["prompt"]], group["ticket"], 0, 0, 0)
-            tasks.setdefault(file, []).append(task)
-        for file, some in tasks.items():
-            scores = await self.dispatcher.load(some, file)
-            self._surplus += [Group(task, found) for task, found in zip(some, scores, strict=True)]
-        self._surplus.sort(key=lambda group: group.task.ticket)
-
-    def _adopt(self, surplus: list[Any]) -> list[dict[str, Any]]:
-        """Surplus groups of a state. An earlier version had their rows in it: these are written to a file."""
-        if not surplus or isinstance(surplus[0], dict):
-            return surplus
-        file = self._run / "rollouts" / "carried_earlier.parquet"
-        found, trajectories = [], []
-        for rows in surplus:
-            ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-            group = [from_row(row) for row in rows]
-            for t in group:
-                t.group = ticket
-            trajectories += group
-            found.append({"ticket": ticket, "prompt": group[0].prompt_id, "file": file.name})
-        write_rollouts(file, trajectories)
-        return found
+        self._stream.restore(state)
+        used, self._used = self._used, []
+        await self.dispatcher.forget(used)
+        await self._carried.restore(state)
+        self._position = self._stream.position()
+        if self._producer is not None:
+            await self.dispatcher.forget(self._producer.reset(self._position, self._carried.groups))
 
     async def _start(self, request: Coroutine[Any, Any, Any]) -> Any:
         if self._request is not None:  # of a client that disconnected
@@ -205,34 +196,45 @@ class Sampler:
     async def _rollout(self, step: int, version: int) -> RolloutBatch:
         started, reward_seconds, start = time.monotonic(), 0.0, 0
         await self.release()
-        dynamic = DynamicSampler(self._settings.rollout, self._surplus)
+        if self._producer is not None:
+            return await self._next_batch(self._producer, step)
+        dynamic = DynamicSampler(self._settings.rollout, self._carried.groups)
         while count := dynamic.prompts_needed(step):
-            prompts = self._stream.take(count)
-            groups, seconds = await self._sample_groups(prompts, start, step, version)
+            groups, seconds = await self._sample_groups(self._stream.take(count, start, step, version))
             dynamic.add(groups)
             reward_seconds += seconds
             start += count
-        groups, self._surplus, dropped = dynamic.result()
+        groups, surplus, dropped = dynamic.result()
         await self.dispatcher.forget([g.task.ticket for g in dropped])
-        await self._write_surplus(step)
+        await self._carried.put(surplus, step)
+        self._position = self._stream.position()
         self._used = [g.task.ticket for g in groups]
-        index = self._index(groups)
+        index = index_of_groups(groups, self.dispatcher.worker_of)
         seconds = time.monotonic() - started
         metrics = batch_metrics(groups) | dynamic.metrics() | await self.dispatcher.counts()
         metrics |= {"time/rollout": seconds - reward_seconds, "time/reward": reward_seconds}
         return RolloutBatch(index, metrics, seconds, await self.state())
 
-    async def _sample_groups(
-        self, prompts: list[Prompt], start: int, step: int, version: int
-    ) -> tuple[list[Group], float]:
-        """Graded groups in the order of the prompts, and seconds from the last response to the last score.
+    async def _next_batch(self, producer: RolloutProducer, step: int) -> RolloutBatch:
+        """The step's groups, of those that are sampled ahead."""
+        started, probes, probed = time.monotonic(), None, list[Group]()
+        if self._probes is not None:
+            probed, probes = await self._probes.collect()
+        batch = await producer.next_batch(
+            step, lambda done, total: self._events.phase("rollout", done, total)
+        )
+        self._used = [g.task.ticket for g in (*batch.groups, *probed)]
+        self._position = batch.position
+        self._carried.keep(batch.ready)
+        seconds = time.monotonic() - started
+        waited, self._drained_seconds = seconds + self._drained_seconds, 0.0
+        metrics = batch_metrics(batch.groups) | batch.metrics | await self.dispatcher.counts()
+        metrics |= {"time/rollout": seconds, "time/reward": 0.0, "async/trainer_waited": waited}
+        index = index_of_groups(batch.groups, self.dispatcher.worker_of)
+        return RolloutBatch(index, metrics, seconds, await self.state(), probes)
 
-        start: index of the first prompt in the step; the seeds depend on it.
-        """
-        tasks = []
-        for i, prompt in enumerate(prompts):
-            tasks.append(self._task(prompt, self._next_ticket, start + i, step, version))
-            self._next_ticket += 1
+    async def _sample_groups(self, tasks: list[GroupTask]) -> tuple[list[Group], float]:
+        """Graded groups in their order, and seconds from the last response to the last score."""
         done, generated = 0, time.monotonic()
         self._events.phase("rollout", 0, len(tasks))
 
@@ -249,31 +251,6 @@ class Sampler:
         groups = [Group(task, found) for task, found in zip(tasks, scores, strict=True)]
         return groups, time.monotonic() - generated
 
-    async def _write_surplus(self, step: int) -> None:
-        """Write the surplus groups that are new: checkpoints, and workers that die, refer to the file."""
-        new = [g.task.ticket for g in self._surplus if g.task.ticket not in self._files]
-
-        def name(worker: int) -> Path:
-            return self._run / "rollouts" / f"carried_{step:06d}_{worker}.parquet"
-
-        files = self._files | await self.dispatcher.save(new, name)
-        self._files = {g.task.ticket: files[g.task.ticket] for g in self._surplus}
-
-    def _index(self, groups: Sequence[Group]) -> BatchIndex:
-        def column(values: list[int]) -> NDArray[np.int64]:
-            return np.array(values, np.int64)
-
-        each = [(number, g, sample) for number, g in enumerate(groups) for sample in range(g.task.samples)]
-        return BatchIndex(
-            worker=column([self.dispatcher.worker_of(g.task.prompt_id) for _, g, _ in each]),
-            ticket=column([g.task.ticket for _, g, _ in each]),
-            group=column([number for number, _, _ in each]),
-            sample=column([sample for _, _, sample in each]),
-            prompt_length=column([len(g.task.prompt) for _, g, _ in each]),
-            response_length=column([n for g in groups for n in g.scores.lengths]),
-            reward=np.array([r for g in groups for r in g.scores.rewards], np.float64),
-        )
-
     async def _evaluate(self) -> list[EvalResult]:
         if self._heldout is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
@@ -287,20 +264,6 @@ class Sampler:
             self._events.phase("evaluation", done, total)
 
         return await self._heldout.evaluate(count)
-
-    def _task(self, prompt: Prompt, ticket: int, index: int, step: int, version: int) -> GroupTask:
-        rollout = self._settings.rollout
-        return GroupTask(
-            ticket,
-            prompt.id,
-            prompt.tokens,
-            prompt.answer,
-            rollout.samples_per_prompt,
-            seed_of(self._settings.seed, "rollout", step, index, prompt.id),
-            min(rollout.max_response_tokens, self._context - len(prompt.tokens)),
-            version,
-            rollout.temperature,
-        )
 
 
 # -- the process ---------------------------------------------------------------------------------------------
@@ -351,8 +314,8 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     clients = engine_clients(settings, work, token)
     own = None if remote else Worker(settings, decoder_of(tokenizer), clients, work, stops)
     events = EventSender(work / EVENTS)
-    pool = EnginePool(settings.engine, clients, work, run / ENGINES)
-    sampler = Sampler(settings, run, tokenizer, pool, [own] if own else remote, events)
+    pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.ahead > 0)
+    sampler = Sampler(settings, run, tokenizer, pool, [own] if own else remote, events, work)
 
     def lost(error: Exception) -> None:
         if isinstance(error, UserError):

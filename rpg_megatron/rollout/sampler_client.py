@@ -32,6 +32,9 @@ class RolloutBatch(msgspec.Struct, tag=True):
     """From the request to the last graded response."""
     state: dict[str, Any] = {}
     """The sampler's state after these rollouts, for a checkpoint: JSON-serialisable."""
+    probes: BatchIndex | None = None
+    """With ``rollout.ahead``: what the engines sampled for the guard on mismatch with the weights of the last
+    sync, an entry per response; ``group`` is the engine's index. None without ``ahead``."""
 
 
 @dataclass

@@ -16,6 +16,14 @@ def seed_of(seed: int, purpose: str, step: int, index: int, prompt_id: int) -> i
     return int.from_bytes(digest, "big") >> 2
 
 
+def segment_seed(seed: int, start: int) -> int:
+    """Seed of the segment at token ``start`` of the response that began with ``seed``.
+
+    With the response's own seed, the engine would draw the random numbers of its first tokens again.
+    """
+    return seed if start == 0 else seed_of(seed, "segment", 0, start, 0)
+
+
 def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
     """Token ids that end a response: the tokenizer's end-of-sequence token, and those of the checkpoint's
     generation_config.json (config.json if there is none). Raises UserError if there is none at all.

@@ -22,12 +22,13 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import load_decoder
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.client import EngineClient, EngineGone, Sample
+from rpg_megatron.engine.client import EngineClient, EngineError, EngineGone, Sample
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
-from rpg_megatron.rewards.reward import Scorer
+from rpg_megatron.rewards.reward import Score, Scorer
 from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask, scores_of
+from rpg_megatron.rollout.seeds import segment_seed
 from rpg_megatron.system.messages import Server
 from rpg_megatron.system.tasks import run_all
 
@@ -44,22 +45,34 @@ class _Group:
 
     def __init__(self, task: GroupTask):
         self.task = task
-        self.found: dict[int, Sample] = {}
-        """The responses so far, by number. Any engine may generate the others: the seed determines them."""
+        self.pieces: dict[int, list[Sample]] = {}
+        """The responses so far, by number: one piece, unless weight updates interrupted it. Any engine may
+        generate the others: the seed determines them.
+        """
         self.grading: asyncio.Task[None] | None = None
         self.graded: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
 
     def missing(self, most: int) -> list[range]:
-        """Numbers of the responses that are not there, in runs of at most ``most``."""
+        """Numbers of the responses of which nothing is there, in runs of at most ``most``."""
         runs: list[range] = []
         for number in range(self.task.samples):
-            if number in self.found:
+            if number in self.pieces:
                 continue
             if runs and runs[-1].stop == number and len(runs[-1]) < most:
                 runs[-1] = range(runs[-1].start, number + 1)
             else:
                 runs.append(range(number, number + 1))
         return runs
+
+    @property
+    def interrupted(self) -> list[int]:
+        """Numbers of the responses of which a part is there."""
+        return [number for number, pieces in self.pieces.items() if pieces[-1].finish == "abort"]
+
+    def add(self, number: int, piece: Sample) -> None:
+        """Add a response, or a part of it."""
+        if piece.finish != "abort" or len(piece.tokens):
+            self.pieces.setdefault(number, []).append(piece)
 
 
 class Worker:
@@ -94,29 +107,39 @@ class Worker:
 
         async def ask(numbers: range) -> None:
             nonlocal resent, failure
+            begun = [piece.tokens for piece in group.pieces.get(numbers.start, ())]
+            start = sum(map(len, begun))
             try:
                 samples = await self._engines[engine].generate(
-                    task.prompt,
+                    np.concatenate([task.prompt, *begun]),
                     n=len(numbers),
-                    max_tokens=task.max_tokens,
-                    seed=task.seed + numbers.start,
+                    max_tokens=task.max_tokens - start,
+                    seed=segment_seed(task.seed + numbers.start, start),
                     stop_token_ids=self._stops,
                     temperature=task.temperature,
                     top_p=task.top_p,
                     logprobs=task.logprobs,
+                    interruptible=task.interruptible,
                 )
             except EngineGone as e:
                 failure = failure or str(e)
                 resent += 1
                 return
-            if incarnation_of(self._work, engine) == incarnation:
-                group.found |= dict(zip(numbers, samples, strict=True))
-            else:  # a restarted engine may have answered, without weights
-                resent += 1
+            if incarnation_of(self._work, engine) != incarnation:
+                resent += 1  # a restarted engine may have answered, without weights
+                return
+            for number, sample in zip(numbers, samples, strict=True):
+                if task.interruptible and sample.version is None and len(sample.tokens):
+                    raise EngineError(
+                        f"engine {engine} does not tell which weights sampled a response, as rollout.ahead "
+                        "needs; start it with the vLLM plug-in of this package, or set rollout.ahead to 0"
+                    )
+                group.add(number, sample)
 
         most = min(self._max_sequences, max(1, _TOKENS_PER_CALL // task.max_tokens))
-        await run_all([ask(numbers) for numbers in group.missing(most)])
-        complete = len(group.found) == task.samples
+        interrupted = [range(number, number + 1) for number in group.interrupted]
+        await run_all([ask(numbers) for numbers in [*interrupted, *group.missing(most)]])
+        complete = len(group.pieces) == task.samples and not group.interrupted
         if complete and group.grading is None:
             group.grading = asyncio.create_task(self._grade(group))
         return Generated(complete, resent, failure)
@@ -197,27 +220,33 @@ class Worker:
 
     async def _grade(self, group: _Group) -> None:
         try:
-            samples = [group.found[number] for number in range(group.task.samples)]
-            found = await run_all([self._trajectory(group.task, n, s) for n, s in enumerate(samples)])
+            responses = [group.pieces[number] for number in range(group.task.samples)]
+            found = await run_all([self._trajectory(group.task, n, r) for n, r in enumerate(responses)])
         except Exception as e:
             group.graded.set_exception(e)
             return
-        group.found.clear()
+        group.pieces.clear()
         if not group.graded.done():
             group.graded.set_result(found)
 
-    async def _trajectory(self, task: GroupTask, number: int, sample: Sample) -> Trajectory:
-        text = self._decode(sample.tokens.tolist())
-        score = await asyncio.wrap_future(self._scorer.submit(text, task.answer, len(sample.tokens)))
+    async def _trajectory(self, task: GroupTask, number: int, pieces: list[Sample]) -> Trajectory:
+        tokens = np.concatenate([piece.tokens for piece in pieces])
+        text = self._decode(tokens.tolist())
+        score = Score(0.0, False, None, "not graded", {})
+        if task.graded:
+            score = await asyncio.wrap_future(self._scorer.submit(text, task.answer, len(tokens)))
+        versions = [
+            np.full(len(p.tokens), task.version if p.version is None else p.version, np.int32) for p in pieces
+        ]
         return Trajectory(
             prompt_id=task.prompt_id,
             sample=number,
             group=task.ticket,
             prompt=task.prompt,
-            response=sample.tokens,
-            behaviour=sample.logprobs,
-            versions=np.full(len(sample.tokens), task.version, np.int32),
-            finish=sample.finish,
+            response=tokens,
+            behaviour=np.concatenate([piece.logprobs for piece in pieces]),
+            versions=np.concatenate(versions),
+            finish=pieces[-1].finish,
             text=text,
             reward=score.reward,
             correct=score.correct,
@@ -226,6 +255,7 @@ class Worker:
             extracted=score.extracted,
             reason=score.reason,
             seed=task.seed + number,
+            ticket=task.ticket,
         )
 
 

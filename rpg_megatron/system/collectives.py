@@ -1,4 +1,4 @@
-"""CPU collectives between ranks over gloo: broadcast and gather objects, barrier, fail on all ranks together.
+"""CPU collectives between ranks over gloo: broadcast and gather objects, sum arrays, barrier, fail together.
 
 They use a gloo group, the control group, and no GPU: in an NCCL collective a waiting rank runs a kernel on
 its GPU, which engines may share, and objects take GPU memory. Only the main thread of a rank uses the control
@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from rpg_megatron.config.errors import UserError
 
@@ -65,6 +68,18 @@ def broadcast_object(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, group=control_group())
     return box[0]
+
+
+def sum_arrays(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of every rank's array, of one shape, on every rank; ``values`` may be overwritten.
+
+    ``values`` without an initialised process group.
+    """
+    if not dist.is_initialized():
+        return values
+    total = torch.from_numpy(values)
+    dist.all_reduce(total, group=control_group())
+    return total.numpy()
 
 
 def barrier() -> None:

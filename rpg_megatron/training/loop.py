@@ -12,6 +12,12 @@ component of the configured divergence. For each response token, w = pi_theta / 
    response tokens of -weight * log pi_theta; one optimizer update.
 4. Copy the new weights to the engines: pi_old <- pi_theta.
 
+With ``rollout.ahead`` the engines go on sampling while the ranks are in 2 to 4, so the weights that sampled a
+token (``Trajectory.versions``) may be up to that many updates older than those that compute log pi_old in 2.
+The loss is relative to pi_old all the same; ``correction`` multiplies it by pi_old over the probability with
+which the token was sampled, within bounds. By token, this corrects each token on the prefix that was sampled,
+not the distribution of prefixes; the bounds add a bias of their own.
+
 The loss of 3 is ``objectives/rpg.py``; ``loss.py`` selects it, or another objective, from the settings.
 Every rank runs this file. ``run.py`` implements its calls and decides what each rank does in them.
 """

@@ -5,14 +5,17 @@ The only place where names in a config are mapped to functions of ``objectives``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.objective import ClipSettings, CorrectionSettings, RPGSettings
 from rpg_megatron.objectives import (
     Clip,
+    Correction,
     LossOutput,
     aggregate,
     cispo_loss,
@@ -26,6 +29,7 @@ from rpg_megatron.objectives import (
 )
 from rpg_megatron.policy.microbatch import ResponseTokens
 from rpg_megatron.policy.policy import Aggregator, TokenLoss
+from rpg_megatron.system.own_code import Wanted, load_own
 
 
 def build_loss(settings: Settings) -> TokenLoss:
@@ -57,6 +61,8 @@ def _objective(settings: Settings) -> TokenLoss:
     def anchor(t: ResponseTokens) -> Tensor | None:
         return None if anchor_is_old else t.anchor
 
+    if isinstance(o, ImportedSettings):
+        return _checked(load_own(Wanted("objective", o.type, o.keywords, 0, makes=True)), settings)
     if isinstance(o, RPGSettings):
         rpg = partial(
             rpg_loss,
@@ -91,22 +97,49 @@ def _objective(settings: Settings) -> TokenLoss:
     return lambda logp, t: plain(logp, t.old, t.advantages)
 
 
+def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
+    """A loss of the user, whose results are checked."""
+    name = f"objective.type {settings.objective.type}"
+
+    def checked(logp: Tensor, tokens: ResponseTokens) -> LossOutput:
+        out = loss(logp, tokens)
+        if not isinstance(out, LossOutput):
+            raise UserError(f"{name}: returns a {type(out).__name__}, not a LossOutput; see docs/extend.md")
+        for what, values in {"per_token": out.per_token, **out.metrics}.items():
+            if not isinstance(values, Tensor) or values.shape != logp.shape:
+                found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise UserError(
+                    f"{name}: {what} is {found}; it must be a tensor with one value per token, "
+                    f"{tuple(logp.shape)} like logp"
+                )
+        if settings.anchor.type == "kl_trigger" and "kl" not in out.metrics:
+            raise UserError(
+                f"{name}: anchor.type kl_trigger needs the metric 'kl' (KL to tokens.anchor in nats); return "
+                "it, or set anchor.type to another"
+            )
+        return out
+
+    return checked
+
+
 def _clip(settings: ClipSettings) -> Clip:
     return Clip(kind=settings.kind, low=settings.low, high=settings.high, c=settings.c)
 
 
+def build_correction(settings: CorrectionSettings) -> Callable[..., Correction]:
+    """``rollout_correction`` as configured: of (old, behaviour, sequences), ``sequence_count=``."""
+    return partial(
+        rollout_correction, kind=settings.type, level=settings.level, low=settings.low, high=settings.high
+    )
+
+
 def _corrected(loss: TokenLoss, settings: CorrectionSettings) -> TokenLoss:
+    correct = build_correction(settings)
+
     def corrected(logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         out = loss(logp, tokens)
-        correction = rollout_correction(
-            tokens.old,
-            tokens.behaviour,
-            tokens.sequences,
-            sequence_count=tokens.sequence_count,
-            kind=settings.type,
-            level=settings.level,
-            low=settings.low,
-            high=settings.high,
+        correction = correct(
+            tokens.old, tokens.behaviour, tokens.sequences, sequence_count=tokens.sequence_count
         )
         return LossOutput(out.per_token * correction.factor, out.metrics | correction.metrics)
 

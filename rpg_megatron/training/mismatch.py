@@ -2,27 +2,30 @@
 
 Trainer and engine have the same weights for those tokens, so a difference points at weights, positions,
 packing, masks or temperature. Tokens sampled with older weights are expected to differ: they are left out,
-and counted. Each leader compares its own tokens; only counts and sums travel between ranks.
+and counted. With ``rollout.ahead`` a batch may have no other tokens; then the guard also compares probes,
+which every engine samples after each sync, and judges the mean of each engine's. Each leader compares its own
+tokens; only counts and sums travel between ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
+from rpg_megatron.config import UserError
 from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.data.trajectory import Floats, Trajectory
-from rpg_megatron.system.collectives import broadcast_object, control_group, gather_objects
+from rpg_megatron.system.collectives import broadcast_object, gather_objects, sum_arrays
 
 _QUANTILE = 0.99
 _CHUNK = 2**20
 """Gaps that are counted at once: counting needs 8 bytes for each."""
+_ENOUGH = 32
+"""Tokens of an engine's probes from which on their mean is judged: that of fewer may be large by chance."""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,20 +42,64 @@ class WorstToken:
     sample: int
     engine: float
     trainer: float
+    probed: int = -1
+    """The engine whose probe it is; -1: a token of the batch."""
 
 
 def check_mismatch(
-    mine: Sequence[Trajectory], version: int, settings: GuardSettings, dtype: str, *, leaders: int
+    mine: Sequence[Trajectory],
+    version: int,
+    settings: GuardSettings,
+    dtype: str,
+    *,
+    leaders: int,
+    probes: Sequence[Trajectory] | None = None,
+    engines: int = 0,
 ) -> tuple[dict[str, float], str | None]:
     """Metrics of ``compare_logprobs``, and a message if the guard finds them out of bounds. Collective.
 
-    The same on every rank; the message names the worst token of all leaders.
+    The same on every rank; the message names the worst token of all leaders. probes: with ``rollout.ahead``,
+    this leader's, with the engine as ``group``; they are compared like the batch, and as in
+    ``compare_probes``. engines: their number.
     """
-    row = compare_logprobs(mine, version, leaders=leaders)
+    row, engine = compare_logprobs([*mine, *(probes or ())], version, leaders=leaders), -1
+    if probes is not None:
+        of_probes, engine = compare_probes(probes, version, settings, engines)
+        row |= of_probes
     if not out_of_bounds(row, settings, dtype):
         return row, None
-    worst = max(w for w in gather_objects(find_worst(mine, version)) if w)
-    return row, describe_mismatch(row, worst, settings, dtype, step=version + 1)
+    found = gather_objects([find_worst(mine, version), find_worst(probes or (), version, probes=True)])
+    worst = max(w for pair in found for w in pair if w)
+    return row, describe_mismatch(row, worst, settings, dtype, step=version + 1, engine=engine)
+
+
+def compare_probes(
+    probes: Sequence[Trajectory], version: int, settings: GuardSettings, engines: int
+) -> tuple[dict[str, float], int]:
+    """``async/probe_tokens``, ``mismatch/logp_engine_*`` and the engine that these are of. Collective.
+
+    ``logp_engine_mean`` is the largest of the engines' mean gaps on their probes, ``logp_engine_ratio`` that
+    relative to the median of the others', if there are others. Raises UserError, on all ranks, if
+    the guard is on and weights ``version`` sampled no probe on any engine.
+    """
+    sums = np.zeros((2, engines))
+    for t in probes:
+        gap, _ = find_gaps([t], version)
+        sums[:, t.group] += gap.size, gap.sum(dtype=np.float64)
+    counts, totals = sum_arrays(sums)
+    if settings.mismatch != "off" and not counts.any():
+        raise UserError(
+            f"step {version + 1}: no engine answered a probe with weights of version {version}, so the guard "
+            "on engine/trainer mismatch has nothing to compare; see logs/sampler.log and logs/engine_*.log, "
+            "or set guards.mismatch=off to train without the guard"
+        )
+    means = np.where(counts < _ENOUGH, 0.0, totals / np.maximum(counts, 1))
+    engine = int(means.argmax())  # NaN counts as the largest
+    row = {"async/probe_tokens": float(counts.sum()), "mismatch/logp_engine_mean": float(means[engine])}
+    others = np.delete(means, engine)[np.delete(counts, engine) >= _ENOUGH]
+    if others.size and counts[engine] >= _ENOUGH:
+        row["mismatch/logp_engine_ratio"] = float(means[engine] / max(np.median(others), 1e-12))
+    return row, engine
 
 
 def compare_logprobs(mine: Sequence[Trajectory], version: int, *, leaders: int) -> dict[str, float]:
@@ -63,7 +110,7 @@ def compare_logprobs(mine: Sequence[Trajectory], version: int, *, leaders: int) 
     """
     gap, stale = find_gaps(mine, version)
     if leaders > 1:
-        return summarise_sharded(gap, stale, _add_up)
+        return summarise_sharded(gap, stale, sum_arrays)
     row: dict[str, float] = broadcast_object(summarise(gap, stale))
     return row
 
@@ -126,16 +173,23 @@ def summarise_sharded(
 
 
 def out_of_bounds(row: dict[str, float], settings: GuardSettings, dtype: str) -> bool:
-    """Whether the guard is on and the numbers of ``compare_logprobs`` are beyond its thresholds."""
+    """Whether the guard is on and the numbers of a comparison are beyond its thresholds."""
     if settings.mismatch == "off" or "mismatch/logp_max" not in row:
         return False
     largest, mean = settings.thresholds(dtype)
+    of_engine = row.get("mismatch/logp_engine_mean", 0.0)
+    means = row["mismatch/logp_mean"], of_engine
     # Written so that a NaN counts as out of bounds.
-    return not (row["mismatch/logp_max"] <= largest and row["mismatch/logp_mean"] <= mean)
+    if not (row["mismatch/logp_max"] <= largest and all(m <= mean for m in means)):
+        return True
+    return settings.engine_differs(of_engine, row.get("mismatch/logp_engine_ratio", 0.0), dtype)
 
 
-def find_worst(mine: Sequence[Trajectory], version: int) -> WorstToken | None:
-    """The worst token that weights ``version`` sampled; None without trajectories."""
+def find_worst(mine: Sequence[Trajectory], version: int, *, probes: bool = False) -> WorstToken | None:
+    """The worst token that weights ``version`` sampled; None without trajectories.
+
+    probes: whether these are probes, with the engine as ``group``.
+    """
     found = []
     for t in mine:
         # Stale tokens are left out; a NaN counts as infinite.
@@ -143,20 +197,32 @@ def find_worst(mine: Sequence[Trajectory], version: int) -> WorstToken | None:
         at = int(gap.argmax())
         numbers = float(t.behaviour[at]), float(t.old[at])
         order = -t.group, -t.sample
-        found.append(WorstToken(float(gap[at]), order, at, len(gap), t.prompt_id, t.sample, *numbers))
+        token = WorstToken(float(gap[at]), order, at, len(gap), t.prompt_id, t.sample, *numbers)
+        found.append(replace(token, probed=t.group) if probes else token)
     return max(found, default=None)
 
 
 def describe_mismatch(
-    row: dict[str, float], worst: WorstToken, settings: GuardSettings, dtype: str, step: int
+    row: dict[str, float],
+    worst: WorstToken,
+    settings: GuardSettings,
+    dtype: str,
+    step: int,
+    engine: int = -1,
 ) -> str:
-    """The guard's message."""
+    """The guard's message. engine: that of ``mismatch/logp_engine_mean``, if the row has it."""
     largest, mean = settings.thresholds(dtype)
+    of_engine = row.get("mismatch/logp_engine_mean", 0.0)
+    ratio, by_engine = row.get("mismatch/logp_engine_ratio", 0.0), ""
+    if not of_engine <= mean or settings.engine_differs(of_engine, ratio, dtype):
+        by_engine = f", on probes of engine {engine} mean {of_engine:.2e}"
+        by_engine += f" ({ratio:.1f} times that of the others)" if ratio else ""
+    source = "" if worst.probed < 0 else f" (probe of engine {worst.probed})"
     return (
         f"step {step}: engine and trainer disagree on the log-probs of tokens that the same weights sampled: "
         f"max {row['mismatch/logp_max']:.2e} (bound {largest:.0e}), mean {row['mismatch/logp_mean']:.2e} "
-        f"(bound {mean:.0e}) nats; worst at token {worst.position} of {worst.length} of prompt "
-        f"{worst.prompt_id}, sample {worst.sample}: engine {worst.engine:.5f}, trainer "
+        f"(bound {mean:.0e}) nats{by_engine}; worst at token {worst.position} of {worst.length} of prompt "
+        f"{worst.prompt_id}, sample {worst.sample}{source}: engine {worst.engine:.5f}, trainer "
         f"{worst.trainer:.5f}. Run rpg-megatron audit RUN to find where they diverge, or set "
         "guards.mismatch=warn to continue"
     )
@@ -168,9 +234,3 @@ def _count(values: NDArray[Any]) -> NDArray[np.float64]:
     for start in range(0, len(values), _CHUNK):
         counts += np.bincount(values[start : start + _CHUNK], minlength=1 << 16)
     return counts
-
-
-def _add_up(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    total = torch.from_numpy(values)
-    dist.all_reduce(total, group=control_group())
-    return total.numpy()

@@ -23,10 +23,11 @@ from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.device import peak_memory_bytes
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
-from rpg_megatron.system.collectives import gather_objects
+from rpg_megatron.system.collectives import barrier, gather_objects
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.system.events import EVENTS
 from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.system.timeline import TIMELINE, Timeline
 from rpg_megatron.training.batch_scatter import open_source
 from rpg_megatron.training.checkpoint_saver import Saver
 from rpg_megatron.training.metrics import MetricsWriter
@@ -70,6 +71,9 @@ class RankRun:
         self._started = time.monotonic()
         self._stop = StopRequest()
         self.events = Reporter(work / EVENTS, mesh.rank)
+        self._current = 0  # the step on the timeline
+        self._timeline = Timeline(run_dir / TIMELINE if mesh.rank == 0 else None, self.events.warn_unwritten)
+        self._timeline.write({"start": round(time.time(), 3)})
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
@@ -105,13 +109,14 @@ class RankRun:
         """Add the seconds of a block to ``time/<phase>`` of the step. Not collective."""
         start = time.monotonic()
         try:
-            with self._profiler.phase(phase):
+            with self._profiler.phase(phase), self._timeline.phase(phase, self._current):
                 yield
         finally:
             self._times[f"time/{phase}"] += time.monotonic() - start
 
     def profile(self, step: int) -> AbstractContextManager[None]:
-        """Profile a block if ``profile.steps`` names the step. Not collective."""
+        """Begin a step: profile the block if ``profile.steps`` names it. Not collective."""
+        self._current = step
         return self._profiler.step(step, self.events.warn)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
@@ -123,7 +128,7 @@ class RankRun:
         self.events.phase("checkpoint")
         state = self._trainer.load(self._checkpoint)
         self._step, self._row = state["step"], state.get("row")
-        self._saved_step = self._step
+        self._saved_step = self._current = self._step
         self._sampler_state, self._summary = state["sampler"], state["summary"]
         self._started -= state["seconds"]
         self._weight_sync.restore(self._sampler_state)
@@ -240,6 +245,8 @@ class RankRun:
             self.events.write_or_warn(lambda: self._rollouts.prepare(step))
         try:
             batch = self._trainer.prepare_batch(rollouts.index if rollouts else None, self._source)
+            if self.settings.rollout.ahead:
+                self._trainer.add_probes(batch, rollouts.probes if rollouts else None, self._source)
         except (RuntimeError, UserError, OSError):
             # All ranks raise if a leader cannot fetch: who answers may have exited on the same stop signal.
             if any(gather_objects(self._stop.explains_failure())):
@@ -277,7 +284,8 @@ class RankRun:
     def check_mismatch(self, batch: Batch) -> None:
         """Compare the engine's log-probs with the trainer's on tokens sampled with the current weights.
 
-        Raises UserError (rank 0) if they differ too much and ``guards.mismatch`` is ``stop``.
+        Raises UserError if they differ too much and ``guards.mismatch`` is ``stop`` (on rank 0), or if the
+        guard lacks probes.
         """
         row, message = check_mismatch(
             batch.mine,
@@ -285,6 +293,8 @@ class RankRun:
             self.settings.guards,
             self.settings.precision.dtype,
             leaders=self.mesh.data,
+            probes=batch.my_probes,
+            engines=self.settings.engine.replicas,
         )
         batch.metrics |= row
         if message is None:
@@ -294,9 +304,8 @@ class RankRun:
             return
         self._finish_rollouts()
         if self.mesh.rank == 0:
-            self._metrics.write(
-                {"step": self._version + 1, **batch.metrics}
-            )  # the numbers behind the message
+            # The numbers behind the message.
+            self._metrics.write({"step": self._version + 1, **batch.metrics})
             raise UserError(message)
 
     def update(self, step: int, batch: Batch) -> None:
@@ -323,7 +332,8 @@ class RankRun:
     def evaluate(self, step: int) -> None:
         """Evaluate the weights that the engines serve on the held-out sets. May stop while it waits."""
         evaluation = self.settings.evaluation
-        results = self._weight_sync.call_with_resync(lambda sampler: sampler.evaluate())
+        with self._timeline.phase("evaluation", step):
+            results = self._weight_sync.call_with_resync(lambda sampler: sampler.evaluate())
         if evaluation is None or results is None or self._row is None:
             return
         file = self._run_dir / "evaluation" / f"step_{step:06d}.jsonl"
@@ -363,6 +373,7 @@ class RankRun:
             shard_bytes = int(settings.max_shard_gib * 1024**3)
             self.write_checkpoint(out, dtype=settings.dtype, max_shard_bytes=shard_bytes)
         self._saver.wait()
+        barrier()  # a save that failed since another rank died is no result of the run
         saves = self._report_saves()
         if self.mesh.rank == 0:
             if saves["checkpoint/failed"]:  # the last step's row is written already

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,20 @@ import torch.distributed as dist
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource
+from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.objectives import group_advantages
+from rpg_megatron.objectives import metric_key, takes_maximum
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import Mesh
-from rpg_megatron.policy.optimizer import learning_rate
 from rpg_megatron.policy.policy import Policy, UpdateStats
+from rpg_megatron.policy.schedules import build_schedule
 from rpg_megatron.system.collectives import barrier, control_group, gather_objects
+from rpg_megatron.training.advantages import build_advantages
 from rpg_megatron.training.batch_scatter import BatchScatter, Share, each
 from rpg_megatron.training.checkpoint_saver import load_run
+from rpg_megatron.training.correction_by_lag import correction_by_lag
 from rpg_megatron.training.loss import build_aggregator, build_loss
 
 _SHOWN = 3  # parameters that a message lists
@@ -46,6 +49,12 @@ class Batch:
     """
     index: BatchIndex | None
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
+    probes: Share = field(default_factory=list)
+    """With ``rollout.ahead``: this rank's share of the responses that only the guard on mismatch compares,
+    as one mini-batch. Like those of ``minibatches``.
+    """
+    my_probes: list[Trajectory] | None = None
+    """Leaders: the trajectories of ``probes``. Elsewhere empty. None without ``rollout.ahead``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The step's metrics so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +79,8 @@ class Trainer:
         )
         self._scatter = BatchScatter(mesh)
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
+        self._advantages = build_advantages(settings.advantage)
+        self._learning_rate = build_schedule(settings.optimizer, settings.training.steps)
         self.skipped_updates = 0
         """Consecutive skipped updates, up to the last update."""
 
@@ -109,31 +120,41 @@ class Trainer:
         index: on rank 0. source: on leaders, which fetch their trajectories from it. If one of them cannot,
         all ranks raise.
         """
-        plan: Plan = []
         advantages = np.zeros(0)
         if index is not None:
-            advantages = group_advantages(
-                torch.from_numpy(index.reward),
-                torch.from_numpy(index.group),
-                kind=self.settings.advantage.type,
-                lengths=torch.from_numpy(index.response_length),
-            ).numpy()
-            training = self.settings.training
-            plan = plan_batches(
-                (index.prompt_length + index.response_length).tolist(),
-                minibatches=training.minibatches,
-                data=self.mesh.data,
-                budget=training.tokens_per_microbatch,
-                context=self.mesh.context,
-                attention_length=self.shape.attention_length,
-            )
+            advantages = self._advantages(index.reward, index.group, index.response_length)
+        plan = self._plan(index, self.settings.training.minibatches)
         share, mine = self._scatter.scatter(plan, index, advantages, source)
         return Batch(share, mine, index)
 
+    def add_probes(self, batch: Batch, index: BatchIndex | None, source: TrajectorySource | None) -> None:
+        """Give each rank its share of the step's probes; parameters and errors as in ``prepare_batch``.
+
+        index: None on rank 0 means that there are none.
+        """
+        if self.mesh.rank == 0 and index is None:
+            index = index_of(())
+        advantages = np.zeros(0 if index is None else len(index))
+        batch.probes, batch.my_probes = self._scatter.scatter(self._plan(index, 1), index, advantages, source)
+
+    def _plan(self, index: BatchIndex | None, minibatches: int) -> Plan:
+        if index is None:
+            return []
+        return plan_batches(
+            (index.prompt_length + index.response_length).tolist(),
+            minibatches=minibatches,
+            data=self.mesh.data,
+            budget=self.settings.training.tokens_per_microbatch,
+            context=self.mesh.context,
+            attention_length=self.shape.attention_length,
+        )
+
     def compute_log_probs(self, batch: Batch) -> None:
-        """Set ``old`` and ``anchor`` of this rank's trajectories."""
+        """Set ``old`` and ``anchor`` of this rank's trajectories, and ``old`` of its probes."""
         micro_batches = [self.policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
-        old = self.policy.logprobs(micro_batches)
+        probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
+        scored = self.policy.logprobs([*micro_batches, *probes])
+        old, of_probes = scored[: len(micro_batches)], scored[len(micro_batches) :]
         anchor = old
         if self.anchor:
             with self.anchor.swapped_in():
@@ -148,6 +169,9 @@ class Trainer:
             if self.mesh.reports:
                 entropies = values[1].index_select(0, micro.learnt)
                 entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
+        for micro, row in zip(probes, _logps_to_host(of_probes) if probes else [], strict=True):
+            for t, logp in micro.split(row):
+                t.old = logp.numpy()
         dist.all_reduce(entropy)
         batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
 
@@ -171,7 +195,7 @@ class Trainer:
         Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
         Raises TooManySkippedUpdates after ``guards.skipped_updates`` consecutive skipped updates.
         """
-        lr = learning_rate(self.settings.optimizer, step)
+        lr = self._learning_rate(step)
         updates: list[UpdateStats] = []
         with self.policy.updating():
             for i, minibatch in enumerate(batch.minibatches):
@@ -181,9 +205,10 @@ class Trainer:
                 self._count_skipped(f"step {step}, update {i + 1} of {len(batch.minibatches)}", updates[-1])
         done = [u for u in updates if not u.skipped]
         if self.anchor and done:
-            tokens = sum(u.tokens for u in done)
-            self.anchor.after_step(len(done), sum(u.means["kl"] * u.tokens for u in done) / max(tokens, 1))
+            self.anchor.after_step(len(done), _mean_kl(done, self.settings))
         batch.metrics |= self._summarise(updates) | {"lr": lr}
+        if self.settings.rollout.ahead and self.settings.correction is not None:
+            batch.metrics |= correction_by_lag(batch.mine, step - 1, self.settings)
 
     def _count_skipped(self, where: str, update: UpdateStats) -> None:
         self.skipped_updates = self.skipped_updates + 1 if update.skipped else 0
@@ -217,31 +242,32 @@ class Trainer:
             return row
         tokens = sum(u.tokens for u in done)
 
-        def mean(key: str) -> float:
-            return sum(u.means[key] * u.tokens for u in done) / max(tokens, 1)
+        def mean(values: list[float]) -> float:
+            return sum(v * u.tokens for v, u in zip(values, done, strict=True)) / max(tokens, 1)
 
         row |= {
             "policy/loss": sum(u.loss for u in done) / len(done),
-            "policy/loss_abs": mean("abs_loss"),
+            "policy/loss_abs": mean([u.abs_loss for u in done]),
             "policy/grad_norm": sum(u.grad_norm for u in done) / len(done),
             "policy/grad_norm_first": done[0].grad_norm,
-            "policy/clip_frac_high": mean("clip_high"),
-            "policy/clip_frac_low": mean("clip_low"),
-            "policy/clip_frac_c": mean("clip_c"),
-            "policy/log_ratio_clamped": mean("clamped"),
-            "kl/anchor": mean("kl"),
-            "kl/old": mean("kl_old"),
-            "ratio/mean": mean("ratio"),
-            "ratio/max": max(u.ratio_max for u in done),
         }
+        for name in dict.fromkeys(name for u in done for name in u.metrics):
+            values = [u.metrics.get(name, 0.0) for u in done]
+            row[metric_key(name)] = max(values) if takes_maximum(name) else mean(values)
         if self.anchor:
             row["kl/anchor_refreshes"] = float(self.anchor.refreshes)
-        if self.settings.correction is not None:
-            row |= {
-                "correction/ratio_mean": mean("correction_ratio"),
-                "correction/hit_frac": mean("correction_hit"),
-            }
         return row
+
+
+def _mean_kl(updates: Sequence[UpdateStats], settings: Settings) -> float:
+    """Mean of the metric ``kl`` over tokens, 0 without it. Raises UserError if the anchor depends on it."""
+    if settings.anchor.type == "kl_trigger" and any(u.tokens and "kl" not in u.metrics for u in updates):
+        raise UserError(
+            f"anchor.type kl_trigger: {settings.objective.type} returns no metric 'kl' (nats, per token), "
+            "which decides on the anchor's updates; return it, or use anchor.type every"
+        )
+    tokens = sum(u.tokens for u in updates)
+    return sum(u.metrics.get("kl", 0.0) * u.tokens for u in updates) / max(tokens, 1)
 
 
 def _logps_to_host(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -91,7 +91,8 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
             "grad_norm": update.grad_norm,
             "tokens": update.tokens,
             "loss": update.loss,
-            **update.means,
+            "abs_loss": update.abs_loss,
+            **update.metrics,
         },
     }
 

@@ -25,13 +25,16 @@ class FileSource:
     def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
         return ListSource(pickle.loads(self._file.read_bytes())).fetch(worker, ticket, sample)
 
+    def close(self) -> None:
+        pass
+
 
 def _train(rank: RankProcess) -> bool:
+    from rpg_megatron.training import run
     from rpg_megatron.training.loop import train
-    from rpg_megatron.training.run import RankRun
 
     source = FileSource(rank.work / BATCH) if rank.mesh.leads else None
-    RankRun._open_source = lambda *_: source  # type: ignore[method-assign]
+    run.open_source = lambda *_: source  # type: ignore[assignment,return-value]
     return train(rank.start_run(Path(sys.argv[4]) if len(sys.argv) > 4 else None))
 
 

@@ -11,7 +11,7 @@ engines, the launcher, random moments (tests/integration).
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import os
 import pickle
@@ -19,8 +19,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from multiprocessing.connection import Connection, Listener
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.checkpoints.run_folder import list_steps, read_state
 from rpg_megatron.commands.replay.command import plan_replay
 from rpg_megatron.config import load_settings
@@ -38,6 +40,7 @@ from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SyncResult
+from rpg_megatron.system.messages import Server
 from tests.distributed.preempted_rank import BATCH
 from tests.support.ranks import free_port
 
@@ -48,30 +51,33 @@ TOKEN = "token"
 class StandIn:
     """A sampler that makes its responses up, and warns the ranks instead of answering a chosen request."""
 
+    METHODS = ("rollout", "release", "restore", "sync", "evaluate", "counts")
+
     def __init__(self, work: Path):
-        self._batch = work / BATCH
-        self._listener = Listener(str(work / SOCKET), family="AF_UNIX", authkey=TOKEN.encode())
+        self._batch, self._address = work / BATCH, f"ipc://{work / SOCKET}"
         self.place = 0
         self.warn_at = ("", 0)
+        self.asked: Counter[str] = Counter()
+        """Requests of the present ranks."""
         self.ranks: list[subprocess.Popen[bytes]] = []
-        threading.Thread(target=self._serve, daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
 
-    def _serve(self) -> None:
-        """One run's requests after another's."""
-        while True:
-            with self._listener.accept() as connection, contextlib.suppress(EOFError, ConnectionError):
-                counts: dict[str, int] = {}
-                while True:
-                    method, arguments = connection.recv()
-                    counts[method] = counts.get(method, 0) + 1
-                    if self.warn_at == (method, counts[method]):
-                        for rank in self.ranks:
-                            rank.send_signal(signal.SIGTERM)
-                    else:
-                        self._answer(connection, method, arguments)
+    async def _serve(self) -> None:
+        server = Server(TOKEN, {name: self._handler(getattr(self, name)) for name in self.METHODS})
+        server.listen(self._address)
+        await server.serve()
 
-    def _answer(self, connection: Connection, method: str, arguments: dict[str, Any]) -> None:
-        connection.send(("ok", getattr(self, method)(**arguments)))
+    def _handler(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+        @wraps(method)
+        async def handle(*arguments: Any) -> Any:
+            self.asked[method.__name__] += 1
+            if self.warn_at == (method.__name__, self.asked[method.__name__]):
+                for rank in self.ranks:
+                    rank.send_signal(signal.SIGTERM)
+                await asyncio.Event().wait()
+            return method(*arguments)
+
+        return handle
 
     def rollout(self, step: int, version: int) -> RolloutBatch:
         random = np.random.default_rng(self.place)
@@ -95,7 +101,7 @@ class StandIn:
             )
         self._batch.write_bytes(pickle.dumps(trajectories))
         metrics, state = {"reward/mean": float(self.place)}, {"place": self.place}
-        return RolloutBatch([], metrics, index=index_of(trajectories), state=state)
+        return RolloutBatch(index_of(trajectories), metrics, state=state)
 
     def release(self) -> None:
         self._batch.unlink()  # all leaders have read it
@@ -103,7 +109,7 @@ class StandIn:
     def restore(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
 
-    def sync(self, **_: Any) -> SyncResult:
+    def sync(self, manifest: Manifest, version: int, again: bool) -> SyncResult:
         return SyncResult()
 
     def evaluate(self) -> list[EvalResult]:
@@ -147,6 +153,7 @@ class Ranks:
             self.sampler.place = 0
             (self.run / "metrics.jsonl").unlink(missing_ok=True)
         self.sampler.warn_at = warn_at
+        self.sampler.asked.clear()
         self.sampler.ranks = self.start("tests.distributed.preempted_rank", *map(str, newest))
         return [rank.wait(300) for rank in self.sampler.ranks]
 

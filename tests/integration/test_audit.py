@@ -237,10 +237,10 @@ def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_p
             prompt=numbers[: 3 + i],
             response=numbers,
             behaviour=np.zeros(10, np.float32),
-            versions=np.zeros(10, np.int32),
+            versions=np.array([1] + [2] * 9, np.int32),
             finish="length",
             text="",
-            old=np.full(10, i, np.float32),
+            old=np.array([100 - i] + [i] * 9, np.float32),  # the first token: of older weights
             anchor=np.zeros(10, np.float32),
         )
         for i in range(8)

@@ -25,16 +25,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from safetensors.torch import save_file
 
 from rpg_megatron.data.rollout_files import part_file, read_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.events import EVENTS, EventSender
+from tests.support.ahead_runs import compare_ahead, count_mixed
 from tests.support.commands import Command
-from tests.support.kills import ENDS, draw, targets_of
-from tests.support.moments import PHASES, EventTap, read_moment
+from tests.support.kills import ENDS, draw, phases_of, targets_of
+from tests.support.moments import EventTap, read_moment
+from tests.support.runs import QUICKSTART
 from tests.support.same_runs import compare_files, compare_rows, find_missing_rollouts, read_rows
-from tests.support.watched_runs import LAYOUTS, Traces
+from tests.support.watched_runs import AHEAD, LAYOUTS, Traces
 
 
 def write_run(run: Path, second: float) -> Path:
@@ -166,6 +169,97 @@ def test_a_planted_difference_of_rows_is_told(runs: tuple[Path, Path]) -> None:
         assert compare_rows(rows, wanted, engines=engines, lost=lost) != []
 
 
+AHEAD_ROW = {
+    "lr": 0.1,
+    "async/probe_tokens": 8.0,
+    "mismatch/logp_max": 1e-6,
+    "mismatch/logp_mean": 1e-7,
+    "mismatch/logp_engine_mean": 1e-7,
+}
+
+
+def write_ahead(run: Path, *, versions: tuple[int, int] = (0, 1)) -> Path:
+    """Two steps of two groups of two responses, sampled one step ahead. versions: of step 2's tokens."""
+    run.mkdir(parents=True)
+    sizes = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_response_tokens": 8, "ahead": 1}
+    config = yaml.safe_load(QUICKSTART.read_text()) | {"rollout": sizes, "correction": {"type": "truncate"}}
+    for place in (config["model"], config["data"], config["evaluation"]["data"]):
+        place["path"] = str(QUICKSTART.parent / place["path"])
+    config["training"]["minibatches"] = 1
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [{"step": step, "sync/version": step} | (AHEAD_ROW if step else {}) for step in range(3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part, tokens = np.ones(2, np.float32), np.array([4, 5], np.int32)
+    for step in (1, 2):
+        own = np.array(versions if step == 2 else (0, 0), np.int32)
+        batch = [
+            Trajectory(t, s, tokens + t, tokens, part, own, "stop", "text", group=g, ticket=t, old=part)
+            for g, t in enumerate(range(2 * step - 2, 2 * step))
+            for s in range(2)
+        ]
+        write_rollouts(run / "rollouts" / f"step_{step:06d}.parquet", batch)
+    return run
+
+
+def edit_batch(run: Path, change: Callable[[list[Trajectory]], None]) -> None:
+    """Of step 2."""
+    file = run / "rollouts" / "step_000002.parquet"
+    batch = read_rollouts(file)
+    change(batch)
+    write_rollouts(file, batch)
+
+
+AGES = "rollouts of step 2: ticket 3, sample 1: tokens of age"
+PLANTED_AHEAD: dict[str, Callable[[list[Trajectory]], None]] = {
+    "rollouts of step 2: (ticket, sample) [(3, 0)] lost, [(2, 0)] too many": lambda b: setattr(
+        b[2], "ticket", 2
+    ),
+    "rollouts of step 2: (ticket, sample) [(3, 1)] lost, [(3, 0)] too many": lambda b: setattr(
+        b[3], "sample", 0
+    ),
+    "rollouts of step 2: (ticket, sample) [(3, 1)] lost, [] too many": lambda b: b.pop() and None,
+    "rollouts of step 2: tickets or samples in another order": lambda b: b.reverse(),
+    "rollouts of step 2: other prompts": lambda b: setattr(b[0], "prompt", b[2].prompt),
+    f"{AGES} [0, 2], not 0 to 1": lambda b: setattr(b[3], "versions", np.array([-1, 1], np.int32)),
+    f"{AGES} [-1, 0], not 0 to 1": lambda b: setattr(b[3], "versions", np.array([1, 2], np.int32)),
+}
+
+
+def test_of_a_run_ahead_other_contents_are_no_difference(tmp_path: Path) -> None:
+    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b", versions=(1, 1))
+    edit_batch(run, lambda batch: setattr(batch[0], "response", batch[0].response + 1))
+    assert compare_ahead(run, other) == compare_ahead(other, run) == []
+    assert (count_mixed(run), count_mixed(other)) == (4, 0)
+
+
+@pytest.mark.parametrize("told", PLANTED_AHEAD)
+def test_a_planted_fault_of_a_run_ahead_is_told(told: str, tmp_path: Path) -> None:
+    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
+    edit_batch(run, PLANTED_AHEAD[told])
+    assert compare_ahead(run, other) == [told]
+
+
+def test_planted_metrics_of_a_run_ahead_are_told(tmp_path: Path) -> None:
+    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
+    rows = read_rows(run)
+
+    def told(*changed: dict[str, Any]) -> list[str]:
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+        return compare_ahead(run, other)
+
+    assert told(*rows[:2]) == []  # so far
+    assert told(rows[0], rows[1], rows[1]) == ["rows of steps [0, 1, 1]; wanted 0, 1, ... up to 2"]
+    for planted in (
+        {"async/probe_tokens": 0.0},
+        {"mismatch/logp_max": 0.01},
+        {"mismatch/logp_mean": 2e-4},
+        {"mismatch/logp_mean": float("nan")},
+        {"mismatch/logp_engine_mean": 5e-6, "mismatch/logp_engine_ratio": 9.0},
+        {"sync/version": 0},
+    ):
+        assert len(told(rows[0], rows[1] | planted)) == 1
+
+
 def test_what_a_run_leaves_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
     work = tmp_path / "t" / "rpg-work"
@@ -245,11 +339,12 @@ def test_phases_by_events_and_files() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_twelve_seeds_aim_at_everything(layout: str) -> None:
-    kills = [draw(layout, seed) for seed in range(12)]
-    assert kills == [draw(layout, seed) for seed in range(12)]
+def test_the_seeds_of_a_layout_aim_at_everything(layout: str) -> None:
+    seeds = range(6 if layout == AHEAD else 12)
+    kills = [draw(layout, seed) for seed in seeds]
+    assert kills == [draw(layout, seed) for seed in seeds]
     pairs = Counter((kill.target, kill.phase) for run in kills for kill in run)
-    assert set(pairs) == {(target, phase) for target in targets_of(layout) for phase in PHASES}
+    assert set(pairs) == {(target, phase) for target in targets_of(layout) for phase in phases_of(layout)}
     for run in kills:
         phases = [kill.phase for kill in run]
         assert "export" not in phases or set(phases[phases.index("export") :]) <= {"start", "export"}

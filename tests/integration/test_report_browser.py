@@ -73,6 +73,12 @@ def test_it_draws_every_chart(
     for chart in ("Held-out accuracy", "Training reward", "Entropy", "Gradient norm", "Memory"):
         assert browser.run(LINES.format(chart)) == number, chart
     assert browser.run("document.querySelectorAll('figure.stack path').length") == 6 * number
+    assert browser.run("document.querySelectorAll('figure.timeline').length") == number
+    shown = "document.querySelectorAll('figure.timeline {}').length"
+    assert browser.run(shown.format("rect")) == 6 * 4 * number  # steps, phases
+    assert browser.run(shown.format("path.phase0")) == 2 * number  # engines
+    assert browser.run(LINES.format("Age of the batch")) == (1 if number > 3 else 2) * number
+    assert browser.run(LINES.format("Correction ratio")) == (1 if number > 3 else 2) * number
     drawn = browser.run(
         "[...document.querySelectorAll('#charts > .grid figure path')].every((p) => p.getTotalLength() > 0)"
     )
@@ -85,6 +91,43 @@ def test_it_draws_every_chart(
     assert browser.run("window.hacked") is None
     background = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 200) == dark
+
+
+def test_the_timeline_tells_who_waited(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
+    browser.open(write_report(runs[:1], tmp_path / "report.html"))
+    said = browser.run("document.querySelector('figure.timeline .under').textContent")
+    assert said.startswith("Of 4 min 0 s the trainer spent 45.0% in collect")
+    assert "2.5% in sync. The engines had no running request in 55.0%" in said
+    left, top, width = browser.run(
+        "(() => { const svg = document.querySelector('figure.timeline svg'); svg.scrollIntoView({block:"
+        " 'center'}); const b = svg.getBoundingClientRect(); return [b.left, b.top, b.width]; })()"
+    )
+    browser.mouse("mouseMoved", left + 96 + (width - 110) * 50 / 240, top + 60)  # 10 s into the second step
+    rows = browser.run(
+        "[...document.querySelectorAll('#tooltip tr')].map((e) => e.textContent).filter(Boolean)"
+    )
+    assert rows == [f"collect, step {STEPS - 4}18 s", "engine 0100", "engine 1101"]
+
+
+def test_segments_of_a_response_are_marked(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
+    browser.open(write_report(runs[:1], tmp_path / "report.html"))
+    browser.run(
+        "(() => { const s = document.querySelector('[aria-label=set]'); s.value = 'training';"
+        " s.dispatchEvent(new Event('change')); })()"
+    )
+    bars = browser.run(
+        "[...document.querySelectorAll('.response:has(.segments)')].map((r) =>"
+        " [r.querySelector('.facts').textContent,"
+        " [...r.querySelectorAll('.segments span')].map((e) => e.title)])"
+    )
+    assert bars
+    for facts, parts in bars:
+        step, tokens = re.match(r"step (\d+) · (\d+) tokens", facts).groups()  # type: ignore[union-attr]
+        older, newer = int(tokens) // 3, int(tokens) - int(tokens) // 3
+        assert parts == [
+            f"{older} tokens of weights {int(step) - 2}",
+            f"{newer} tokens of weights {int(step) - 1}",
+        ]
 
 
 def test_it_says_the_numbers_that_the_terminal_said(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import load_settings
 from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.engine.command import TOKEN_VARIABLE
@@ -34,13 +35,19 @@ TOKEN = "a token"
 
 
 @contextmanager
-def sampler(config: Path, workers: int, as_bytes: bool = True) -> Iterator[tuple[Sampling, StandIns]]:
+def sampler(
+    config: Path,
+    workers: int,
+    as_bytes: bool = True,
+    changes: Sequence[str] = ("rollout.dynamic.oversample=3",),
+) -> Iterator[tuple[Sampling, StandIns]]:
     """A sampler process over two stand-in engines."""
     overrides = [
         f"rollout.workers={workers}",
         "engine.replicas=2",
         "reward.type=odd_reward:odd",
-        "rollout.dynamic={oversample: 3.0}",
+        "rollout.dynamic={}",
+        *changes,
     ]
     settings = load_settings(config, overrides)
     (config.parent / "odd_reward.py").write_text(REWARD)
@@ -60,7 +67,7 @@ def sampler(config: Path, workers: int, as_bytes: bool = True) -> Iterator[tuple
             try:
                 with SamplerClient(work / SOCKET, TOKEN) as client:
                     source = TrajectoryClient(client.addresses(), TOKEN)
-                    yield Sampling(client, source, process.pid), engines
+                    yield Sampling(client, source, process.pid, work), engines
                     source.close()
                 process.terminate()
                 assert process.wait(30) == 0, (run / "log").read_text()
@@ -72,8 +79,8 @@ def sampler(config: Path, workers: int, as_bytes: bool = True) -> Iterator[tuple
 class Sampling:
     """The clients of a sampler process."""
 
-    def __init__(self, client: SamplerClient, source: TrajectoryClient, pid: int):
-        self.client, self.source, self.pid = client, source, pid
+    def __init__(self, client: SamplerClient, source: TrajectoryClient, pid: int, work: Path):
+        self.client, self.source, self.pid, self.work = client, source, pid, work
 
     def rollout(self, step: int) -> RolloutBatch:
         batch = self.client.rollout(step, 0)
@@ -139,6 +146,40 @@ def test_the_batch_does_not_depend_on_workers_or_route(
         killed.start()
         assert two.step(3) == expected[2]
         killed.join()
+
+
+AHEAD = ("rollout.ahead=1", "rollout.inflight=drain", "correction.type=truncate", "training.steps=4")
+
+
+def test_groups_that_are_sampled_ahead_survive_their_worker(config_file: Path) -> None:
+    """Generated again, they would have other weights than the batches' scores are of."""
+    with sampler(config_file, 1, changes=AHEAD) as (one, _):
+        expected = [ahead(one, step) for step in range(1, 5)]
+    with sampler(config_file, 2, changes=AHEAD) as (two, engines):
+        engines.delay = 0.2
+        found = [ahead(two, step, kill=step % 3) for step in range(1, 5)]
+        assert not list(two.work.glob("group_*"))  # of which none is left
+    assert found == expected
+
+
+def ahead(sampling: Sampling, step: int, kill: int = 0) -> list[dict[str, Any]]:
+    """A step's rows. kill: both workers die while they wait for probes (2), or before the fetch (1)."""
+    sampling.client.sync(Manifest("shared_memory", {}, 0, (), {}), step - 1)
+    if kill == 2:
+        for pid in sampling.workers():
+            os.kill(pid, signal.SIGKILL)
+    batch = sampling.client.rollout(step, step - 1)
+    assert isinstance(batch, RolloutBatch)
+    assert batch.probes is not None
+    if kill == 1:
+        for pid in sampling.workers():
+            os.kill(pid, signal.SIGKILL)
+    found, probes = sampling.fetch(batch), batch.probes
+    places = probes.worker.tolist(), probes.ticket.tolist(), probes.sample.tolist()
+    assert {v for t in sampling.source.fetch(*places) for v in t.versions.tolist()} == {step - 1}
+    assert {v for t in found for v in t.versions.tolist()} == {max(step - 2, 0)}
+    sampling.client.release()
+    return [to_row(t) for t in found]
 
 
 def kill_when_asked(pid: int, engines: StandIns) -> None:

@@ -144,6 +144,14 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     for part in ("config.yaml", "summary.json", "rollouts/step_000002.parquet", "logs", "tensorboard"):
         assert (run / part).exists(), part
 
+    timeline = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
+    phases = [(r["step"], r["phase"]) for r in timeline if "phase" in r]
+    for step in (1, 2):
+        mine = [phase for number, phase in phases if number == step]
+        assert mine[:5] == ["collect", "logprobs", "update", "sync", "step"]
+    assert (0, "evaluation") in phases
+    assert any(row["running"][0] for row in timeline if "running" in row)
+
     # The exported checkpoint, read by transformers and served by vLLM: the same log-probs of the same tokens.
     export = run / "hf" / "step_000002"
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float64).eval()

@@ -22,22 +22,48 @@ from typing import Any
 
 import psutil
 
-from tests.support.moments import EVALUATION, EXPORT, PHASES, ROLLOUT, SAVE, START, UPDATE, Moment
-from tests.support.same_runs import compare_files, compare_rows, find_missing_rollouts, read_rows
-from tests.support.watched_runs import EVERY, LAYOUTS, LIMIT, STEPS, WORKERS, Reference, WatchedRun, name_of
+from tests.support.ahead_runs import compare_ahead, count_mixed
+from tests.support.moments import EVALUATION, EXPORT, PHASES, ROLLOUT, SAVE, START, SYNC, UPDATE, Moment
+from tests.support.same_runs import (
+    compare_files,
+    compare_names,
+    compare_rows,
+    find_missing_rollouts,
+    read_rows,
+)
+from tests.support.watched_runs import (
+    AHEAD,
+    EVERY,
+    LAYOUTS,
+    LIMIT,
+    STEPS,
+    WORKERS,
+    Reference,
+    WatchedRun,
+    name_of,
+)
 
 TREE, LAUNCHER, RANK, SAMPLER = "every process", "launcher", "rank", "sampler"
 WORKER, SERVER, CORE = "reward worker", "engine's server", "engine's core"
 SAMPLER_WORKER = "sampler worker"
 TARGETS = (TREE, LAUNCHER, RANK, SAMPLER, WORKER, SERVER, CORE)
-ENDS = (TREE, LAUNCHER, RANK, SAMPLER)
+SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+"""Targets that are no kill: signals to the launcher, after which the run saves and ends."""
+CODES = {"Ctrl-C": 130, "SIGTERM": 75}
+ENDS = (TREE, LAUNCHER, RANK, SAMPLER, *SIGNALS)
 """Targets whose death ends the run. Of the others it takes no notice, once it has started."""
 PER_RUN = 5
 
 
 def targets_of(layout: str) -> tuple[str, ...]:
     """What can be killed in a layout: not all have sampler workers in processes of their own."""
-    return TARGETS + (SAMPLER_WORKER,) * (WORKERS in LAYOUTS[layout])
+    more = (SAMPLER_WORKER,) * (WORKERS in LAYOUTS[layout])
+    return (*TARGETS, *more, *(SIGNALS if layout == AHEAD else ()))
+
+
+def phases_of(layout: str) -> tuple[str, ...]:
+    """Phases to aim at: those in which responses are under way, in a run that samples ahead."""
+    return (ROLLOUT, UPDATE, SYNC) if layout == AHEAD else PHASES
 
 
 @dataclass(frozen=True)
@@ -55,8 +81,10 @@ class Kill:
 
 
 def draw(layout: str, seed: int, count: int = PER_RUN) -> list[Kill]:
-    """The kills of a run, in their order. Twelve seeds in a row aim at each pair of target and phase."""
-    pairs = list(product(targets_of(layout), PHASES))
+    """The kills of a run, in their order. Twelve seeds in a row (with AHEAD: six) aim at each pair of target
+    and phase.
+    """
+    pairs = list(product(targets_of(layout), phases_of(layout)))
     block, place = divmod(seed, -(-len(pairs) // count))
     random.Random(f"{layout} {block}").shuffle(pairs)
     dice = random.Random(f"{layout} {seed}")
@@ -113,7 +141,8 @@ class KilledRun(WatchedRun):
             wrong = self.compare()
             if (rows := len(read_rows(self.run))) != len(self.wanted):
                 wrong.append(f"{rows} rows of metrics, not {len(self.wanted)}")
-            wrong += compare_files(self.run, self.reference.folder) + self.wait_nothing_left(5.0)
+            compare = compare_names if self.layout == AHEAD else compare_files
+            wrong += compare(self.run, self.reference.folder) + self.wait_nothing_left(5.0)
             self.conclude(wrong)
         except BaseException as e:
             if self.row is not None:
@@ -125,7 +154,10 @@ class KilledRun(WatchedRun):
 
     def compare(self) -> list[str]:
         """The rows so far with those of the reference, and whether each has its rollouts."""
-        found = compare_rows(read_rows(self.run), self.wanted, engines=self.engines, lost=self.lost)
+        if self.layout == AHEAD:
+            found = compare_ahead(self.run, self.reference.folder)
+        else:
+            found = compare_rows(read_rows(self.run), self.wanted, engines=self.engines, lost=self.lost)
         return found + find_missing_rollouts(self.run)
 
     def strike(self, kill: Kill, number: int) -> None:
@@ -138,7 +170,8 @@ class KilledRun(WatchedRun):
             stopped = self.stop()
             moment = self.look()
             last = EXPORT in moment.proven  # the moment aimed at will not come again
-            hit = kill.phase if kill.phase in moment.proven else EXPORT if last else None
+            hit = next((p for p in self.wanted_phases(kill, moment) if p in moment.proven), None)
+            hit = hit or (EXPORT if last else None)
             victims = self.find(kill, stopped) if hit else None
             if victims is None:
                 send(stopped, signal.SIGCONT)
@@ -147,7 +180,7 @@ class KilledRun(WatchedRun):
             self.conclude(self.compare())
             self.traces.memory |= self.command.shared_memory()
             what = name_of(victims[0]) if len(victims) == 1 else f"{len(victims)} processes"
-            send(victims, signal.SIGKILL)
+            send(victims, SIGNALS.get(kill.target, signal.SIGKILL))
             self.struck, self.killed = time.monotonic(), self.command
             send(stopped, signal.SIGCONT)
             self.row = {
@@ -158,6 +191,8 @@ class KilledRun(WatchedRun):
                 "hit": hit,
             }
             self.row |= {"step": moment.rows, "event": moment.phase, "outcome": "went on"}
+            if self.layout == AHEAD:
+                self.row["interrupted"] = count_mixed(self.run)
             self.after(kill, moment)
             return
         self.conclude([])
@@ -192,9 +227,17 @@ class KilledRun(WatchedRun):
                     due = kill.phase == EXPORT or moment.rows >= step
                 self.exporting = EXPORT in moment.proven
                 assert self.tap.ranks_ready or moment.phase == START, "a start is told in other words"
-                if (kill.phase in moment.proven and due) or self.exporting:
+                meets = any(phase in moment.proven for phase in self.wanted_phases(kill, moment))
+                if (meets and due) or self.exporting:
                     return True
         return False
+
+    def wanted_phases(self, kill: Kill, moment: Moment) -> tuple[str, ...]:
+        """A run that samples ahead does not always wait for rollouts: a kill that has met its phase in no
+        moment of a step takes another one.
+        """
+        late = self.layout == AHEAD and moment.rows > kill.step
+        return (kill.phase, *phases_of(self.layout)) if late else (kill.phase,)
 
     def has_started_so_far(self, fraction: float) -> bool:
         """A third of the kills in a start come in its first seconds, a third when the ranks are ready, a
@@ -221,7 +264,7 @@ class KilledRun(WatchedRun):
         command, choice = self.command, kill.choice
         if kill.target == TREE:
             return running
-        if kill.target == LAUNCHER:
+        if kill.target in (LAUNCHER, *SIGNALS):
             return [command.process.pid]
         if kill.target == RANK:
             with suppress(AssertionError, OSError):
@@ -264,6 +307,10 @@ class KilledRun(WatchedRun):
             if code != 1 or "was killed (SIGKILL" not in err or "Traceback (most" in self.told():
                 wrong.append(f"exit code {code}: {err.strip()[-500:]}")
             wrong += self.wait_nothing_left(1.0)
+        elif kill.target in SIGNALS:
+            if code != 0 and (code != CODES[kill.target] or not err.startswith("stopped: ")):
+                wrong.append(f"exit code {code}: {err.strip()[-500:]}")
+            wrong += self.wait_nothing_left(5.0)
         elif kill.target == LAUNCHER:
             wrong += self.wait_nothing_left(60.0)
         else:  # the reaper as well: the next start removes the folders

@@ -14,6 +14,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.metrics import score_results, write_results
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.launcher.environment import record_environment
+from rpg_megatron.system.timeline import TIMELINE, Timeline
 from rpg_megatron.training.metrics import MetricsWriter
 
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">&amp;<!--'
@@ -62,9 +63,33 @@ def make_run(
             )
         writer.write(row)
     writer.close()
+    write_timeline(folder, range(max(1, steps - 9), steps + 1), engines=2)
     if not planned or planned <= steps:
         (folder / "summary.json").write_text(json.dumps({"steps": steps, "seconds": 41.7 * steps}))
     return folder
+
+
+def write_timeline(folder: Path, steps: range, *, engines: int, begin: float = 1.7e9) -> float:
+    """Rows of these steps, of 40 s each with a poll every 2 s; returns their end. Engines are busy for the
+    first 18 s of a step, in which the trainer collects.
+    """
+    line = Timeline(folder / TIMELINE, lambda error: None)
+    line.write({"start": begin - 5})
+    for step in steps:
+        for second in range(1, 40, 2):
+            running = [100 + n if second < 18 else 0 for n in range(engines)]
+            line.write({"time": begin + second, "running": running, "waiting": [0] * engines})
+        ends = [
+            ("collect", 0, 18),
+            ("logprobs", 18, 24),
+            ("update", 24, 39),
+            ("sync", 39, 40),
+            ("step", 0, 40),
+        ]
+        for phase, first, last in ends:
+            line.write({"phase": phase, "step": step, "begin": begin + first, "end": begin + last})
+        begin += 40
+    return begin
 
 
 def _metrics(rng: np.random.Generator, step: int, level: float, seed: int) -> dict[str, float]:
@@ -109,6 +134,20 @@ def _metrics(rng: np.random.Generator, step: int, level: float, seed: int) -> di
         "sync/bytes": 3.4e9,
         "sync/version": float(step),
         "engine/restarts": float(step == 300 and seed == 1),
+        "async/lag_mean": 0.8,
+        "async/lag_max": 1.0,
+        "async/stale_tokens": 0.8,
+        "async/mixed_responses": 0.2,
+        "async/recomputed_tokens": 5000.0,
+        "async/segments": 1.2,
+        "async/ready": 3.0,
+        "async/in_flight": 40.0,
+        "async/trainer_waited": 1.5,
+        "async/sampler_held": 0.2,
+        "correction/lag_0/ratio_mean": 1.0,
+        "correction/lag_1/ratio_mean": 0.99,
+        "correction/lag_0/hit_frac": 0.0,
+        "correction/lag_1/hit_frac": 0.001,
         "engine/requests_resent": 12.0 * (step == 300 and seed == 1),
         **({"eval_extra/custom": rng.random()} if step % 10 == 0 else {}),
     }
@@ -141,6 +180,7 @@ def _rollouts(rng: np.random.Generator, step: int, level: float, text: str) -> l
         for sample in range(4):
             right = bool(rng.random() < level)
             n = int(rng.integers(20, 60))
+            mixed = not sample  # a weight update fell into it
             logp = -rng.random(n).astype(np.float32)
             batch.append(
                 Trajectory(
@@ -150,7 +190,9 @@ def _rollouts(rng: np.random.Generator, step: int, level: float, text: str) -> l
                     prompt=np.arange(5, 17, dtype=np.int32),
                     response=rng.integers(0, 200, n).astype(np.int32),
                     behaviour=logp,
-                    versions=np.full(n, step - 1, np.int32),
+                    versions=np.array(
+                        [step - 2] * (n // 3 * mixed) + [step - 1] * (n - n // 3 * mixed), np.int32
+                    ),
                     finish="stop" if sample else "length",
                     text=f"{text}Step {step}: 17 * {group} = {17 * group}. “So be it.”\nAnswer: {right}",
                     reward=1.0 if right else -1.0,

@@ -21,7 +21,10 @@ VARIES = (
     *("sync/seconds", "checkpoint/seconds"),
 )
 """Keys of a row that depend on time, or on how the engines happened to batch requests."""
-_OWN = ("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl", "engines.jsonl")
+_OWN = (
+    *("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl", "engines.jsonl"),
+    "timeline",
+)
 """What a run's folder has of its own, or is compared by rows."""
 
 
@@ -61,10 +64,16 @@ def find_missing_rollouts(run: Path) -> list[str]:
     return [f"step {step} is done, but its rollouts are not written" for step in missing]
 
 
+def compare_names(run: Path, other: Path) -> list[str]:
+    """Names of the files of two finished runs, without their logs."""
+    mine, theirs = _list_files(run), _list_files(other)
+    return [f"{name} is {'missing' if name in theirs else 'too many'}" for name in sorted(mine ^ theirs)]
+
+
 def compare_files(run: Path, other: Path) -> list[str]:
     """Every file of two finished runs but their logs: names, and contents without times and paths."""
     mine, theirs = _list_files(run), _list_files(other)
-    found = [f"{name} is {'missing' if name in theirs else 'too many'}" for name in sorted(mine ^ theirs)]
+    found = compare_names(run, other)
     return found + [f"{name} differs" for name in sorted(mine & theirs) if _differ(run / name, other / name)]
 
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
+from rpg_megatron.bridge.vllm.sync_route import SYNC, StepsDone, Totals
 
 
 class StandIns:
@@ -26,6 +27,8 @@ class StandIns:
         self.delay = 0.0
         """Seconds until an answer."""
         self.asked = 0
+        self.version: int | None = None
+        """Of the weights that were synced last."""
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -37,6 +40,8 @@ class StandIns:
                 status, answer = "200 OK", b"{}"
                 if path == GENERATE and not self.as_bytes:
                     status = "404 Not Found"
+                elif path == SYNC:
+                    answer = self.sync(json.loads(body))
                 elif path.startswith("/inference"):
                     self.asked += 1
                     await asyncio.sleep(self.delay)
@@ -46,6 +51,18 @@ class StandIns:
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
+    def sync(self, asked: dict[str, Any]) -> bytes:
+        """Each step succeeds; there are no tensors."""
+        info, done = asked["update_info"], StepsDone(dict.fromkeys(asked["steps"], 0.0))
+        for step in asked["steps"]:
+            if step in ("check", "apply"):
+                ack = {"rank": 0, "ok": True, "mode": "slices", "bytes": 0, "summed": 1}
+                ack |= {"session": info["session"], "phase": step}
+                done.totals = Totals([ack], [], b"", b"")
+            elif step == "finish":
+                self.version = info["version"]
+        return msgspec.json.encode(done)
+
     def answer(self, asked: dict[str, Any], as_bytes: bool) -> bytes:
         sampling = asked["sampling_params"]
         drawn = [
@@ -54,7 +71,10 @@ class StandIns:
         ]
         if as_bytes:
             return msgspec.msgpack.encode(
-                [SampledBytes(i, "stop", t.tobytes(), v.tobytes()) for i, (t, v) in enumerate(drawn)]
+                [
+                    SampledBytes(i, "stop", t.tobytes(), v.tobytes(), self.version)
+                    for i, (t, v) in enumerate(drawn)
+                ]
             )
         return json.dumps(
             {

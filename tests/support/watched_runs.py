@@ -40,12 +40,20 @@ SETTINGS = [
     "checkpoint={every: 1, keep: 2}",
 ]
 WORKERS = "rollout.workers=2"
+AHEAD = "ahead 2, two engines"
+"""The layout whose contents depend on timing (``ahead_runs``)."""
 LAYOUTS = {
     "tensor 2, one engine": ["parallel.tensor=2"],
     "data 2, two engines": [
         *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", "bridge.transport=process_group"),
         WORKERS,
         "rollout.dynamic={oversample: 1.5}",  # groups that wait for the next step are state of the sampler
+    ],
+    AHEAD: [
+        *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),
+        *("rollout.ahead=2", "correction.type=truncate"),
+        # The engines are slower than the trainer, so that updates fall into responses.
+        *("engine.max_sequences=1", "rollout.samples_per_prompt=8"),
     ],
 }
 LIMIT = 1800.0

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rpg_megatron import cli
 from rpg_megatron.commands.audit.command import plan_audit
-from rpg_megatron.config import UserError
+from rpg_megatron.config import UserError, load_settings
 
 
 def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: Path) -> None:
@@ -31,6 +31,11 @@ def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: 
     assert [Path(p).name for p in request["others"].values()] == ["model", "step_000001", "step_000002"]
     settings, request = plan_audit(config_file, None)
     assert (settings.name, request) == ("tiny-audit", {})
+    settings, _ = plan_audit(config_file, ["rollout={ahead: 1, inflight: drain}", "guards.uncorrected=true"])
+    assert settings.rollout.ahead == 0  # its engines must have no other requests
+    again = tmp_path / "again.yaml"
+    again.write_text(settings.to_yaml())
+    assert load_settings(again) == settings
     with pytest.raises(UserError, match=r"holds no config\.yaml; give a config file, or the folder of a run"):
         plan_audit(tmp_path, None)
 

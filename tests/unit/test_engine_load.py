@@ -1,7 +1,8 @@
-"""How busy the engines were is in a step's row and, for each engine, in a file.
+"""How busy the engines were is in a step's row and, for each engine, in a file and on the timeline.
 
 Why: a full KV cache or a long queue explains a slow step, and with many engines one of them may be the cause.
-Engines are stand-ins. Not covered: vLLM's metrics themselves (tests/integration/test_rollout_engine.py).
+Only the timeline tells who waited for whom. Engines are stand-ins.
+Not covered: vLLM's metrics themselves (tests/integration/test_rollout_engine.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import pytest
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.engine.client import EngineGone
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING, read_metrics
-from rpg_megatron.rollout.engine_load import EngineLoad
+from rpg_megatron.rollout.engine_load import EngineLoad, EngineTimeline
 from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.system import timeline
+from rpg_megatron.system.timeline import EARLIER, TIMELINE, Timeline
 
 TEXT = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -87,6 +90,10 @@ def test_a_row_for_the_step_and_a_line_for_each_engine(tmp_path: Path) -> None:
         assert pool.pop_counts().keys() == {"engine/restarts", "engine/requests_resent"}  # no samples since
 
     asyncio.run(scene())
+    polls = [json.loads(line) for line in (tmp_path / TIMELINE).read_text().splitlines()]
+    assert all(len(poll["running"]) == len(poll["waiting"]) == 3 for poll in polls)
+    assert {poll["running"][2] for poll in polls} == {None}
+    assert 8 in {poll["running"][0] for poll in polls}
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line.pop("tokens_per_second") > 0 for line in lines] == [True, True]
     same = {"step": 7}
@@ -112,3 +119,56 @@ def test_counters_go_on_over_rows_and_restarts() -> None:
     row = load.pop(0)
     assert (row["tokens"], row["tokens_per_second"]) == (400, 100)
     assert load.pop(0) == {}
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_poll_of_all_engines_is_one_row(tmp_path: Path) -> None:
+    file = tmp_path / TIMELINE
+    engines = EngineTimeline(Timeline(file, pytest.fail), 2, 2.0)
+    engines.add(0, sample(0, 3, 1, 0, 0), 10.0)
+    engines.add(1, sample(0, 7, 0, 0, 0), 10.5)  # in the row of the next poll
+    engines.add(0, sample(0, 4, 0, 0, 0), 12.0)
+    engines.add(1, sample(0, 8, 0, 0, 0), 12.5)
+    for now in (14.0, 16.0, 18.0, 20.0):  # engine 1 is away
+        engines.add(0, sample(0, 5, 0, 0, 0), now)
+    rows = rows_of(file)
+    assert [row["running"] for row in rows] == [[3, None], [4, 7], [5, 8], [5, 8], [5, 8], [5, None]]
+    assert [row["waiting"] for row in rows][:2] == [[1, None], [0, 0]]
+    assert all(row["time"] > 1.7e9 for row in rows)
+
+
+def test_a_phase_that_ends_with_an_error_is_on_the_timeline(tmp_path: Path) -> None:
+    line = Timeline(tmp_path / TIMELINE, pytest.fail)
+    with pytest.raises(KeyError), line.phase("step", 3), line.phase("update", 3):
+        raise KeyError
+    inner, outer = rows_of(tmp_path / TIMELINE)
+    assert (inner["phase"], inner["step"], outer["phase"]) == ("update", 3, "step")
+    assert outer["begin"] <= inner["begin"] <= inner["end"] <= outer["end"]
+
+
+def test_a_timeline_that_cannot_be_written_warns_once(tmp_path: Path) -> None:
+    warnings: list[OSError] = []
+    line = Timeline(tmp_path / "runs" / TIMELINE, warnings.append)
+    for _ in range(3):
+        line.write({"start": 1})
+    assert len(warnings) == 1
+    (tmp_path / "runs").mkdir()
+    line.write({"start": 2})
+    assert rows_of(tmp_path / "runs" / TIMELINE) == [{"start": 2}]
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    line.write({"start": 3})
+    assert len(warnings) == 2
+
+
+def test_the_timeline_of_a_long_run_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "_LIMIT", 2000)
+    trainer = Timeline(tmp_path / TIMELINE, pytest.fail)
+    sampler = Timeline(tmp_path / TIMELINE, pytest.fail, rotates=True)
+    for number in range(300):
+        (trainer if number % 10 else sampler).write({"start": number})
+    rows = rows_of(tmp_path / EARLIER) + rows_of(tmp_path / TIMELINE)
+    assert [row["start"] for row in rows] == list(range(rows[0]["start"], 300))
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 5000

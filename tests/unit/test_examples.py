@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.commands.plan.plan import make_plan
+from rpg_megatron.commands.plan.assumptions import assume
+from rpg_megatron.commands.plan.plan import Plan, make_plan
+from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.nodes import share_of
 from rpg_megatron.launcher.preflight import check_model
-from tests.support.recipes import EXAMPLES, H100, PAPER, REHEARSED, ROWS, shrunk
+from tests.support.recipes import AHEAD, EXAMPLES, H100, PAPER, REHEARSED, ROWS, shrunk
 
 GIB = 1024**3
 
@@ -129,7 +131,7 @@ def test_sizes_are_those_of_the_published_models(name: str) -> None:
     assert make_plan(settings).parameters == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("file", [*ROWS, *H100], ids=label)
+@pytest.mark.parametrize("file", [*ROWS, *H100, *AHEAD], ids=label)
 def test_each_fits_its_cards(file: Path) -> None:
     plan = make_plan(load_settings(file))
     assert plan.problems == ()
@@ -196,8 +198,44 @@ def test_an_example_has_the_lengths_of_its_name(file: Path) -> None:
 
 
 def test_names_of_runs_differ() -> None:
-    names = [load_settings(file).name for file in [*ROWS, *H100]]
-    assert len(set(names)) == len(names) == 44
+    names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD]]
+    assert len(set(names)) == len(names) == 47
+
+
+def test_examples_that_sample_ahead_are_the_others_with_few_changes() -> None:
+    assert {plan_of(file).gpus.total for file in AHEAD} == {8, 16, 64}
+    for file in AHEAD:
+        ahead, base = load_settings(file), load_settings(EXAMPLES / file.name)
+        assert ahead.name == f"{base.name}-ahead"
+        assert ahead.rollout.ahead in (1, 2)
+        assert ahead.correction is not None
+        assert ahead.correction.type == "truncate"
+        assert not ahead.engine.colocated
+        rollout = {**base.rollout.model_dump(), "ahead": ahead.rollout.ahead}
+        rollout["dynamic"]["oversample"] = 1.0
+        assert ahead.rollout.model_dump() == rollout
+        assert ahead.model.path.resolve() == base.model.path.resolve()
+        changed = {"name", "rollout", "correction", "model"}
+        assert ahead.model_dump(exclude=changed) == base.model_dump(exclude=changed)
+
+
+@pytest.mark.parametrize("file", AHEAD, ids=label)
+def test_the_estimates_beside_an_example_are_plans(file: Path) -> None:
+    """In the file's comment and in the table of the README."""
+    plan = plan_of(file)
+    by_placement = {s.placement: s for s in step_times(plan, assume(plan.target.name).values)}
+    own = by_placement["overlapped"]
+    others = [by_placement["by turns"].step, by_placement["colocated"].step]
+    told = [round(seconds) for seconds in (own.generation, own.training, own.step, *others)]
+    comment = " ".join(line[1:] for line in file.read_text().splitlines() if line.startswith("#"))
+    assert [int(n) for n in re.findall(r"(\d+) s[,;.]", comment.split("estimates")[1])] == told
+    (row,) = re.findall(rf"\| `{file.stem}` \|(.*)\|", (EXAMPLES / "README.md").read_text())
+    wanted = [f"{plan.gpus.trainer} + {plan.gpus.engines}", plan.settings.rollout.ahead, *told]
+    assert [cell.strip() for cell in row.split("|")] == [str(value) for value in wanted]
+
+
+def plan_of(file: Path) -> Plan:
+    return make_plan(load_settings(file))
 
 
 def test_with_sizes_overridden_every_file_is_one_of_the_rehearsed_runs() -> None:

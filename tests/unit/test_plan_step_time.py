@@ -14,6 +14,7 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands.plan.assumptions import assume
 from rpg_megatron.commands.plan.plan import make_plan
+from rpg_megatron.commands.plan.step_table import waits
 from rpg_megatron.commands.plan.step_time import Name, StepTime, step_times
 from rpg_megatron.config import load_settings
 
@@ -212,6 +213,46 @@ def test_placements_add_up() -> None:
     assert shared.trainer_idle == shared.engine_idle
 
 
+AHEAD = ("rollout.ahead=1", "correction.type=truncate")
+
+
+def test_sampling_ahead_takes_the_longer_of_generation_and_training() -> None:
+    assumed = ("response_mean=0.4", "step_overhead=3")
+    turns, beside = steps(*assumed)[0], steps(*assumed, overrides=AHEAD)[0]
+    drained = steps(*assumed, overrides=(*AHEAD, "rollout.inflight=drain"))[0]
+    assert [s.placement for s in (turns, beside, drained)] == ["by turns", "overlapped", "overlapped"]
+    assert beside.phases == turns.phases == drained.phases
+    rollout, tail, sync = (turns.seconds(name) for name in ("rollout", "rollout: tail", "sync"))
+    training = turns.seconds("log-probs", "update")
+    assert tail > 0
+    assert beside.step == pytest.approx(max(rollout, training) + sync + 3)
+    assert drained.step == pytest.approx(max(rollout + tail, training) + sync + 3)  # the tail is waited for
+    assert (beside.generation, drained.generation) == (rollout, rollout + tail)
+    assert {s.placement for s in steps(overrides=AHEAD)} == {"colocated", "by turns", "overlapped"}
+
+
+def test_one_line_says_how_long_each_part_waits() -> None:
+    assumed = ("response_mean=0.4", "step_overhead=3")
+    turns, beside = steps(*assumed)[0], steps(*assumed, overrides=AHEAD)[0]
+    rollout, tail, sync = (turns.seconds(name) for name in ("rollout", "rollout: tail", "sync"))
+    assert waits(turns) == (
+        f"waiting, of {turns.step:.0f} s: 8 trainer GPUs {rollout + tail + 3:.0f} s, 8 engine GPUs "
+        f"{turns.training + 3:.0f} s; rollout.ahead overlaps them"
+    )
+    assert f" 8 trainer GPUs {beside.step - beside.training - sync:.0f} s, 8 engine" in waits(beside)
+    assert waits(beside).endswith(f"generation {rollout:.0f} s beside training {beside.training:.0f} s")
+    assert "all GPUs 3 s" in waits(steps(*assumed, "host_link=1e30", overrides=COLOCATED)[0])
+
+
+def test_steps_sampled_ahead_are_in_host_memory() -> None:
+    def sampler(*overrides: str) -> int:
+        plan = make_plan(load_settings(QWEN3_8B, [*SMALL, *overrides]), "h100-80")
+        (part,) = (part.nbytes for part in plan.host if "in the sampler" in part.name)
+        return part
+
+    assert sampler(AHEAD[1], "rollout.ahead=2") == 3 * sampler()
+
+
 def test_a_colocated_run_is_compared_with_halves() -> None:
     shared, turns, beside = steps(overrides=COLOCATED)
     assert (shared.placement, shared.gpus) == ("colocated", 8)
@@ -241,7 +282,7 @@ def test_the_command_says_where_each_number_comes_from(capsys) -> None:
     assert sum(p["seconds"] for p in first["phases"]) == pytest.approx(first["step_seconds"])
     assert first["tokens_per_second"] == pytest.approx(first["trained_tokens"] / first["step_seconds"])
     code, out, _ = command(capsys, "--assume", "train_mfu=0.5")
-    for words in ("computed, not measured", "data sheet", "as set", "which is not built", "bound by"):
+    for words in ("computed, not measured", "data sheet", "as set", "rollout.ahead 1 or more", "bound by"):
         assert words in out
 
 

@@ -28,12 +28,13 @@ from rpg_megatron.commands.report.changes import find_changes, wilson
 from rpg_megatron.commands.report.health import check_health
 from rpg_megatron.commands.report.run_files import name_runs, read_run, thin_rows
 from rpg_megatron.commands.report.samples import choose_samples
+from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
 from rpg_megatron.data.rollout_files import list_rollouts, read_rollouts
 from rpg_megatron.data.trajectory import to_row
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.resume import hold_folder
-from tests.support.report_runs import HOSTILE, PROBLEMS, make_run
+from tests.support.report_runs import HOSTILE, PROBLEMS, make_run, write_timeline
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +297,25 @@ def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
             "bad",
             lambda s: {"mismatch/logp_mean": 0.06 if s == 30 else 1e-3, "mismatch/logp_max": 1.0},
         ),
+        (
+            "mismatch",
+            "bad",
+            lambda s: {
+                "mismatch/logp_mean": 1e-3,
+                "mismatch/logp_max": 1.0,
+                "mismatch/logp_engine_mean": 0.06 if s == 30 else 1e-3,
+            },
+        ),
+        (
+            "mismatch",
+            "bad",
+            lambda s: {
+                "mismatch/logp_mean": 1e-3,
+                "mismatch/logp_max": 1.0,
+                "mismatch/logp_engine_mean": 0.02 if s == 30 else 1e-3,
+                "mismatch/logp_engine_ratio": 20.0 if s == 30 else 1.1,
+            },
+        ),
         ("mismatch", "good", lambda s: {"mismatch/logp_mean": 0.04, "mismatch/logp_max": 3.0}),
         ("entropy", "warn", lambda s: {"policy/entropy": math.exp(-s / 8)}),
         ("entropy", "warn", lambda s: {"policy/entropy": 0.3 + s / 10}),
@@ -406,6 +426,53 @@ def test_journals_of_earlier_versions_show_the_same_responses(run: Path, tmp_pat
     new, old = (choose_samples(read_run(r), read=10**8, room=10**6) for r in (run, tmp_path / "run"))
     assert any(item["set"] == "training" for item in new.items)
     assert (new.items, new.prompts, new.read) == (old.items, old.prompts, old.read)
+
+
+# -- timeline ------------------------------------------------------------------------------------------------
+
+
+def test_the_last_steps_of_the_timeline(tmp_path: Path) -> None:
+    folder = rows_of(tmp_path / "run", [{"step": 1}])
+    assert last_steps(read_run(folder)) is None
+    end = write_timeline(folder, range(1, 9), engines=2)
+    with (folder / "timeline.jsonl").open("ab") as file:
+        file.write(b'{"phase": "update"}\n[1]\n{"time": NaN, "running": [1]}\n\xff\n{"phase": "coll')
+    found = last_steps(read_run(folder))
+    assert found is not None
+    assert (found["steps"], found["seconds"]) == ([3, 4, 5, 6, 7, 8], 240)
+    assert found["phases"][:5] == [
+        ["collect", 3, 0, 18],
+        ["logprobs", 3, 18, 24],
+        ["update", 3, 24, 39],
+        ["sync", 3, 39, 40],
+        ["collect", 4, 40, 58],
+    ]
+    assert len(found["polls"]) == 120
+    assert [lane["name"] for lane in found["lanes"]] == ["engine 0", "engine 1"]
+    assert found["lanes"][1]["values"][:10] == [101] * 9 + [0]
+    assert found["shares"] == pytest.approx({"collect": 0.45, "sync": 0.025, "engines": 0.55})
+
+    write_timeline(folder, range(5, 7), engines=2, begin=end + 9000)  # resumed: without the time between
+    resumed = last_steps(read_run(folder))
+    assert resumed is not None
+    assert (resumed["steps"], resumed["seconds"]) == ([5, 6], 80)
+    assert page_data(write_report([folder]))["runs"][0]["timeline"]["steps"] == [5, 6]
+
+
+def test_many_engines_are_summed_and_a_rotated_file_is_read(tmp_path: Path) -> None:
+    folder = rows_of(tmp_path / "run", [{"step": 1}])
+    write_timeline(folder, range(1, 41), engines=64)
+    data = (folder / "timeline.jsonl").read_bytes()
+    middle = data.index(b"\n", len(data) * 9 // 10) + 1
+    (folder / "timeline_earlier.jsonl").write_bytes(data[:middle])
+    (folder / "timeline.jsonl").write_bytes(data[middle:])
+    found = last_steps(read_run(folder))
+    assert found is not None
+    assert found["steps"] == list(range(35, 41))
+    assert {lane["name"]: lane["values"][0] for lane in found["lanes"]} == {
+        "engines busy": 64,
+        "requests": sum(range(100, 164)),
+    }
 
 
 # -- environment, launcher -----------------------------------------------------------------------------------

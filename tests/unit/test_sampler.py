@@ -108,12 +108,13 @@ class LocalSampler(Sampler):
         self.worker = Worker(settings, decoder_of(tokenizer), engines, events.parent, stops)
         run = settings.model.path.parent / "run"
         (run / "rollouts").mkdir(parents=True, exist_ok=True)
-        super().__init__(settings, run, tokenizer, pool, [self.worker], EventSender(events))
+        super().__init__(settings, run, tokenizer, pool, [self.worker], EventSender(events), events.parent)
 
     async def batch(self, step: int, version: int) -> Batch:
         found = await self.rollout(step, version)
         assert isinstance(found, RolloutBatch)
         trajectories = await self.worker.fetch(found.index.ticket.tolist(), found.index.sample.tolist())
+        assert [t.ticket for t in trajectories] == found.index.ticket.tolist()
         trajectories = [
             replace(t, group=group) for t, group in zip(trajectories, found.index.group.tolist(), strict=True)
         ]

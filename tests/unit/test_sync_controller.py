@@ -23,6 +23,7 @@ from rpg_megatron.bridge.controller import (
 )
 from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.bridge.vllm.generate_route import Gate
 from rpg_megatron.bridge.vllm.sync_route import SYNC, StepFailed, add_up, run_steps
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import mapping_for
@@ -40,13 +41,14 @@ class StandInEngine:
         self.unsettled = unsettled
         self.folder, self.fail, self.status, self.skip = folder, fail, status or {}, skip
         self.calls, self.acks, self.posts = [], {}, 0
+        self.gate = Gate()
 
     async def post(self, path, body, timeout):
         self.posts += 1
         if path == SYNC:
             body = json.loads(json.dumps(body))
             try:
-                done = await run_steps(self, body["steps"], body["update_info"], dict)
+                done = await run_steps(self, body["steps"], body["update_info"], dict, self.gate)
             except StepFailed as e:
                 return 500, str(e)
             return 200, msgspec.json.encode(done).decode()

@@ -198,6 +198,7 @@ def scored(number: int) -> Trajectory:
     t.parts = {"correctness": 1 / 3, "format": -0.0} if number % 2 else {}
     t.extracted = None if number % 2 else "1/3"
     t.reward, t.seed, t.advantage, t.prompt_id = 1 / 3, 2**62 - number, -1e-300, 2**40 + number
+    t.ticket = 2**33 + number
     t.old = np.array(
         [np.nextafter(np.float32(-1), np.float32(0)), np.nan, -0.0][: len(t.response)], np.float32
     )
@@ -310,6 +311,23 @@ def test_journals_of_earlier_versions(tmp_path: Path) -> None:
         read_rollouts(older)
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl.zst"])
+def test_journals_without_tickets(tmp_path: Path, suffix: str) -> None:
+    """Files of earlier versions: read in full, with ticket 0; also beside files that have the column."""
+    batch = [scored(number) for number in (0, 1, 3, 4)]
+    file = tmp_path / "rollouts" / f"step_000001.{suffix}"
+    write_rollouts(rollouts_file(tmp_path, 2), batch)
+    if suffix == "parquet":
+        table = pq.read_table(rollouts_file(tmp_path, 2))
+        pq.write_table(table.drop_columns(["ticket"]), file)
+        columns = pd.concat([pd.read_parquet(f) for f in list_rollouts(tmp_path)]).ticket
+        assert columns.isna().tolist() == [True] * 4 + [False] * 4
+    else:
+        rows = [{k: v for k, v in to_row(t).items() if k != "ticket"} for t in batch]
+        file.write_bytes(zstandard.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+    assert_same(read_rollouts(file), [replace(t, ticket=0) for t in batch])
+
+
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     file = rollouts_file(tmp_path, 1)
     write_rollouts(file, [scored(number) for number in range(100)])
@@ -358,9 +376,10 @@ def test_rows_are_on_the_disk_before_a_checkpoint_counts_them(
 
 @pytest.mark.parametrize("problem", ["No space left on device", None])
 def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
-    tmp_path: Path, problem: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str | None
 ) -> None:
     """The end of a rank's run, with what it calls replaced."""
+    monkeypatch.setattr("rpg_megatron.training.run.barrier", lambda: None)
     run = object.__new__(RankRun)
     sections = {"export": {"enabled": False}, "checkpoint": {"every": 2}}
     run.settings = Settings.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)

@@ -26,10 +26,27 @@ class SampledBytes(msgspec.Struct, array_like=True):
     """int32 in the machine's byte order."""
     logprobs: bytes
     """float32, of the sampled tokens; empty if the request has no ``logprobs``."""
+    version: int | None = None
+    """Version of the weights that sampled all tokens; None before the first sync."""
 
 
-def add_route(app: Any) -> None:
-    """Add the route to vLLM's FastAPI application."""
+class Gate:
+    """Between requests and weight updates, so that the tokens of one answer are of one version."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        """Of the weights that were loaded last; None: those that the engine started with."""
+        self.closed = False
+        """While it is closed, a request ends at once, without tokens."""
+        self.running = 0
+        """Requests that are not answered yet."""
+
+
+def add_route(app: Any, gate: Gate) -> None:
+    """Add the route to vLLM's FastAPI application.
+
+    A request that a weight update interrupts is answered with the tokens so far and finish reason "abort".
+    """
     from fastapi import Depends, Request, Response
     from fastapi.responses import JSONResponse
     from vllm.entrypoints.openai.engine.protocol import ErrorResponse
@@ -46,17 +63,27 @@ def add_route(app: Any) -> None:
                 final = result
             assert final is not None
             with_logprobs = request.sampling_params.logprobs is not None
-            return msgspec.msgpack.encode([_packed(output, with_logprobs) for output in final.outputs])
+            return [_packed(output, with_logprobs) for output in final.outputs]
 
     @with_cancellation  # type: ignore[untyped-decorator]
     async def generate(request: GenerateRequest, raw_request: Request) -> Response:
         serving = copy.copy(raw_request.app.state.serving_tokens)
         serving.__class__ = ServingBytes
         request.sampling_params.flat_logprobs = True
-        result = await serving.serve_tokens(request, raw_request)
+        version = gate.version
+        if gate.closed:
+            result = [SampledBytes(i, "abort", b"", b"") for i in range(request.sampling_params.n)]
+        else:
+            gate.running += 1
+            try:
+                result = await serving.serve_tokens(request, raw_request)
+            finally:
+                gate.running -= 1
         if isinstance(result, ErrorResponse):
             return JSONResponse(content=result.model_dump(), status_code=result.error.code)
-        return Response(result, media_type="application/msgpack")
+        for sampled in result:  # a request that went on during an update has no single version
+            sampled.version = version if gate.version == version else None
+        return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
 
     # FastAPI reads the types from here, since annotations of this module are strings.
     generate.__annotations__ |= {"request": GenerateRequest, "raw_request": Request, "return": None}
@@ -73,7 +100,7 @@ def _packed(output: Any, with_logprobs: bool) -> SampledBytes:
     """A CompletionOutput of vLLM's, with flat log-probs: one of each sampled token."""
     tokens = np.asarray(output.token_ids, np.int32)
     logprobs = np.zeros(0, np.float32)
-    if with_logprobs:
+    if with_logprobs and len(tokens):
         if not np.array_equal(output.logprobs.token_ids, tokens):
             raise RuntimeError("vLLM returned log-probs of other tokens than it sampled")
         logprobs = np.asarray(output.logprobs.logprobs, np.float32)

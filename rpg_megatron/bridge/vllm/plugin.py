@@ -322,8 +322,9 @@ class BearerAuth:
                 return
             if not self._routed:
                 self._routed = True
-                generate_route.add_route(scope["app"])
-                sync_route.add_route(scope["app"])
+                gate = generate_route.Gate()
+                generate_route.add_route(scope["app"], gate)
+                sync_route.add_route(scope["app"], gate)
             if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
                 try:
                     progress = ProgressMark(Path(os.environ[DIR_VARIABLE]))

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rpg_megatron.bridge.vllm.generate_route import Gate
+
 SYNC = "/sync_steps"
 _MASK = (1 << 64) - 1
 
@@ -62,12 +64,12 @@ def add_up(acks: Sequence[dict[str, Any]]) -> Totals:
 
 
 async def run_steps(
-    engine: Any, steps: Sequence[str], info: dict[str, Any], request: Callable[..., Any]
+    engine: Any, steps: Sequence[str], info: dict[str, Any], request: Callable[..., Any], gate: Gate
 ) -> StepsDone:
     """Run steps in order, up to the first that fails.
 
-    engine: vLLM's engine client. info: the workers' ``PullUpdate`` without its phase, for *check* and
-    *apply*. request: vLLM's WeightTransferUpdateRequest. Raises StepFailed.
+    engine: vLLM's engine client. info: the workers' ``PullUpdate`` without its phase, for *check*, *apply*
+    and *finish*. request: vLLM's WeightTransferUpdateRequest. Raises StepFailed.
     """
     done = StepsDone({})
     for step in steps:
@@ -77,6 +79,8 @@ async def run_steps(
                 await engine.wake_up(["weights"])
             elif step == "pause":
                 await engine.pause_generation(mode="keep")
+            elif step == "interrupt":
+                await _interrupt(engine, gate)
             elif step == "abort":
                 done.aborted = await engine.collective_rpc("rpg_abort")
             elif step == "start":
@@ -86,6 +90,7 @@ async def run_steps(
                 done.totals = add_up(await engine.collective_rpc("rpg_ack", args=(False,)))
             elif step == "finish":
                 await engine.finish_weight_update()
+                gate.version = info["version"]
             elif step == "wake KV cache":
                 await engine.wake_up(["kv_cache"])
             elif step == "reset":
@@ -93,6 +98,7 @@ async def run_steps(
                     raise RuntimeError("the prefix cache could not be reset")
             elif step == "resume":
                 await engine.resume_generation()
+                gate.closed = False
             else:
                 raise ValueError("unknown step; engine and trainer run different versions")
         except Exception as e:
@@ -101,7 +107,15 @@ async def run_steps(
     return done
 
 
-def add_route(app: Any) -> None:
+async def _interrupt(engine: Any, gate: Gate) -> None:
+    """Pause, and have all requests answered with the tokens that they have."""
+    gate.closed = True
+    await engine.pause_generation(mode="abort")
+    while gate.running:  # one that was on its way to the core waits there now
+        await engine.pause_generation(mode="abort")
+
+
+def add_route(app: Any, gate: Gate) -> None:
     """Add the route to vLLM's FastAPI application."""
     from fastapi import Request, Response
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -115,7 +129,7 @@ def add_route(app: Any) -> None:
         try:
             async with one_at_a_time:
                 done = await run_steps(
-                    engine, body["steps"], body["update_info"], WeightTransferUpdateRequest
+                    engine, body["steps"], body["update_info"], WeightTransferUpdateRequest, gate
                 )
         except StepFailed as e:
             if isinstance(e.__cause__, EngineDeadError):  # vLLM ends the server then

@@ -109,7 +109,11 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
         if journal := list_rollouts(target):
             request["rollouts"] = str(journal[-1].absolute())
         settings = settings.model_copy(update={"runs": target.absolute().parent})
-    return settings.model_copy(update={"name": f"{settings.name}-audit"}), request
+    # The engines answer one request at a time: nothing is sampled ahead.
+    rollout = settings.rollout.model_copy(update={"ahead": 0, "inflight": "continue"})
+    guards = settings.guards.model_copy(update={"uncorrected": False})
+    own = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards}
+    return settings.model_copy(update=own), request
 
 
 def _check_engine_model(settings: Settings, path: Path) -> None:

@@ -24,7 +24,7 @@ from rpg_megatron.commands.audit.trace_megatron import trace_policy
 from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.data.prompts import PromptStream, load_prompts, load_tokenizer
-from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.data.rollout_files import read_rollouts, step_of
 from rpg_megatron.data.trajectory import Tokens, Trajectory
 from rpg_megatron.engine.client import EngineClient, Sample
 from rpg_megatron.engine.command import context_length
@@ -35,6 +35,7 @@ from rpg_megatron.rollout.seeds import seed_of
 from rpg_megatron.system.collectives import broadcast_object
 from rpg_megatron.system.dtypes import dtype_name
 from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.training.mismatch import find_gaps
 from rpg_megatron.training.run import RankRun
 
 _SEQUENCES = 6
@@ -51,7 +52,8 @@ class AuditRequest:
     sync: bool = True
     """Sync the trainer's weights to the engines first; else the engines keep those they loaded."""
     rollouts: str | None = None
-    """Rollouts file of a step: audit its responses with the largest mismatch."""
+    """Rollouts file of a step: audit its responses with the largest mismatch, of tokens that the weights
+    before its update sampled."""
     others: dict[str, str] = field(default_factory=dict)
     """Checkpoints to compare a wrong weight with: name in messages -> folder."""
 
@@ -141,7 +143,9 @@ def audit_engine(
 def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
     """Tokens for the engine to continue: prompts of the data, or saved responses cut in half."""
     if request.rollouts is not None:
-        worst = sorted(read_rollouts(Path(request.rollouts)), key=_mismatch, reverse=True)
+        file = Path(request.rollouts)
+        version = step_of(file) - 1
+        worst = sorted(read_rollouts(file), key=lambda t: _mismatch(t, version), reverse=True)
         starts = [np.concatenate([t.prompt, t.response[: len(t.response) // 2]]) for t in worst]
     else:
         prompts = load_prompts(settings.data, load_tokenizer(settings.model.path))
@@ -260,7 +264,7 @@ def _side(name: str, trajectories: Sequence[Trajectory], trace: Trace, logp: tor
     )
 
 
-def _mismatch(t: Trajectory) -> float:
-    """Largest |engine - trainer| of a saved response; inf if it is NaN."""
-    gap = np.abs(t.old - t.behaviour) if len(t.old) else np.zeros(1)
-    return float(np.nan_to_num(gap, nan=np.inf).max())
+def _mismatch(t: Trajectory, version: int) -> float:
+    """Largest |engine - trainer| of a saved response's tokens of these weights; inf if it is NaN."""
+    gap, _ = find_gaps([t], version)
+    return float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0))

@@ -20,7 +20,7 @@ from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_appli
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count, gib
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launcher.input_checks import check_data, check_reward, disk_bytes
+from rpg_megatron.launcher.input_checks import check_data, check_own_code, check_reward, disk_bytes, own_code
 from rpg_megatron.launcher.preflight import check_batch, check_head_dim, check_model, check_parallel
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 
@@ -80,6 +80,18 @@ def probe_reward(subject: Subject) -> Iterator[Check]:
         yield ok("reward", subject.settings.reward.type)
     except UserError as e:
         yield of_error("reward", e)
+
+
+def probe_own_code(subject: Subject) -> Iterator[Check]:
+    """Code that the settings name by import path can be imported, and has the settings that it is given."""
+    if subject.settings is None:
+        yield not_applicable("own code", ONLY_WITH_CONFIG)
+        return
+    try:
+        check_own_code(subject.settings)
+        yield ok("own code", ", ".join(item.path for item in own_code(subject.settings)) or "none")
+    except UserError as e:
+        yield of_error("own code", e)
 
 
 def probe_run_folder(subject: Subject) -> Iterator[Check]:

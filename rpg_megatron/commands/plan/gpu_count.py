@@ -99,7 +99,7 @@ def step_parts(settings: Settings, batch: BatchPlan, ranks: int) -> list[HostPar
     """Host memory of a step on rank 0's node, if all sequences have the maximum length.
 
     ranks: on this node. The sampler's workers are on it too, and hold the whole step until the leaders have
-    fetched their shares.
+    fetched their shares, with ``rollout.ahead`` also the steps that are sampled ahead.
     """
     parallel, number = settings.parallel, batch.sequences
     response = min(settings.rollout.max_response_tokens, batch.longest)
@@ -107,8 +107,10 @@ def step_parts(settings: Settings, batch: BatchPlan, ranks: int) -> list[HostPar
     replica = parallel.tensor * parallel.context  # ranks of one, on a pipeline stage
     leaders = min(-(-ranks // replica), parallel.data)
     held = batch_bytes(*lengths) * leaders // parallel.data
+    steps = 1 + settings.rollout.ahead
+    name = f"{steps} steps, in the sampler" if steps > 1 else "the step, in the sampler"
     parts = [
-        HostPart("the step, in the sampler", batch_bytes(*lengths, scored=False), "estimated"),
+        HostPart(name, steps * batch_bytes(*lengths, scored=False), "estimated"),
         HostPart(f"shares of it, {leaders} of {parallel.data} leaders", held, "estimated"),
     ]
     if parallel.world > parallel.data:

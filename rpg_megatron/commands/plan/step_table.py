@@ -42,7 +42,8 @@ def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -
         )
     console.print(table)
     console.print("by turns, overlapped: trainers and engines on GPUs of their own", highlight=False)
-    console.print("overlapped: if rollouts overlap training, which is not built", highlight=False)
+    console.print("overlapped: rollout.ahead 1 or more; by turns: rollout.ahead 0", highlight=False)
+    console.print(waits(own), highlight=False)
     table = _table("assumed for these times; change with --assume NAME=VALUE")
     table.add_column("name", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
@@ -51,6 +52,26 @@ def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -
     for name, value, source, why in assumed.rows:
         table.add_row(name, _number(value), source, why)
     console.print(table)
+
+
+def waits(step: StepTime) -> str:
+    """One line: how long trainer and engines wait in a step of the settings' placement."""
+    rest = step.seconds("other")
+    if step.placement == "colocated":
+        tail, handover = step.seconds("rollout: tail"), step.seconds("handover")
+        return (
+            f"waiting, of {step.step:.0f} s: all GPUs {rest + handover:.0f} s for handovers and fixed costs; "
+            f"in the rollout's tail of {tail:.0f} s most are idle"
+        )
+    trainer = step.step - step.training - step.seconds("sync")
+    engines = step.step - step.generation - step.seconds("sync")
+    line = (
+        f"waiting, of {step.step:.0f} s: {step.trainer_gpus:.0f} trainer GPUs {trainer:.0f} s, "
+        f"{step.engine_gpus:.0f} engine GPUs {engines:.0f} s"
+    )
+    if step.placement == "by turns":
+        return f"{line}; rollout.ahead overlaps them"
+    return f"{line}; generation {step.generation:.0f} s beside training {step.training:.0f} s"
 
 
 def describe_times(steps: Sequence[StepTime], assumed: Assumed) -> dict[str, Any]:
@@ -66,6 +87,8 @@ def describe_times(steps: Sequence[StepTime], assumed: Assumed) -> dict[str, Any
                 "step_seconds": step.step,
                 "trained_tokens": step.tokens,
                 "tokens_per_second": step.tokens / step.step,
+                "generation_seconds": step.generation,
+                "training_seconds": step.training,
                 "trainer_idle": step.trainer_idle,
                 "engine_idle": step.engine_idle,
             }

@@ -46,6 +46,8 @@ class StepTime:
     phases: tuple[Phase, ...]
     tokens: float
     """Prompt and response tokens that a step trains on."""
+    drained: bool = False
+    """Overlapped: a batch is finished before new weights are loaded (rollout.inflight drain)."""
 
     def seconds(self, *names: Name) -> float:
         """Seconds of these phases."""
@@ -54,12 +56,22 @@ class StepTime:
     @property
     def step(self) -> float:
         """Seconds of a step: phases in turn, or rollouts beside log-probs and updates."""
-        total = sum(phase.seconds for phase in self.phases)
         if self.placement != "overlapped":
-            return total
-        # The tail of one batch overlaps with the next batch's responses.
-        together = min(self.seconds("rollout"), self.seconds("log-probs", "update"))
-        return total - together - self.seconds("rollout: tail")
+            return sum(phase.seconds for phase in self.phases)
+        return max(self.generation, self.training) + self.seconds("sync", "other")
+
+    @property
+    def generation(self) -> float:
+        """Seconds in which the engines sample a batch."""
+        # Overlapped, the next batch's responses fill the engines during the tail of this one.
+        if self.placement == "overlapped" and not self.drained:
+            return self.seconds("rollout")
+        return self.seconds("rollout", "rollout: tail")
+
+    @property
+    def training(self) -> float:
+        """Seconds in which the trainer computes."""
+        return self.seconds("log-probs", "update")
 
     @property
     def gpus(self) -> float:
@@ -83,6 +95,7 @@ class StepTime:
 def step_times(plan: Plan, a: Assumptions) -> tuple[StepTime, ...]:
     """The step as the settings place it, first, and with the same GPUs placed in the other two ways.
 
+    Without ``rollout.ahead``, trainer and engines on GPUs of their own take turns; with it they overlap.
     Other placements have as many GPUs in all; data-parallel ranks and engines are scaled, as fractions if
     need be, and memory is not checked.
     """
@@ -94,8 +107,8 @@ def step_times(plan: Plan, a: Assumptions) -> tuple[StepTime, ...]:
         ("by turns", *separate),
         ("overlapped", *separate),
     ]
-    if not colocated:
-        placements = [placements[1], placements[0], placements[2]]
+    own: Placement = "colocated" if colocated else "overlapped" if plan.settings.rollout.ahead else "by turns"
+    placements.sort(key=lambda placement: placement[0] != own)
     return tuple(_step(plan, a, *placement) for placement in placements)
 
 
@@ -113,7 +126,8 @@ def _step(plan: Plan, a: Assumptions, placement: Placement, trainer: float, engi
         Phase("other", a.step_overhead, "fixed"),
     ]
     tokens = plan.batch.sequences * sampled.mean
-    return StepTime(placement, trainer, engines, tuple(phases), tokens)
+    drained = placement == "overlapped" and settings.rollout.inflight == "drain"
+    return StepTime(placement, trainer, engines, tuple(phases), tokens, drained)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,20 @@ const MARGIN = { left: 54, right: 10, top: 8, bottom: 22 };
 const DASHES = ["", "5 3", "1.5 3", "8 2 2 2", "3 6"];
 const tooltip = element("div", { id: "tooltip", hidden: true });
 
+// A box beside the pointer: [color, label, value, another value, whether it has the focus] of each row.
+function showTooltip(event, name, rows, head = []) {
+  tooltip.replaceChildren(element("b", {}, name), element("table", {},
+    element("tr", {}, head.map((text) => element("th", {}, text))),
+    rows.map(([color, label, value, other, focus]) => element("tr", { class: focus ? "focus" : null },
+      element("td", {}, element("i", { class: `swatch ${color}` })), element("td", {}, label),
+      element("td", {}, value), head.length ? element("td", {}, other) : null))));
+  tooltip.hidden = !rows.length;
+  const { innerWidth: wide, innerHeight: high } = window, box = tooltip.getBoundingClientRect();
+  tooltip.style.left = `${Math.max(4, event.clientX + 16 + box.width > wide
+    ? event.clientX - box.width - 16 : event.clientX + 16)}px`;
+  tooltip.style.top = `${Math.max(4, Math.min(event.clientY + 12, high - box.height - 4))}px`;
+}
+
 // spec: {title, kind, series: [[key, label]...], log, note}; with `stack` the series of that run as areas.
 class Chart {
   constructor(spec) {
@@ -306,16 +320,7 @@ class Chart {
   showTooltip(event) {
     const step = view.cursor, rows = this.tooltipRows(step).slice(0, 24);
     const head = rows.some((row) => row[3]) ? ["", "", "measured", "smoothed"] : [];
-    tooltip.replaceChildren(element("b", {}, `step ${step.toLocaleString("en")}`), element("table", {},
-      element("tr", {}, head.map((text) => element("th", {}, text))),
-      rows.map(([color, label, value, smooth, focus]) => element("tr", { class: focus ? "focus" : null },
-        element("td", {}, element("i", { class: `swatch ${color}` })), element("td", {}, label),
-        element("td", {}, value), head.length ? element("td", {}, smooth) : null))));
-    tooltip.hidden = !rows.length;
-    const { innerWidth: wide, innerHeight: high } = window, box = tooltip.getBoundingClientRect();
-    tooltip.style.left = `${Math.max(4, event.clientX + 16 + box.width > wide
-      ? event.clientX - box.width - 16 : event.clientX + 16)}px`;
-    tooltip.style.top = `${Math.max(4, Math.min(event.clientY + 12, high - box.height - 4))}px`;
+    showTooltip(event, `step ${step.toLocaleString("en")}`, rows, head);
   }
 
   key(event) {

@@ -69,7 +69,8 @@ def _check_finite(run: RunFiles) -> HealthCheck:
 
 
 def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
-    largest, means = run.series("mismatch/logp_max"), run.series("mismatch/logp_mean")
+    largest = run.series("mismatch/logp_max")
+    means = run.series("mismatch/logp_mean") + run.series("mismatch/logp_engine_mean")
     if not largest or not means:
         return
     dtype = str(run.config.get("precision.dtype", "bfloat16"))
@@ -80,11 +81,22 @@ def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
         guards = GuardSettings.model_validate({})
     bounds = guards.thresholds(dtype)
     (_, worst), (step, average) = max(largest, key=_value), max(means, key=_value)
+    ratios = dict(run.series("mismatch/logp_engine_ratio"))
+    differs = [
+        (number, ratios[number])
+        for number, value in run.series("mismatch/logp_engine_mean")
+        if number in ratios and guards.engine_differs(value, ratios[number], dtype)
+    ]
     over = worst > bounds[0] or average > bounds[1]
     bound = "" if math.isinf(bounds[0]) else f" (bound {bounds[0]:.2g})"
     text = f"mean {average:.2g} (bound {bounds[1]:.2g}), max {worst:.2g}{bound} nats"
+    if differs and not over:
+        number, ratio = max(differs, key=_value)
+        text += (
+            f"; at step {number:.0f} one engine's probes are {ratio:.0f} times further off than the others'"
+        )
     yield HealthCheck(
-        "mismatch", "bad" if over else "good", text + (f"; worst at step {step}" if over else "")
+        "mismatch", "bad" if over or differs else "good", text + (f"; worst at step {step}" if over else "")
     )
 
 

@@ -194,6 +194,13 @@ function addRest(run) {
     (step, i) => (typeof step === "number" ? Math.max(0, step - inPhases(i)) : null));
 }
 
+// The correction's metrics for tokens of each age.
+function byLag(name) {
+  const age = (key) => Number(/lag_(\d+)/.exec(key)[1]);
+  return allKeys().filter((key) => /^correction\/lag_\d+\//.test(key) && key.endsWith(`/${name}`))
+    .sort((a, b) => age(a) - age(b)).map((key) => [key, `age ${age(key)}`]);
+}
+
 function catalogue() {
   const [heldOut, more] = evalCharts();
   const one = (name, key, kind, rest = {}) => ({ title: name, kind, series: [[key, name]], ...rest });
@@ -209,15 +216,30 @@ function catalogue() {
       one("Ratio, mean", "ratio/mean", "number", { note: "π / π old" }),
       one("Ratio, largest", "ratio/max", "number", { log: true }),
       one("Gradient norm", "policy/grad_norm", "number", { note: "mean of the updates" }),
-      one("Loss", "policy/loss", "number"), one("Learning rate", "lr", "number", { exact: true })]],
+      one("Loss", "policy/loss", "number"), one("Learning rate", "lr", "number", { exact: true }),
+      ...allKeys().filter((key) => key.startsWith("objective/"))  // metrics of a loss of the user
+        .map((key) => one(key.slice("objective/".length), key, "number"))]],
     ["Sampled batches", [one("Response length", "response/length_mean", "count", { note: "tokens, mean" }),
       one("Cut off at the limit", "response/truncated_frac", "percent"),
       one("Reward spread", "reward/std", "number", { note: "standard deviation" }),
       many("Groups without signal", "percent", [["groups/equal_rewards", "equal rewards"],
         ["groups/all_right", "all right"], ["groups/all_wrong", "all wrong"]])]],
+    ["Asynchronous rollouts", [
+      many("Age of the batch", "number", [["async/lag_max", "oldest token"], ["async/lag_mean", "mean"]],
+        { note: "weight updates" }),
+      many("Older weights", "percent", [["async/stale_tokens", "tokens"],
+        ["async/mixed_responses", "responses of several versions"]]),
+      many("Waiting", "seconds", [["async/trainer_waited", "trainer, for a batch"],
+        ["async/sampler_held", "sampler, at its bound"]], { note: "a step" }),
+      many("Groups", "count", [["async/ready", "ready"], ["async/in_flight", "under way"]],
+        { note: "when a batch is taken" }),
+      one("Prefilled again", "async/recomputed_tokens", "count", { note: "tokens" }),
+      one("Segments", "async/segments", "number", { note: "a response, mean" }),
+      many("Correction ratio", "number", byLag("ratio_mean"), { note: "mean, by age" }),
+      many("Correction at its bound", "percent", byLag("hit_frac"), { note: "by age" })]],
     ["Engine against trainer", [many("Mismatch", "number",
       [["mismatch/logp_max", "max"], ["mismatch/logp_p99", "99th percentile"],
-      ["mismatch/logp_mean", "mean"]], { note: "nats", log: true }),
+      ["mismatch/logp_mean", "mean"], ["mismatch/logp_engine_mean", "mean of the worst engine"]], { note: "nats", log: true }),
       many("Engines", "count", [["engine/restarts", "restarts"],
         ["engine/requests_resent", "requests sent again"],
         ["engine/preemptions", "requests preempted"]], { note: "a step", exact: true,
@@ -262,6 +284,7 @@ function buildCharts() {
     }));
     if (there.length) place("charts").append(title(name), grid(there));
   }
+  buildTimelines();
   const rest = allKeys().filter((key) => !shown.has(key));
   if (!rest.length) return;
   const folded = element("details", { class: "more", ontoggle: () => drawAll() },

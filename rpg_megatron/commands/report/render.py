@@ -22,6 +22,7 @@ from rpg_megatron.commands.report.changes import change_as_plain, find_changes
 from rpg_megatron.commands.report.health import check_health
 from rpg_megatron.commands.report.run_files import RunFiles, name_runs, read_run, thin_rows
 from rpg_megatron.commands.report.samples import Item, choose_samples
+from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
 from rpg_megatron.launcher.run_dir import REPORT
 from rpg_megatron.system.files import atomic_write
@@ -33,7 +34,7 @@ _ROOM = 4_000_000
 _READ = 400_000_000
 """Bytes of decompressed rollouts and evaluations that are read for a page, of all runs."""
 
-_SCRIPTS = ("series.js", "numbers.js", "charts.js", "responses.js", "page.js")
+_SCRIPTS = ("series.js", "numbers.js", "charts.js", "timeline.js", "responses.js", "page.js")
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -105,6 +106,7 @@ def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
         "metrics": {key: [_number(row.get(key)) for row in rows] for key in keys},
         "config": {key: _as_text(value) for key, value in run.config.items()},
         "starts": [_flat_text(start) for start in run.starts],
+        "timeline": last_steps(run),
         "samples": vars(samples) | {"items": [_plain(item) for item in samples.items]},
         "notes": run.notes,
     }

@@ -50,7 +50,17 @@ function responseBox(item) {
   return element("div", { class: "response" }, element("p", {},
     badge(item.right ? "good" : "bad", item.right ? "right" : "wrong"),
     element("span", { class: "facts" }, facts.filter(Boolean).join(" · "))),
-      element("pre", { tabindex: 0 }, item.text));
+      item.versions ? segmentBar(item.versions) : null, element("pre", { tabindex: 0 }, item.text));
+}
+
+// Which weights sampled how many of a response's tokens, from the first token to the last.
+function segmentBar(segments) {
+  return element("div", { class: "segments" }, segments.map(([version, tokens], i) => {
+    const part = element("span", { class: `part${i % 2}`, title: `${plural(tokens, "token")} of weights ${version}` },
+      `weights ${version} · ${tokens.toLocaleString("en")}`);
+    part.style.flexGrow = tokens;
+    return part;
+  }));
 }
 
 function problemCard(key, items) {

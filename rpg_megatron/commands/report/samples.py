@@ -11,6 +11,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ _TOKEN_BYTES = 16
 """Numbers of a response's token in a rollout file."""
 
 Item = dict[str, Any]
-"""One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage and the name of
-the held-out set.
+"""One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage, the name of the
+held-out set, and the segments of a response that several versions of the weights sampled.
 """
 
 
@@ -183,9 +184,16 @@ def _rollout_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
             break
         item = {"id": t.prompt_id, "text": t.text, "right": t.correct, "tokens": len(t.response)}
         item |= {"finish": t.finish, "reward": t.reward, "advantage": t.advantage}
+        if len(segments := _segments(t.versions)) > 1:
+            item["versions"] = segments
         items.append(item | {"prompt": t.prompt.tolist(), "answer": t.answer})
     for item in items:
         yield item if whole else item | {"whole": False}
+
+
+def _segments(versions: Any) -> list[tuple[int, int]]:
+    """(version of the weights, tokens) of each part of a response that one version sampled."""
+    return [(int(version), len(list(tokens))) for version, tokens in groupby(versions.tolist())]
 
 
 def _lines(data: bytes, cut: bool) -> list[bytes]:

@@ -1,0 +1,77 @@
+"""Groups that dynamic sampling carries over to the next step: files in the run's folder, for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.data.rollout_files import write_rollouts
+from rpg_megatron.data.trajectory import from_row
+from rpg_megatron.rollout.dispatcher import Dispatcher
+from rpg_megatron.rollout.dynamic_sampling import Group
+from rpg_megatron.rollout.groups import GroupTask
+from rpg_megatron.rollout.task_stream import TaskStream
+
+
+class CarriedGroups:
+    """The surplus groups of the last step."""
+
+    def __init__(self, folder: Path, dispatcher: Dispatcher, stream: TaskStream):
+        """folder: for the files."""
+        self._folder, self._dispatcher, self._stream = folder, dispatcher, stream
+        self.groups: list[Group] = []
+        self._files: dict[int, Path] = {}
+        """Where they are on disk, by ticket."""
+
+    async def put(self, groups: list[Group], step: int) -> None:
+        """Replace the groups. New ones are written: checkpoints, and workers that die, refer to the file."""
+        new = [g.task.ticket for g in groups if g.task.ticket not in self._files]
+
+        def name(worker: int) -> Path:
+            return self._folder / f"carried_{step:06d}_{worker}.parquet"
+
+        files = self._files | await self._dispatcher.save(new, name)
+        self.groups, self._files = groups, {g.task.ticket: files[g.task.ticket] for g in groups}
+
+    def keep(self, tickets: Sequence[int]) -> None:
+        """Forget the others."""
+        self.groups = [g for g in self.groups if g.task.ticket in tickets]
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, JSON-serialisable."""
+        return {
+            "surplus": [
+                {"ticket": g.task.ticket, "prompt": g.task.prompt_id, "file": self._files[g.task.ticket].name}
+                for g in self.groups
+            ]
+        }
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        """Restore a state. Raises UserError if a group is no longer there."""
+        await self._dispatcher.forget([g.task.ticket for g in self.groups])
+        self.groups, self._files = [], {}
+        tasks: dict[Path, list[GroupTask]] = {}
+        for group in self._adopt(state["surplus"]):
+            file = self._files[group["ticket"]] = self._folder / group["file"]
+            tasks.setdefault(file, []).append(self._stream.carried(group["prompt"], group["ticket"]))
+        for file, some in tasks.items():
+            scores = await self._dispatcher.load(some, file)
+            self.groups += [Group(task, found) for task, found in zip(some, scores, strict=True)]
+        self.groups.sort(key=lambda group: group.task.ticket)
+
+    def _adopt(self, surplus: list[Any]) -> list[dict[str, Any]]:
+        """Groups of a state. An earlier version had their rows in it: these are written to a file."""
+        if not surplus or isinstance(surplus[0], dict):
+            return surplus
+        file = self._folder / "carried_earlier.parquet"
+        found, trajectories = [], []
+        for rows in surplus:
+            ticket = self._stream.new_ticket()
+            group = [from_row(row) for row in rows]
+            for t in group:
+                t.group = ticket
+            trajectories += group
+            found.append({"ticket": ticket, "prompt": group[0].prompt_id, "file": file.name})
+        write_rollouts(file, trajectories)
+        return found

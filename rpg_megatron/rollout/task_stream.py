@@ -1,0 +1,71 @@
+"""The training prompts as groups to sample: each has a ticket, seeds and token limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rpg_megatron.config import Settings
+from rpg_megatron.data.prompts import Prompt, PromptStream
+from rpg_megatron.engine.command import context_length
+from rpg_megatron.rollout.groups import GroupTask
+from rpg_megatron.rollout.seeds import seed_of
+
+
+class TaskStream:
+    """Groups in the order of the prompts."""
+
+    def __init__(self, settings: Settings, prompts: list[Prompt]):
+        """prompts: of the training data."""
+        self._settings, self._context = settings, context_length(settings)
+        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._stream = PromptStream(prompts, settings.seed, settings.data.weights)
+        self._next_ticket = 0
+
+    def take(self, count: int, start: int, step: int, version: int) -> list[GroupTask]:
+        """The next groups of a step, of which ``start`` is the index of the first."""
+        prompts = self._stream.take(count)
+        return [self._task(p, self.new_ticket(), start + i, step, version) for i, p in enumerate(prompts)]
+
+    def take_ahead(self, version: int) -> tuple[GroupTask, dict[str, Any]]:
+        """The next group, for weights ``version`` or newer, and the position after it.
+
+        Its seeds follow from the ticket; without dynamic sampling they are those that ``take`` gives.
+        """
+        ticket, (prompt,) = self.new_ticket(), self._stream.take(1)
+        step, index = divmod(ticket, self._settings.rollout.prompts_per_step)
+        task = self._task(prompt, ticket, index, step + 1, version)
+        return msgspec.structs.replace(task, interruptible=True), self.position()
+
+    def carried(self, prompt_id: int, ticket: int) -> GroupTask:
+        """A group that was sampled already."""
+        return self._task(self._prompts[prompt_id], ticket, 0, 0, 0)
+
+    def new_ticket(self) -> int:
+        """The next ticket."""
+        self._next_ticket += 1
+        return self._next_ticket - 1
+
+    def position(self) -> dict[str, Any]:
+        """State for a checkpoint, JSON-serialisable."""
+        return {"stream": self._stream.state(), "next_ticket": self._next_ticket}
+
+    def restore(self, position: dict[str, Any]) -> None:
+        """Restore a position. Raises UserError if the data has changed."""
+        self._stream.restore(position["stream"])
+        self._next_ticket = position.get("next_ticket", 0)
+
+    def _task(self, prompt: Prompt, ticket: int, index: int, step: int, version: int) -> GroupTask:
+        rollout = self._settings.rollout
+        return GroupTask(
+            ticket,
+            prompt.id,
+            prompt.tokens,
+            prompt.answer,
+            rollout.samples_per_prompt,
+            seed_of(self._settings.seed, "rollout", step, index, prompt.id),
+            min(rollout.max_response_tokens, self._context - len(prompt.tokens)),
+            version,
+            rollout.temperature,
+        )

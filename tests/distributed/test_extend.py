@@ -1,0 +1,111 @@
+"""The examples of docs/extend.md, files outside the repository, train as they are printed.
+
+Proved, with real Megatron in fp32: a loss with metrics of its own, an advantage and a schedule named by
+import path train two steps; the metrics are in metrics.jsonl and TensorBoard, the advantage and the learning
+rates are those of the functions; our losses' metrics are absent and nothing asks for them. The filter keeps
+groups with dense rewards. Long: the metrics are the same in each parallel layout, means to 1e-6, and maxima
+to 1e-5, since a single token's log-prob differs by some 1e-6 in fp32. Not covered: engines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rpg_megatron.config import Settings
+from rpg_megatron.launcher.input_checks import check_own_code
+from rpg_megatron.rollout.dynamic_sampling import keeps
+from rpg_megatron.rollout.groups import scores_of
+from tests.support.layouts import TEMPERATURE, make_batch, make_case, make_layout_model
+from tests.support.ranks import ROOT, run_ranks
+
+OWN = ("objective/drift", "objective/drift_max", "objective/far")
+LAYOUTS: dict[str, dict[str, int]] = {
+    "TP2": {"tensor": 2},
+    "PP2": {"pipeline": 2},
+    "DP2": {"data": 2},
+    "CP2": {"context": 2},
+}
+
+
+@pytest.fixture
+def sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The config of the page; its files are written into the working directory."""
+    blocks = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)
+    for kind, text in blocks:
+        if kind == "python":
+            (tmp_path / text.split("\n")[0].removeprefix("# ")).write_text(text)
+    (config,) = (yaml.safe_load(text) for kind, text in blocks if kind == "yaml")
+    monkeypatch.chdir(tmp_path)
+    config["optimizer"] |= {"distributed": False, "eps": 1e-4}
+    config["rollout"] |= {"prompts_per_step": 4, "samples_per_prompt": 3, "temperature": TEMPERATURE}
+    config["training"] = {"minibatches": 2, "tokens_per_microbatch": 100, "logprob_chunk": 17}
+    return config
+
+
+def train(folder: Path, sections: dict[str, Any], world: int, layouts: dict[str, dict[str, int]]) -> dict:
+    """Rows of metrics.jsonl of each layout."""
+    cases = [
+        make_case(folder / "model", layout, 0, sections) | {"name": name} for name, layout in layouts.items()
+    ]
+    for name in layouts:
+        (folder / name).mkdir()
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run_ranks("tests.distributed.extend_worker", world, folder)
+    files = {name: folder / name / "metrics.jsonl" for name in layouts}
+    return {name: [json.loads(line) for line in f.read_text().splitlines()] for name, f in files.items()}
+
+
+def write_batch(folder: Path) -> list:
+    make_layout_model(folder / "model", tied=False)
+    batch = make_batch()
+    for i, t in enumerate(batch):
+        t.reward, t.group, t.sample = math.sin(i), i // 3, i % 3
+    (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
+    return batch
+
+
+def test_the_examples_of_the_page_train(tmp_path: Path, sections: dict[str, Any]) -> None:
+    batch = write_batch(tmp_path)
+    settings = Settings.model_validate(make_case(tmp_path / "model", {}, 0, sections)["settings"])
+    check_own_code(settings)
+    groups = [scores_of(batch[i : i + 3]) for i in range(0, 12, 3)]
+    assert all(keeps(settings.rollout, group) for group in groups), "dense rewards, all of them wrong"
+
+    rows = train(tmp_path, sections, 1, {"TP1": {}})["TP1"]
+    assert [row["lr"] for row in rows] == [1e-3, 5e-4]
+    for row in rows:
+        assert {key for key in row if key.startswith(("objective/", "kl/", "ratio/", "correction/"))} == {
+            *OWN
+        }
+        assert 0 < row["objective/drift"] < row["objective/drift_max"]
+    rewards = np.array([t.reward for t in batch])
+    lengths = np.array([len(t.response) for t in batch])
+    advantages = (rewards - rewards.reshape(4, 3).mean(1).repeat(3)) / np.sqrt(lengths)
+    # At the first update the ratio is 1, and the mean |loss| of both updates is close to that of |A|.
+    wanted = (np.abs(advantages) * lengths).sum() / lengths.sum()
+    assert rows[0]["policy/loss_abs"] == pytest.approx(wanted, rel=0.1)
+    board = EventAccumulator(str(tmp_path / "TP1" / "tensorboard"))
+    board.Reload()
+    for key in OWN:
+        assert [s.value for s in board.Scalars(key)] == pytest.approx([row[key] for row in rows])
+
+
+@pytest.mark.long  # four more layouts; the default tier has one, and test_layouts the losses of ours in all
+def test_own_metrics_are_the_same_in_every_layout(tmp_path: Path, sections: dict[str, Any]) -> None:
+    write_batch(tmp_path)
+    wanted = train(tmp_path, sections, 1, {"TP1": {}})["TP1"]
+    for name, rows in train(tmp_path, sections, 2, LAYOUTS).items():
+        for row, one in zip(rows, wanted, strict=True):
+            for key in OWN:
+                tolerance = 1e-5 if key.endswith("_max") else 1e-6
+                assert row[key] == pytest.approx(one[key], rel=0, abs=tolerance), (name, key)

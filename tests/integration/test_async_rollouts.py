@@ -1,0 +1,198 @@
+"""Weight updates within responses: a real engine, the product's sampler, and weights that differ much.
+
+Why: the log-prob that the engine reports must be that of the weights which the trajectory names for the
+token; otherwise the importance ratios of asynchronous training are wrong without a sign. The reference is
+transformers on each version's weights. Not covered: the trainer (test_training), tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.hf_export import export_hf
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.config import Settings, load_settings, read_model_shape
+from rpg_megatron.data.batch_index import BatchIndex
+from rpg_megatron.data.prompts import decoder_of, load_tokenizer
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.engine.client import EngineClient
+from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.rollout.sampler import Sampler
+from rpg_megatron.rollout.sampler_client import RolloutBatch
+from rpg_megatron.rollout.seeds import stop_tokens
+from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.system.events import EventSender
+from tests.support.engine import Engine, running_engines
+
+ALONE = RankCoordinates(
+    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
+)
+SIZE, SAMPLES = 4, 4
+
+
+def settings_in(folder: Path, model: Path, **changes: Any) -> Settings:
+    prompts = "".join(f'{{"prompt": "What is {i}+{i}?", "answer": {2 * i}}}\n' for i in range(6))
+    (folder / "train.jsonl").write_text(prompts)
+    rollout = {"prompts_per_step": SIZE, "samples_per_prompt": SAMPLES, "max_response_tokens": 200}
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "device": "cpu",
+                "model": {"path": str(model)},
+                "precision": {"dtype": "float32"},
+                "data": {"path": "train.jsonl", "max_prompt_tokens": 64},
+                "training": {"minibatches": 1},
+                "correction": {"type": "truncate"},
+                "rollout": rollout | {"ahead": 2} | changes,
+                "engine": {"max_sequences": 32, "kv_cache_gib": 0.25, "cpu_threads": 1},
+            }
+        )
+    )
+    return load_settings(folder / "config.yaml")
+
+
+class Weights:
+    """Versions of a model: 0 is the checkpoint, each other one has noise of its own."""
+
+    def __init__(self, model: Path):
+        self.model = model
+        self._layout = mapping_for(read_model_shape(model))
+
+    @contextmanager
+    def published(self, bridge: Path, version: int) -> Iterator[Manifest]:
+        publisher = SharedMemoryPublisher(bridge, ALONE, self._params(version), self._layout, torch.float32)
+        try:
+            manifest = publisher.publish(version)
+            assert manifest is not None
+            yield manifest
+        finally:
+            publisher.close()
+
+    def exported(self, version: int, folder: Path) -> Path:
+        """The version as a checkpoint for transformers."""
+        params = self._params(version)
+        export_hf(folder, self.model, params, self._layout, ALONE, dtype=torch.float32)
+        return folder
+
+    def _params(self, version: int) -> dict[str, torch.Tensor]:
+        """As one trainer rank holds them."""
+        cut = {"tensor": 1, "vocab_multiple": 1}
+        layers = range(self._layout.shape.num_layers)
+        shapes = self._layout.stage_params(layers=layers, first=True, last=True, **cut)
+        params = {name: torch.empty(shape) for name, shape in shapes.items()}
+        load_hf_weights(self.model, params.items(), self._layout, tensor_rank=0, **cut)
+        if version:
+            generator = torch.Generator().manual_seed(version)
+            for name in sorted(params):
+                params[name] += 0.03 * torch.randn(params[name].shape, generator=generator)
+        return params
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("engine")
+    with running_engines(folder, [settings_in(folder, checkpoint)]) as (engine,):
+        yield engine
+
+
+def test_tokens_are_those_of_the_version_that_they_name(
+    engine: Engine, checkpoint: Path, tmp_path: Path
+) -> None:
+    settings, weights = settings_in(tmp_path, checkpoint), Weights(checkpoint)
+    batches, probes = asyncio.run(interrupted(engine, settings, weights, tmp_path))
+    trajectories = [t for batch in batches for t in batch]
+    assert [t.ticket for t in trajectories[::SAMPLES]] == list(range(len(batches) * SIZE))
+    versions = {v for t in trajectories for v in t.versions.tolist()}
+    assert {0, 1, 2} <= versions
+    assert max(len(set(t.versions.tolist())) for t in trajectories) >= 3  # two updates within a response
+    assert {v for t in probes for v in t.versions.tolist()} == {0, 1, 2, 3}
+    found = [*trajectories, *probes]
+    for version in range(4):
+        folder = weights.exported(version, tmp_path / f"version-{version}")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for t in found:
+            own = t.versions == version
+            if own.any():
+                expected = reference(model, t)
+                np.testing.assert_allclose(t.behaviour[own], expected[own], atol=1e-4, rtol=0)
+                other = t.versions != version  # the versions do differ
+                if other.sum() > 20:
+                    assert np.abs(t.behaviour - expected)[other].max() > 1e-2
+
+
+async def interrupted(
+    engine: Engine, settings: Settings, weights: Weights, folder: Path
+) -> tuple[list[list[Trajectory]], list[Trajectory]]:
+    """Three batches, with updates while they are sampled; and all probes."""
+    (folder / "rollouts").mkdir()
+    work, tokenizer = engine.process.socket.parent, load_tokenizer(settings.model.path)
+    clients = [EngineClient(0, engine.process.socket, engine.token, timeout=120)]
+    worker = Worker(
+        settings, decoder_of(tokenizer), clients, work, stop_tokens(settings.model.path, tokenizer)
+    )
+    pool = EnginePool(settings.engine, clients, work, interrupt=True)
+    events = EventSender(folder / "events")
+    sampler = Sampler(settings, folder, tokenizer, pool, [worker], events, folder)
+
+    async def fetch(index: BatchIndex) -> list[Trajectory]:
+        return await worker.fetch(index.ticket.tolist(), index.sample.tolist())
+
+    async def sync(version: int) -> None:
+        with weights.published(engine.bridge, version) as manifest:
+            result = await sampler.sync(manifest, version, False)
+        assert len(result.reports) == 1
+
+    batches: list[list[Trajectory]] = []
+    probes: list[Trajectory] = []
+    try:
+        for version in range(3):
+            await sync(version)
+            assert sampler._probes is not None
+            _, index = await sampler._probes.collect()
+            probes += await fetch(index)
+            await asyncio.sleep(0.1)
+        await sync(3)
+        for step in (1, 2, 3):
+            batch = await sampler.rollout(step, 3) if step == 1 else await take(sampler, step)
+            assert isinstance(batch, RolloutBatch)
+            batches.append(await fetch(batch.index))
+            if step == 1:
+                assert batch.probes is not None
+                probes += await fetch(batch.probes)
+    finally:
+        sampler.dispatcher.close()
+        worker.close()
+        for client in clients:
+            await client.close()
+    return batches, probes
+
+
+async def take(sampler: Sampler, step: int) -> RolloutBatch:
+    """A batch without a sync before it, so without probes."""
+    sampler._probes = None
+    batch = await sampler.rollout(step, 3)
+    assert isinstance(batch, RolloutBatch)
+    return batch
+
+
+def reference(model: torch.nn.Module, t: Trajectory) -> np.ndarray:
+    """Log-prob of each response token, float32 [R]."""
+    ids = torch.tensor([[*t.prompt.tolist(), *t.response.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(t.prompt) - 1 : -1].float()
+    logp = torch.log_softmax(logits, dim=-1)
+    return logp.gather(1, torch.as_tensor(t.response, dtype=torch.long)[:, None])[:, 0].numpy()

@@ -1,0 +1,265 @@
+"""Code of the user by import path is checked before a process starts, and gets its settings as declared.
+
+Proved: what is wrong is told in one line that names the setting and the remedy, by train's checks, the doctor
+and plan alike; settings are keyword arguments or a pydantic model. Not covered here: a training run with it
+(tests/distributed).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rpg_megatron.commands.doctor.probe import Subject
+from rpg_megatron.commands.doctor.run_inputs import probe_own_code
+from rpg_megatron.commands.plan.command import run_plan
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.policy import OptimizerSettings
+from rpg_megatron.config.settings import make_settings
+from rpg_megatron.launcher.input_checks import check_own_code
+from rpg_megatron.policy.schedules import build_schedule
+from rpg_megatron.rollout.dynamic_sampling import keeps
+from rpg_megatron.rollout.groups import GroupScores
+from rpg_megatron.system.own_code import Wanted, find_problem, load_own
+from rpg_megatron.training.advantages import build_advantages
+from rpg_megatron.training.loss import build_loss
+
+MODULE = """
+from pydantic import BaseModel, Field
+
+print("a module may print")
+
+class Loss:
+    def __init__(self, beta: float, kind: str = "a"):
+        self.settings = beta, kind
+        if beta < 0:
+            raise ValueError("beta is negative")
+
+    def __call__(self, logp, tokens): ...
+
+class Settings(BaseModel):
+    beta: float = Field(0.1, ge=0)
+
+class Typed:
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
+    def __call__(self, logp, tokens): ...
+
+class Nothing: ...
+
+class Returns:
+    def __init__(self, what: str):
+        self.what = what
+
+    def __call__(self, logp, tokens):
+        from rpg_megatron.objectives import LossOutput
+
+        cases = {
+            "nothing": None,
+            "sum": LossOutput(logp.sum()),
+            "number": LossOutput(logp, {"mine": 1.0}),
+            "good": LossOutput(logp, {"mine": logp}),
+        }
+        return cases[self.what]
+
+def advantage(rewards, group, lengths, *, scale: float = 1.0):
+    return rewards * scale if scale else rewards[:1]
+
+def schedule(step, steps, *, low: float = 0.5):
+    return low if step % 2 else 1.0
+
+def varied(scores):
+    return max(scores.rewards) - min(scores.rewards) > 0.1
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_module_of_test.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)  # from where modules are imported, as reward functions are
+
+
+def loss(name: str, **settings: object) -> Wanted:
+    return Wanted("objective", f"own_module_of_test:{name}", settings, 0, makes=True)
+
+
+def test_settings_arrive_in_the_declared_types() -> None:
+    assert load_own(loss("Loss", beta="0.5")).settings == (0.5, "a")
+    assert load_own(loss("Typed", beta=1)).settings.beta == 1.0
+    assert load_own(Wanted("advantage", "own_module_of_test:advantage", {"scale": 2}, 3))(3, 0, 0) == 6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        (
+            loss("Loss", beta=1, knd="b"),
+            "objective.knd: own_module_of_test:Loss has no setting 'knd'; did you mean",
+        ),
+        (
+            loss("Loss", beta=1, x=2),
+            "objective.x: own_module_of_test:Loss has no setting 'x'; it has beta, kind",
+        ),
+        (loss("Loss"), "objective.beta: own_module_of_test:Loss needs this setting; add it"),
+        (loss("Loss", beta="high"), "objective.beta: Input should be a valid number"),
+        (
+            loss("Loss", beta=-1),
+            "with these settings fails: ValueError: beta is negative; correct one of the two",
+        ),
+        (loss("Typed", beta=-1), "objective.beta: Input should be greater than or equal to 0 (got -1)"),
+        (
+            loss("Typed", bta=1),
+            "objective.bta: own_module_of_test:Typed has no setting 'bta'; did you mean 'beta'?",
+        ),
+        (loss("Nothing"), "makes a Nothing without __call__; add it"),
+        (
+            loss("Absent"),
+            "objective.type: own_module_of_test:Absent: the module own_module_of_test has no 'Absent'",
+        ),
+        (Wanted("advantage", "own_module_of_test:advantage", {"s": 1}, 3), "advantage.s: "),
+        (Wanted("advantage", "math:nan", {}, 3), "is a float, not a function"),
+        (
+            Wanted("advantage", "own_module_of_test:advantage", {}, 4),
+            "takes 3 positional arguments, and is called",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(wanted: Wanted, told: str) -> None:
+    problem = find_problem(wanted)
+    assert problem is not None
+    assert told in problem
+    assert len(problem.splitlines()) == 1
+
+
+def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = load_settings(config_file, ["objective={type: own_module_of_test:Loss, beta: 0.1}"])
+    check_own_code(good)
+    assert make_settings(json.loads(good.model_dump_json()), None, "").objective == good.objective
+    bad = load_settings(config_file, ["objective={type: own_module_of_test:Loss, bet: 0.1}"])
+    told = "objective.bet: own_module_of_test:Loss has no setting 'bet'; did you mean 'beta'?"
+    with pytest.raises(UserError, match="did you mean 'beta'"):
+        check_own_code(bad)
+    (failed,) = probe_own_code(Subject(bad, read_model_shape(bad.model.path)))
+    assert told in f"{failed.found}; {failed.fix}"
+    run_plan(bad, None, sweep=False, as_json=True)
+    assert any(told in text for text in json.loads(capsys.readouterr().out)["warnings"])
+
+
+def make(*overrides: str) -> Settings:
+    return make_settings({"model": {"path": "m"}, "data": {"path": "d"}}, list(overrides), "x")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("{type: constant}", [0.5, 1, 1, 1, 1, 1]),
+        ("{type: linear}", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("{type: linear, end: 0.2}", [0.5, 1, 1, 0.8, 0.6, 0.4]),
+        ("{type: cosine}", [0.5, 1, 1, 0.8535534, 0.5, 0.1464466]),
+        ("{type: wsd, decay: 0.5}", [0.5, 1, 1, 1, 1, 0.5]),
+        ("{type: 'own_module_of_test:schedule', low: 0.2}", [0.1, 1, 0.2, 1, 0.2, 1]),
+    ],
+)
+def test_learning_rates_of_the_schedules(schedule: str, factors: list[float]) -> None:
+    settings = make(
+        f"optimizer.schedule={schedule}", "optimizer.warmup_steps=2", "optimizer.lr=2", "training.steps=6"
+    )
+    check_own_code(settings)
+    rate = build_schedule(settings.optimizer, settings.training.steps)
+    assert [rate(step) / 2 for step in range(1, 7)] == pytest.approx(factors)
+
+
+def test_the_default_schedule_is_warm_up_then_constant() -> None:
+    rate = build_schedule(OptimizerSettings(lr=1e-6, warmup_steps=3), 5)
+    assert [rate(step) for step in range(1, 6)] == [1e-6 * min(1.0, step / 3) for step in range(1, 6)]
+
+
+def test_an_advantage_of_the_user_gets_its_settings_and_is_checked() -> None:
+    rewards, group, lengths = np.array([1.0, 2.0]), np.array([0, 0]), np.array([3, 4])
+    own = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: 3}").advantage)
+    assert own(rewards, group, lengths).tolist() == [3.0, 6.0]
+    wrong = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: 0}").advantage)
+    with pytest.raises(UserError, match=r"returns shape \(1,\); return one finite number per response"):
+        wrong(rewards, group, lengths)
+
+
+@pytest.mark.parametrize(
+    ("what", "anchor", "told"),
+    [
+        ("nothing", "old", "returns a NoneType, not a LossOutput; see docs/extend.md"),
+        ("sum", "old", r"per_token is \(\); it must be a tensor with one value per token, \(3,\) like logp"),
+        ("number", "old", "mine is float; it must be a tensor"),
+        ("good", "kl_trigger", "anchor.type kl_trigger needs the metric 'kl'"),
+    ],
+)
+def test_what_a_loss_returns_is_checked(what: str, anchor: str, told: str) -> None:
+    def call(what: str, anchor: str) -> object:
+        objective = f"objective={{type: 'own_module_of_test:Returns', what: {what}}}"
+        return build_loss(make(objective, f"anchor.type={anchor}"))(torch.zeros(3), None)
+
+    with pytest.raises(UserError, match=told):
+        call(what, anchor)
+    call("good", "fixed")
+
+
+def test_a_filter_of_the_user_sees_dense_rewards() -> None:
+    own = make("rollout.dynamic.type=own_module_of_test:varied").rollout
+    dense = GroupScores([1, 1], [0.2, 0.9], [False, False], [False, False], {})
+    equal = GroupScores([1, 1], [0.2, 0.2], [True, False], [False, False], {})
+    assert [keeps(own, scores) for scores in (dense, equal)] == [True, False]
+    assert [keeps(make("rollout.dynamic={}").rollout, scores) for scores in (dense, equal)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "advantage={type: 'own_module_of_test:advantage', scl: 1}",
+            "advantage.scl: own_module_of_test:advantage has no",
+        ),
+        ("optimizer.schedule={type: 'math:copysign', x: 1}", "optimizer.schedule.x: "),
+        (
+            "optimizer.schedule={type: 'operator:sub'}",
+            "operator:sub(1, 400) is -399.0; it must be a finite number",
+        ),
+        (
+            "rollout.dynamic.type=own_module_of_test:vary",
+            "rollout.dynamic.type: own_module_of_test:vary: the module",
+        ),
+    ],
+)
+def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_own_code(make(override))
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("advantage={type: rpg, scale: 1}", "unknown key 'advantage.scale'"),
+        ("advantage.type=grop", "advantage.type: "),
+        ("optimizer.schedule={type: linear, ends: 1}", "did you mean 'optimizer.schedule.end'?"),
+        (
+            "optimizer.schedule={type: wds}",
+            "optimizer.schedule.type: 'wds' is unknown; use one of constant, linear",
+        ),
+        ("rollout.dynamic.type=mixd", "rollout.dynamic.type: must be mixed, or an import path"),
+    ],
+)
+def test_ours_take_no_other_settings(override: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        make(override)
+    assert told in str(error.value)
+
+
+def test_a_type_that_is_no_import_path_is_told() -> None:
+    with pytest.raises(UserError, match=r"objective\.type: must be an import path module:name"):
+        make_settings(
+            {"model": {"path": "m"}, "data": {"path": "d"}, "objective": {"type": "a-b:C"}}, None, "x"
+        )

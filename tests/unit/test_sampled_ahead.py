@@ -1,0 +1,138 @@
+"""What the trainer measures of rollouts that were sampled ahead, on one rank.
+
+The guard judges each engine by its own probes, whatever the others do; the correction is counted by the lag
+of each token, at both levels, for the tokens that an update learns from. On several ranks, beside a step:
+tests/distributed/test_probes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.objectives import rollout_correction
+from rpg_megatron.training.correction_by_lag import correction_by_lag
+from rpg_megatron.training.mismatch import compare_probes, describe_mismatch, find_worst, out_of_bounds
+
+VERSION = 7
+
+
+def trajectory(gap: list[float], versions: list[int], **fields: Any) -> Trajectory:
+    old = np.linspace(-3, -0.1, len(gap)).astype(np.float32)
+    return Trajectory(
+        prompt_id=4,
+        sample=0,
+        prompt=np.array([5], np.int32),
+        response=np.arange(len(gap), dtype=np.int32),
+        behaviour=old - np.array(gap, np.float32),
+        versions=np.array(versions, np.int32),
+        finish="stop",
+        text="",
+        old=old,
+        **fields,
+    )
+
+
+def probe(engine: int, gap: float, tokens: int = 16, version: int = VERSION) -> Trajectory:
+    return trajectory([gap] * tokens, [version] * tokens, group=engine)
+
+
+@pytest.mark.parametrize("gap", [0.2, float("nan")])
+def test_one_wrong_engine_of_many_is_named(gap: float) -> None:
+    """In bfloat16, where only means are bounded, and the mean of all engines is small."""
+    probes = [probe(engine, gap if engine == 5 else 1e-3) for engine in range(8) for _ in range(2)]
+    row, engine = compare_probes(probes, VERSION, GuardSettings(), 8)
+    assert engine == 5
+    assert row["mismatch/logp_engine_mean"] == pytest.approx(gap, rel=1e-5, nan_ok=True)
+    assert row["async/probe_tokens"] == 256
+    row |= {"mismatch/logp_mean": 0.01, "mismatch/logp_max": 0.2}
+    assert out_of_bounds(row, GuardSettings(), "bfloat16")
+    worst = find_worst([trajectory([0.5], [VERSION])], VERSION)
+    assert worst
+    said = describe_mismatch(row, worst, GuardSettings(), "bfloat16", VERSION + 1, engine)
+    assert "(bound 5e-02) nats, on probes of engine 5 mean" in said
+    assert "probe of" not in said.partition("worst")[2]  # that token is the batch's
+
+
+@pytest.mark.parametrize(
+    ("gaps", "stops"),
+    [
+        ([1e-3, 0.02], True),
+        ([1e-3, 0.02, 1e-3], True),
+        ([0.02, 0.02, 0.025], False),
+        ([1e-5, 8e-4, 1e-5], False),  # far below the bound
+    ],
+)
+def test_an_engine_that_stands_out_is_named_far_below_the_bound(gaps: list[float], stops: bool) -> None:
+    """In bfloat16 an engine that kept old weights may differ by less than the bound of 0.05."""
+    row, engine = compare_probes(
+        [probe(e, gap, 32) for e, gap in enumerate(gaps)], VERSION, GuardSettings(), len(gaps)
+    )
+    assert gaps[engine] == max(gaps)
+    row |= {"mismatch/logp_mean": 0.01, "mismatch/logp_max": 0.2}
+    assert out_of_bounds(row, GuardSettings(), "bfloat16") == stops
+    assert not out_of_bounds(row, GuardSettings(engine_ratio=None), "bfloat16")
+    worst = find_worst([trajectory([0.5], [VERSION])], VERSION)
+    assert worst
+    said = describe_mismatch(row, worst, GuardSettings(), "bfloat16", VERSION + 1, engine)
+    assert ("on probes of engine 1 mean 2.00e-02 (20.0 times" in said) == stops
+
+
+def test_a_few_tokens_of_an_engine_do_not_stop_a_run() -> None:
+    row, _ = compare_probes([probe(0, 1e-3, 64), probe(1, 0.2, 3)], VERSION, GuardSettings(), 2)
+    row |= {"mismatch/logp_mean": 0.01, "mismatch/logp_max": 0.2}
+    assert not out_of_bounds(row, GuardSettings(), "bfloat16")
+
+
+@pytest.mark.parametrize("probes", [[], [probe(0, 0.0, version=VERSION - 1)]])
+@pytest.mark.parametrize("mode", ["stop", "warn"])
+def test_a_guard_without_probes_is_an_error(probes: list[Trajectory], mode: Any) -> None:
+    with pytest.raises(UserError, match=r"step 8: no engine answered a probe.* version 7.*logs/engine_.*off"):
+        compare_probes(probes, VERSION, GuardSettings(mismatch=mode), 2)
+    assert compare_probes(probes, VERSION, GuardSettings(mismatch="off"), 2)[0]["async/probe_tokens"] == 0
+
+
+def lag_settings(**sections: Any) -> Settings:
+    raw = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"ahead": 2}}
+    return Settings.model_validate(raw | sections)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["truncate", "icepop"])
+def test_the_correction_is_counted_by_lag(level: Any, kind: Any) -> None:
+    draw = np.random.default_rng(0)
+    gaps = [draw.normal(0, 0.4, n).tolist() for n in (1, 7, 5, 20, 9)]
+    batch = [trajectory(gap, np.sort(draw.integers(5, 8, len(gap))).tolist()) for gap in gaps]
+    row = correction_by_lag(batch, VERSION, lag_settings(correction={"type": kind, "level": level}))
+    found = rollout_correction(
+        torch.from_numpy(np.concatenate([t.old for t in batch])),
+        torch.from_numpy(np.concatenate([t.behaviour for t in batch])),
+        torch.repeat_interleave(torch.tensor([len(gap) for gap in gaps])),
+        kind=kind,
+        level=level,
+    ).metrics
+    versions = np.concatenate([t.versions for t in batch])
+    assert len(row) == 6
+    for lag in range(3):
+        for key, column in (("ratio_mean", "correction_ratio"), ("hit_frac", "correction_hit")):
+            wanted = found[column].double().numpy()[versions == VERSION - lag].mean()
+            assert row[f"correction/lag_{lag}/{key}"] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_only_lags_and_tokens_that_are_learnt_count() -> None:
+    batch = [trajectory([0.0, 1.0], [5, 5]), trajectory([0.5], [7])]
+    batch[1] = replace(batch[1], finish="length")
+    settings = lag_settings(correction={"type": "truncate"}, training={"mask_truncated": True})
+    row = correction_by_lag(batch, VERSION, settings)
+    assert row == {
+        "correction/lag_2/ratio_mean": pytest.approx((1 + np.e) / 2),
+        "correction/lag_2/hit_frac": 0.5,
+    }
+    assert correction_by_lag([], VERSION, settings) == {}
