@@ -105,14 +105,13 @@ class _OnlyClients:
         return key == self._key
 
 
-def _client_socket(context: Any, address: str, token: str) -> Any:
+def _client_socket(context: Any, token: str) -> Any:
     socket = context.socket(zmq.DEALER)
     own = _keys(token, "client")
     socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
     socket.curve_serverkey = _keys(token, "server").public
     socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, 0
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 500
-    socket.connect(address)
     return socket
 
 
@@ -202,7 +201,8 @@ class AsyncClient:
     def __init__(self, address: str, token: str):
         """Connect, when the server listens."""
         self._context = zmq.asyncio.Context()
-        self._socket = _client_socket(self._context, address, token)
+        self._socket = _client_socket(self._context, token)
+        self._socket.connect(address)
         self._numbers = itertools.count()
         self._waiting: dict[bytes, asyncio.Future[tuple[bytes, bytes]]] = {}
         self._reader = asyncio.create_task(self._read())
@@ -263,10 +263,11 @@ class Client:
         self._while_waiting = while_waiting
         self._context = zmq.Context()
         self._context.linger = 0
-        self._socket = _client_socket(self._context, address, token)
+        self._socket = _client_socket(self._context, token)
         self._events = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
         )
+        self._socket.connect(address)  # after the monitor, which would miss a connection made before it
         self._connected = False
         self._failures = self._number = self._losses = 0
         end = time.monotonic() + timeout

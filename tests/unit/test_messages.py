@@ -111,6 +111,23 @@ def test_values_and_errors_cross(address: str, tcp: bool) -> None:
         client.close()
 
 
+def test_a_connection_that_is_made_at_once_is_noticed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a rank waited two minutes for a sampler that had answered before the rank began to look."""
+    connect = zmq.Socket.connect
+
+    def interrupted(socket: Any, where: str) -> Any:
+        connect(socket, where)
+        time.sleep(0.3)  # the scheduler's choice; the connection is made meanwhile
+
+    with serving(address) as where:
+        monkeypatch.setattr(zmq.Socket, "connect", interrupted)
+        client = Client(where, "secret", name="sampler", timeout=3)
+        assert client.call("touch", Path, Path("/a")) == Path("/a/x")
+        client.close()
+
+
 def test_many_requests_at_a_time(address: str) -> None:
     async def scene() -> None:
         client = AsyncClient(where, "secret")
