@@ -113,6 +113,7 @@ def train(
     """
     if fresh and source:
         raise UserError("--fresh and --from exclude each other; give one of them")
+    from rpg_megatron.checkpoints.hf_hub import with_local_model
     from rpg_megatron.commands.train import train as lead_run
     from rpg_megatron.config import load_settings
     from rpg_megatron.launcher.node_agent import run_node
@@ -121,7 +122,7 @@ def train(
 
     with StopSignals(resumable=True) as signals, exit_codes():
         found = find_nodes(node_rank, nodes, job)
-        settings = load_settings(config, overrides)
+        settings = with_local_model(load_settings(config, overrides))
         if found.rank == 0:
             lead_run(settings, signals, fresh=fresh, source=source, nodes=found)
         else:
@@ -254,10 +255,11 @@ def plan(
 
     Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed.
     """
+    from rpg_megatron.checkpoints.hf_hub import with_local_model
     from rpg_megatron.commands.plan.command import run_plan
     from rpg_megatron.config import load_settings
 
-    settings = load_settings(config, overrides)
+    settings = with_local_model(load_settings(config, overrides), weights=False)
     if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or ()):
         raise typer.Exit(1)
 

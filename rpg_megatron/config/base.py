@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,9 +48,15 @@ def tag_of(value: Any, default: str) -> str | None:
     return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
 
 
-class _RelativeToFile:
+@dataclass(frozen=True)
+class RelativeToFile:
     """Marks a path that, in a YAML file, is relative to that file and not to the working directory."""
 
+    or_on_hub: bool = False
+    """It may be a name on the Hugging Face hub instead."""
 
-InputPath = Annotated[Path, _RelativeToFile()]
+
+HubOrInputPath = Annotated[Path, RelativeToFile(or_on_hub=True)]
+"""An ``InputPath``, or the id of a model on the Hugging Face hub."""
+InputPath = Annotated[Path, RelativeToFile()]
 """Path of an input: relative to the YAML file; in key=value, relative to the working directory."""

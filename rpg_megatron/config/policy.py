@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from rpg_megatron.config.base import IMPORTED, ImportedSettings, InputPath, Section, tag_of
+from rpg_megatron.config.base import IMPORTED, HubOrInputPath, ImportedSettings, Section, tag_of
+
+
+def is_hub_id(path: Path | str) -> bool:
+    """Whether a path has the form of a model's id on the Hugging Face hub: owner/name."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) is not None
 
 
 class ModelSettings(Section):
     """The checkpoint that training starts from."""
 
-    path: InputPath
-    """Folder of a Hugging Face checkpoint: config.json, safetensors files, tokenizer."""
+    path: HubOrInputPath
+    """Folder of a Hugging Face checkpoint (config.json, safetensors files, tokenizer), or the id of a model
+    on the Hugging Face hub, such as Qwen/Qwen3-4B-Base: downloaded into the hub's cache."""
+    revision: str | None = None
+    """Of a model on the hub: branch, tag or commit; null: its main branch."""
     vocab_multiple: int = Field(1, ge=1)
     """Pad each tensor-parallel rank's vocabulary shard to a multiple of this many rows."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"

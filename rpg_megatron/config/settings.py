@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from rpg_megatron.config.base import ImportedSettings, Section, _RelativeToFile
+from rpg_megatron.config.base import ImportedSettings, RelativeToFile, Section
 from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
@@ -36,6 +36,7 @@ from rpg_megatron.config.policy import (
     OptimizerSettings,
     ParallelSettings,
     PrecisionSettings,
+    is_hub_id,
 )
 from rpg_megatron.config.profile import ProfileSettings
 from rpg_megatron.config.rollout import (
@@ -334,15 +335,17 @@ def _rebase(node: dict[str, Any], section: type[BaseModel], folder: Path) -> Non
     """Make the input paths of a YAML file relative to its folder."""
     for name, field in section.model_fields.items():
         value = node.get(name)
-        if isinstance(value, str) and _is_input(field):
-            node[name] = str(folder / value)
+        mark = _path_mark(field)
+        if isinstance(value, str) and mark is not None:
+            on_hub = mark.or_on_hub and is_hub_id(value) and not (folder / value).exists()
+            node[name] = value if on_hub else str(folder / value)
         for block in value if isinstance(value, list) else [value]:
             if isinstance(block, dict):
                 for inner in sections_in(field.annotation):
                     _rebase(block, inner, folder)
 
 
-def _is_input(field: FieldInfo) -> bool:
-    """Whether a field is an InputPath, or InputPath | None."""
+def _path_mark(field: FieldInfo) -> RelativeToFile | None:
+    """The mark of an InputPath, or of InputPath | None."""
     marks = [*field.metadata, *(m for arg in typing.get_args(field.annotation) for m in typing.get_args(arg))]
-    return any(isinstance(mark, _RelativeToFile) for mark in marks)
+    return next((mark for mark in marks if isinstance(mark, RelativeToFile)), None)

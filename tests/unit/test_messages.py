@@ -111,9 +111,7 @@ def test_values_and_errors_cross(address: str, tcp: bool) -> None:
         client.close()
 
 
-def test_a_connection_that_is_made_at_once_is_noticed(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_is_made_at_once_is_noticed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a rank waited two minutes for a sampler that had answered before the rank began to look."""
     connect = zmq.Socket.connect
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.audit import RANK, REPORT, REQUEST
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
@@ -94,7 +95,7 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     """
     request: dict[str, Any] = {}
     if not target.is_dir():
-        settings = load_settings(target, overrides)
+        settings = with_local_model(load_settings(target, overrides))
     else:
         if not (target / CONFIG).is_file():
             raise UserError(f"{target}: holds no {CONFIG}; give a config file, or the folder of a run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.doctor import gpu, machine, packages, run_inputs
 from rpg_megatron.commands.doctor.gather import (
@@ -50,6 +51,7 @@ def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
     shape = None
     if settings is not None:
         with suppress(UserError):  # reported by the probe of the model
+            settings = with_local_model(settings)
             shape = read_model_shape(settings.model.path)
     subject = Subject(settings, shape)
     checks = run_probes(PROBES, subject)

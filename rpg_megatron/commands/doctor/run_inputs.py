@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.doctor.machine import nearest_folder
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
@@ -39,6 +40,7 @@ def probe_model(subject: Subject) -> Iterator[Check]:
         yield not_applicable("model", ONLY_WITH_CONFIG)
         return
     try:
+        settings = with_local_model(settings)
         shape = check_model(settings.model.path)
     except UserError as e:
         yield of_error("model", e)

@@ -22,7 +22,8 @@ Data = Annotated[
 
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Hugging Face checkpoint, or a run: its newest export.")
+        Path,
+        typer.Argument(metavar="MODEL", help="Hugging Face checkpoint, hub id, or a run: its newest export."),
     ],
     overrides: Annotated[
         list[str] | None,

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.checkpoints.hf_hub import download
 from rpg_megatron.checkpoints.megatron_folder import LATEST, MEGATRON
 from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, list_steps
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.evaluation import NAME, EvaluationSettings
+from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_counted
@@ -178,8 +180,11 @@ def check_request(settings: Settings) -> None:
 def find_model(path: Path) -> tuple[Path, Path | None]:
     """The Hugging Face checkpoint, and the run that exported it, if any.
 
-    For a Megatron checkpoint, raises UserError with the command that converts it.
+    The id of a model on the hub is downloaded. For a Megatron checkpoint, raises UserError with the command
+    that converts it.
     """
+    if is_hub_id(path) and not path.exists():
+        return download(str(path), key="MODEL"), None
     if not path.is_dir():
         state = "is a file" if path.is_file() else "does not exist"
         raise UserError(f"MODEL: {path} {state}; give the folder of a Hugging Face checkpoint, or of a run")

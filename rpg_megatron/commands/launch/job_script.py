@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import parse_yaml
 from rpg_megatron.launcher.nodes import share_of
@@ -111,7 +112,7 @@ def check_job(
         share_of(settings, rank, nodes)
     if container:
         return settings
-    shape = check_model(settings.model.path)
+    shape = check_model(with_local_model(settings).model.path)
     check_parallel(settings, shape)
     check_batch(settings, shape)
     found = shutil.which(command)
