@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -232,6 +233,28 @@ def config(
     from rpg_megatron.launcher.run_dir import resolved_yaml
 
     typer.echo(resolved_yaml(load_settings(config, overrides), explained=explain), nl=False)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write.")] = Path(),
+    task: Annotated[
+        str, typer.Option(metavar="math|custom", help="Reward: verified answers, or your own function.")
+    ] = "math",
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER|HUB_ID", help="Model to train. [default: a tiny one, for trying out]"),
+    ] = None,
+) -> None:
+    """Write a commented config, problems and a reward of your own, which run at once on a CPU."""
+    from rpg_megatron.commands.init.command import CONFIG, write_files
+
+    if task not in ("math", "custom"):
+        raise UserError(f"--task {task}: must be math or custom")
+    written = write_files(folder, task, model)
+    typer.echo(f"written: {', '.join(str(folder / name) for name in written)}")
+    cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    typer.echo(f"next: {cd}rpg-megatron train {CONFIG}")
 
 
 @app.command()

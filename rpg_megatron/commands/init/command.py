@@ -1,0 +1,62 @@
+"""Writes the files of ``rpg-megatron init``. Model and problems are the quickstart's."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from string import Template
+from typing import Literal
+
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.policy import is_hub_id
+
+CONFIG = "run.yaml"
+REWARD = "my_reward.py"
+PROBLEMS = ("train.jsonl", "heldout.jsonl")
+MODEL = "model"
+
+Task = Literal["math", "custom"]
+
+_TEMPLATES = Path(__file__).parent
+_QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
+_REWARDS: dict[Task, str] = {
+    "math": """\
+reward:                      # 1 if right, -1 if wrong; docs/rewards.md
+  type: answer_line          # the answer follows "Answer:"; others: boxed, gsm8k, auto""",
+    "custom": """\
+reward:                      # your own function; docs/extend.md
+  type: my_reward:digits     # in my_reward.py
+  partial: 0.5               # its setting""",
+}
+
+
+def write_files(folder: Path, task: Task, model: str | None) -> list[str]:
+    """Write a config, problems, for a custom task a reward, and without ``model`` a tiny model.
+
+    Returns the names of what was written. Raises UserError if one of them exists, or if this is an
+    installation without the source tree, which holds the tiny model.
+    """
+    names = [CONFIG, *PROBLEMS] + [REWARD] * (task == "custom") + [MODEL] * (model is None)
+    if there := [name for name in names if (folder / name).exists()]:
+        raise UserError(f"{folder}: holds {', '.join(there)} already; give another folder")
+    if not _QUICKSTART.is_dir():
+        raise UserError(
+            f"{_QUICKSTART}: not there; init copies its problems and model from the source tree: install it "
+            "from a clone with pip install -e"
+        )
+    path = MODEL
+    if model is not None:
+        path = model if is_hub_id(model) and not Path(model).exists() else str(Path(model).absolute())
+    text = Template((_TEMPLATES / CONFIG).read_text()).substitute(MODEL=path, REWARD=_REWARDS[task])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in PROBLEMS:
+            shutil.copyfile(_QUICKSTART / name, folder / name)
+        if model is None:
+            shutil.copytree(_QUICKSTART / MODEL, folder / MODEL, copy_function=shutil.copyfile)
+        if task == "custom":
+            shutil.copyfile(_TEMPLATES / REWARD, folder / REWARD)
+        (folder / CONFIG).write_text(text)
+    except OSError as e:
+        raise UserError(f"{e.filename or folder}: {e.strerror}; give a folder that you can write to") from None
+    return names

@@ -1,0 +1,24 @@
+"""The reward of run.yaml: what a response is worth.
+
+It is called for each response, in a process of its own. Ask for what you need by the names of the arguments:
+response, answer, prompt, messages, row (all fields of the problem), token_ids, finish_reason, or responses
+(all of a prompt at once). Other arguments are settings, which run.yaml gives.
+"""
+
+import re
+
+
+def digits(response: str, answer: str, partial: float = 0.5) -> float:
+    """1 if the last number is the answer; else -1, and up to ``partial`` more for digits that are right."""
+    numbers = re.findall(r"-?\d+", response)
+    if not numbers:
+        return -1.0
+    if numbers[-1] == answer:
+        return 1.0
+    right = sum(a == b for a, b in zip(reversed(numbers[-1]), reversed(answer), strict=False))
+    return -1.0 + partial * right / len(answer)
+
+
+if __name__ == "__main__":  # try it: python my_reward.py
+    for text in ("1888", "so 1880", "no idea"):
+        print(f"{digits(text, '1888'):+.2f}  {text}")

@@ -1,0 +1,89 @@
+"""``rpg-megatron init``: what it writes loads, and it overwrites nothing.
+
+Why: the first file that a newcomer edits is this one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.commands.init import command
+from rpg_megatron.commands.init.command import write_files
+from rpg_megatron.config import UserError, load_settings, read_model_shape
+from rpg_megatron.data.problems import read_counted
+
+
+@pytest.mark.parametrize("task", ["math", "custom"])
+def test_what_is_written_loads(tmp_path: Path, task: command.Task) -> None:
+    folder = tmp_path / "new" / "task"
+    names = write_files(folder, task, None)
+    assert sorted(names) == sorted(path.name for path in folder.iterdir())
+    settings = load_settings(folder / "run.yaml")
+    assert read_model_shape(settings.model.path).family == "qwen3"
+    assert settings.device == "cpu"
+    assert (settings.reward.type == "my_reward:digits") == (task == "custom")
+    assert settings.evaluation is not None
+    for data in (settings.data, settings.evaluation.heldout[0].data):
+        problems, *_ = read_counted(data)
+        assert len(problems) >= 200
+
+
+def test_the_reward_is_the_one_of_the_config(tmp_path: Path) -> None:
+    write_files(tmp_path, "custom", None)
+    spec = importlib.util.spec_from_file_location("my_reward", tmp_path / "my_reward.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    assert module.digits(f"Answer: {first['answer']}", first["answer"]) == 1
+    assert module.digits("no idea", first["answer"]) == -1
+    assert module.digits("1880", "1888", partial=0.4) == pytest.approx(-1 + 0.4 * 3 / 4)
+    assert module.digits("-12", "12") < 1
+
+
+def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id stays one; a folder is named from the root, because the config lies elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    assert "model" not in write_files(tmp_path / "a", "math", "Qwen/Qwen3-4B-Base")
+    assert load_settings(tmp_path / "a" / "run.yaml").model.path == Path("Qwen/Qwen3-4B-Base")
+    write_files(tmp_path / "b", "math", "my/model")  # no such folder: a hub id too
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    write_files(tmp_path / "c", "math", "here/model")
+    assert load_settings(tmp_path / "c" / "run.yaml").model.path == tmp_path / "here" / "model"
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("mine")
+    with pytest.raises(UserError, match=r"holds train.jsonl already; give another folder$"):
+        write_files(tmp_path, "math", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="give a folder that you can write to"):
+        write_files(tmp_path / "file" / "below", "math", None)
+
+
+def test_without_the_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_QUICKSTART", tmp_path / "examples")
+    with pytest.raises(UserError, match="from a clone with pip install -e"):
+        write_files(tmp_path / "a", "math", None)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    def init(*arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "rpg_megatron.cli", "init", *arguments]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    done = init("task one", "--task", "custom")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1] == "next: cd 'task one' && rpg-megatron train run.yaml"
+    wrong = init("--task", "vision")
+    assert wrong.returncode == 2
+    assert wrong.stderr == "error: --task vision: must be math or custom\n"
