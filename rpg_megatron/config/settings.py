@@ -40,6 +40,7 @@ from rpg_megatron.config.policy import (
 )
 from rpg_megatron.config.profile import ProfileSettings
 from rpg_megatron.config.rollout import (
+    AnyRewardSettings,
     BridgeSettings,
     CheckpointSettings,
     EngineSettings,
@@ -87,7 +88,7 @@ class Settings(Section):
     """Number of steps, mini-batches and micro-batches."""
     data: DataSettings
     """Training prompts."""
-    reward: RewardSettings = RewardSettings()
+    reward: AnyRewardSettings = RewardSettings()
     """Reward function."""
     rollout: RolloutSettings = RolloutSettings()
     """Rollout sampling."""

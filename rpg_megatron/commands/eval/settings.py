@@ -29,7 +29,7 @@ from rpg_megatron.models.registry import check_layout
 
 _SECTIONS = ("data", "reward", "engine", "precision")
 """Sections that KEY=VALUE may set; the others have no effect without trainers."""
-_OWN = ("data.path", "data.hub", "data.subset", "data.split", "data.preset", "data.mixture")
+_OWN = tuple(f"data.{key}" for key in ("path", "hub", "subset", "split", "preset", "source", "mixture"))
 _STYLE = ("template", "chat", "system", "thinking")
 _ENDINGS = (".jsonl", ".parquet", ".arrow", "")
 _TEST = {"gsm8k": "test", "math": "test"}
