@@ -39,13 +39,12 @@ from rpg_megatron.config.policy import (
     is_hub_id,
 )
 from rpg_megatron.config.profile import ProfileSettings
+from rpg_megatron.config.reward import AnyRewardSettings, RewardSettings
 from rpg_megatron.config.rollout import (
-    AnyRewardSettings,
     BridgeSettings,
     CheckpointSettings,
     EngineSettings,
     ExportSettings,
-    RewardSettings,
     RolloutSettings,
 )
 

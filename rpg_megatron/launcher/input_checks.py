@@ -18,7 +18,8 @@ from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.files import read_text
-from rpg_megatron.config.rollout import DynamicSamplingSettings, RewardSettings
+from rpg_megatron.config.reward import RewardSettings
+from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.data.problems import Problem, read_counted
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.models.registry import mapping_for

@@ -1,8 +1,9 @@
 """Calls of an async reward function, many at a time, in one process that can be killed.
 
 The process ends a call at its deadline. One that blocks the process's event loop, so that no call ends there,
-is found here a little later, and the process is killed: calls that were past their deadline have timed out,
-the others are made again in a new process, as are those of a process that died, once.
+is found here a little later, and the process is killed: calls that were past their deadline have timed out.
+The others are made again, as are those of a process that died, each in a process of its own: so a call that
+crashes costs no other one its result.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Process:
         self.worker = worker
         self.calls: dict[int, _Call] = {}
         self.full = False
-        """Whether it gets no more calls: its memory has grown."""
+        """Whether it gets no more calls: its memory has grown, or it is for one only."""
         self.sending = threading.Lock()
         """While something is written to the connection, or it is closed."""
 
@@ -110,7 +111,7 @@ class AsyncPool:
         """Send a call to the process, or to a new one."""
         message = json.dumps([call.number, call.given]).encode()
         with self._lock:
-            process = self._process
+            process = self._process if call.deaths == 0 else None
             if process is not None:
                 call.begun = time.monotonic()
                 process.calls[call.number] = call
@@ -119,7 +120,8 @@ class AsyncPool:
             with self._lock:
                 call.begun = time.monotonic()
                 process.calls[call.number] = call
-                self._process = process
+                process.full = call.deaths > 0
+                self._process = self._process if process.full else process
             reader = threading.Thread(target=self._read, args=(process,), daemon=True)
             self._readers = [thread for thread in self._readers if thread.is_alive()] + [reader]
             reader.start()

@@ -34,7 +34,8 @@ class JudgeSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     url: str
-    """Where the server's routes begin, such as http://host:8001/v1."""
+    """Where the server's routes begin, such as http://host:8001/v1; or $NAME: an environment variable holds
+    it, which may differ when a run is resumed."""
     model: str
     """Name of the model at the server."""
     question: str
@@ -73,7 +74,7 @@ class JudgeSettings(BaseModel):
     @field_validator("url")
     @classmethod
     def _is_http(cls, value: str) -> str:
-        if not re.fullmatch(r"https?://[^\s@]+", value):
+        if not re.fullmatch(r"https?://[^\s@]+|\$\w+", value):
             raise ValueError("must begin with http:// or https://, and hold no user or password")
         return value.rstrip("/")
 
@@ -110,14 +111,13 @@ class Judge:
     """Scores one response a call; a response without a score has no reward (``reward.failed``)."""
 
     def __init__(self, settings: JudgeSettings):
-        """Raises ValueError if the environment has no key."""
+        """Raises ValueError if the environment has no key or URL that the settings name."""
+        if settings.url.startswith("$"):
+            url = _variable(settings.url[1:])
+            settings = JudgeSettings.model_validate(settings.model_dump() | {"url": url})
         self._settings = settings
         self._pattern = re.compile(settings.pattern)
-        self._key = ""
-        if settings.key_variable is not None:
-            self._key = os.environ.get(settings.key_variable, "")
-            if not self._key:
-                raise ValueError(f"the environment variable {settings.key_variable} is not set; export it")
+        self._key = "" if settings.key_variable is None else _variable(settings.key_variable)
         self._http: aiohttp.ClientSession | None = None
         self._failures = 0
         """Responses in a row without an answer."""
@@ -230,6 +230,12 @@ async def _read_all(content: aiohttp.StreamReader) -> bytes:
         if size > _LARGEST:
             raise ValueError
     return b"".join(parts)
+
+
+def _variable(name: str) -> str:
+    if not (value := os.environ.get(name, "")):
+        raise ValueError(f"the environment variable {name} is not set; export it")
+    return value
 
 
 def _count(value: Any) -> float:

@@ -42,7 +42,8 @@ class OwnReward(NamedTuple):
             given |= {name: found[name] for name in PROMPT if name in self.names}
         if not self.positional:
             return self.function(**given)
-        return self.function(*(given.pop(name) for name in _POSITIONAL), **given)
+        first = [given.pop(name) for name in _POSITIONAL]
+        return self.function(*first, **given)
 
 
 def load_reward(where: str, path: str, settings: dict[str, Any], reserved: Sequence[str]) -> OwnReward:

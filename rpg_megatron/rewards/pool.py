@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rpg_megatron.config.errors import UserError
 
 if TYPE_CHECKING:  # workers import this module, and do without pydantic
-    from rpg_megatron.config.rollout import RewardSettings, RewardTerm
+    from rpg_megatron.config.reward import RewardSettings, RewardTerm
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, cast
 
-from rpg_megatron.config.rollout import OverlongSettings, RewardSettings, RewardTerm
+from rpg_megatron.config.reward import OverlongSettings, RewardSettings, RewardTerm
 from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.rewards.async_pool import AsyncPool
 from rpg_megatron.rewards.extraction import Style, find_answer

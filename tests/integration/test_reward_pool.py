@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.rollout import RewardSettings
+from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.rewards.pool import ForkServer, Function, Outcome, WorkerPool
 from rpg_megatron.rewards.reward import Response, Scorer
 

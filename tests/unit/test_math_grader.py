@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpg_megatron.config.rollout import OverlongSettings, RewardSettings
+from rpg_megatron.config.reward import OverlongSettings, RewardSettings
 from rpg_megatron.rewards import Grader, Verdict, grade
 from rpg_megatron.rewards.extraction import WINDOW, find_answer
 from rpg_megatron.rewards.grader import grade_by_rules
