@@ -75,7 +75,8 @@ def main() -> None:
     """Print the rows."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the module prints is no row
-    for line in _lines(*json.load(sys.stdin), int(sys.argv[1])):
+    key, path, settings = json.load(sys.stdin)
+    for line in _lines(key, path, settings, int(sys.argv[1])):
         try:
             text = json.dumps(line, default=str, allow_nan=False)
         except ValueError as e:

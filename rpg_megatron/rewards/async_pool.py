@@ -104,7 +104,8 @@ class AsyncPool:
                 self._free.release()
                 call.future.set_exception(e)
         while not self._waiting.empty():
-            if (call := self._waiting.get()) is not None:
+            call = self._waiting.get()
+            if call is not None and (call.deaths or call.future.set_running_or_notify_cancel()):
                 self._finish(call, Outcome(None, "crash", "the pool was closed"))
 
     def _begin(self, call: _Call) -> None:
