@@ -87,21 +87,21 @@ def test_a_run_goes_on_whatever_its_judge_does(
     changes = [f"training.steps={STEPS}", f"runs={run.parent}", "name=judged", f"reward.terms={terms}"]
     train = TrainCommand(tmp_path, run, *SERVED, *changes, "export.enabled=false")
 
-    def row(index: int) -> dict[str, float]:
-        train.wait(lambda: len(read_rows(run)) > index)
-        return read_rows(run)[index]
+    def row(step: int) -> dict[str, float]:
+        train.wait(lambda: len(read_rows(run)) > step)  # that of step 0 comes before
+        return read_rows(run)[step]
 
     try:
-        assert row(0)["reward/judge/failures"] == 0
+        assert row(1)["reward/judge/failures"] == 0
         send(process, signal.SIGSTOP)  # slow: it answers within the time limit
         time.sleep(2)
         send(process, signal.SIGCONT)
-        row(len(read_rows(run)) + 1)
+        slow = row(len(read_rows(run)) + 1)
         send(process, signal.SIGSTOP)  # it hangs
         hanging = len(read_rows(run)) + 1
         row(hanging)
         send(process, signal.SIGCONT)
-        back = next(i for i in range(hanging, STEPS) if row(i)["reward/judge/failures"] == 0)
+        back = next(i for i in range(hanging, STEPS - 1) if row(i)["reward/judge/failures"] == 0)
         send(process, signal.SIGKILL)  # it crashes
         code, err = train.finish(1200)
     finally:
@@ -109,8 +109,8 @@ def test_a_run_goes_on_whatever_its_judge_does(
             os.kill(pid, signal.SIGKILL)
     assert code == 0, train.out.read_text() + err
     rows = read_rows(run)
-    assert len(rows) == STEPS
-    for number, found in enumerate(rows, 1):
+    assert len(rows) == 1 + STEPS
+    for number, found in enumerate(rows[1:], 1):
         counts = {name.removeprefix("reward/judge/"): v for name, v in found.items() if "/judge/" in name}
         print(f"step {number}: judge {found['reward/judge']:.3f}, {counts}")
         scores = [t.parts["judge"] for t in read_rollouts(rollouts_file(run, number))]
@@ -120,7 +120,8 @@ def test_a_run_goes_on_whatever_its_judge_does(
         assert sum(scores) / RESPONSES == pytest.approx(found["reward/judge"])
         assert counts["requests"] >= RESPONSES - counts["skipped"]
         assert (counts["tokens"] > 0) == (counts["failures"] < RESPONSES)
-    assert rows[hanging]["reward/judge/timeouts"] > 0
+    assert slow["reward/judge/failures"] == 0
+    assert sum(r["reward/judge/timeouts"] for r in rows[hanging - 1 : hanging + 1]) > 0
     assert rows[hanging]["reward/judge/failures"] == RESPONSES
     assert rows[back]["reward/judge/failures"] == 0
     assert rows[-1]["reward/judge/failures"] == RESPONSES
