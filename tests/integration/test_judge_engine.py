@@ -96,9 +96,9 @@ def test_a_run_goes_on_whatever_its_judge_does(
         send(process, signal.SIGSTOP)  # slow: it answers within the time limit
         time.sleep(2)
         send(process, signal.SIGCONT)
-        slow = row(len(read_rows(run)) + 1)
+        row(len(read_rows(run)) + 1)
         send(process, signal.SIGSTOP)  # it hangs
-        hanging = len(read_rows(run)) + 1
+        hanging = len(read_rows(run)) + 1  # the step after the present one
         row(hanging)
         send(process, signal.SIGCONT)
         back = next(i for i in range(hanging, STEPS - 1) if row(i)["reward/judge/failures"] == 0)
@@ -120,7 +120,7 @@ def test_a_run_goes_on_whatever_its_judge_does(
         assert sum(scores) / RESPONSES == pytest.approx(found["reward/judge"])
         assert counts["requests"] >= RESPONSES - counts["skipped"]
         assert (counts["tokens"] > 0) == (counts["failures"] < RESPONSES)
-    assert slow["reward/judge/failures"] == 0
+    assert [r["reward/judge/failures"] for r in rows[1 : hanging - 1]] == [0] * (hanging - 2)
     assert sum(r["reward/judge/timeouts"] for r in rows[hanging - 1 : hanging + 1]) > 0
     assert rows[hanging]["reward/judge/failures"] == RESPONSES
     assert rows[back]["reward/judge/failures"] == 0

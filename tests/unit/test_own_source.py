@@ -32,7 +32,7 @@ class Endless:
     def __init__(self, first: int):
         self.first = first
 
-    def __call__(self):
+    def __iter__(self):
         while True:
             self.first += 1
             yield {"q": f"{self.first}?", "a": "x"}
