@@ -19,6 +19,8 @@ class Section(BaseModel):
 IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 IMPORTED = "module:name"
 """Tag of ``ImportedSettings`` in a union, as messages show it."""
+BUILT_IN = "built-in"
+"""Tag of the other member, where there are two that differ by the settings of code of the user only."""
 
 
 class ImportedSettings(BaseModel):

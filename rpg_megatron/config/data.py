@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rpg_megatron.config.base import InputPath, Section
+from rpg_megatron.config.base import ImportedSettings, InputPath, Section
 
 Scalar = bool | int | float | str
 
 
 class SourceSettings(Section):
-    """Problems with reference answers: a file, a dataset on the Hugging Face hub, or a preset."""
+    """Problems with reference answers: a file, a dataset on the Hugging Face hub, a preset, or own code."""
 
     path: InputPath | None = None
     """A file: JSON lines, .parquet or .arrow; or a folder written by ``datasets``' save_to_disk."""
@@ -23,6 +23,9 @@ class SourceSettings(Section):
     """hub: configuration name, such as main."""
     split: str | None = None
     """hub: split, such as test; null: the preset's, or train."""
+    source: ImportedSettings | None = None
+    """Code of your own that yields the rows: {type: my_prompts:rows}, with its settings as the other keys;
+    docs/extend.md. They must be the same each time. Those of an endless one are cut by ``limit``."""
     preset: str | None = None
     """A known dataset: dapo-math-17k, gsm8k, math, math-500, aime24, aime25, amc23, minerva, olympiadbench.
     It names the fields of problem and answer, in the file at ``path`` or, without one, on the hub."""
@@ -43,10 +46,13 @@ class SourceSettings(Section):
 
     @model_validator(mode="after")
     def _one_place(self) -> SourceSettings:
-        if self.path is not None and self.hub is not None:
-            raise ValueError("path and hub exclude each other; keep one of them")
+        given = [name for name in ("path", "hub", "source") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} exclude each other; keep one of them")
         if self.path is not None and (self.subset is not None or self.split is not None):
             raise ValueError("subset and split have no effect on a file; remove them")
+        if self.source is not None and (self.subset is not None or self.split is not None):
+            raise ValueError("subset and split have no effect on source; remove them")
         if self.answer_after is not None and self.answer_boxed:
             raise ValueError("answer_after and answer_boxed exclude each other; keep one of them")
         return self
@@ -54,7 +60,7 @@ class SourceSettings(Section):
     @property
     def named(self) -> bool:
         """Whether a source is given."""
-        return self.path is not None or self.hub is not None or self.preset is not None
+        return any(part is not None for part in (self.path, self.hub, self.source, self.preset))
 
 
 class MixedSourceSettings(SourceSettings):
@@ -66,7 +72,7 @@ class MixedSourceSettings(SourceSettings):
     @model_validator(mode="after")
     def _somewhere(self) -> MixedSourceSettings:
         if not self.named:
-            raise ValueError("each source of a mixture needs path, hub or preset")
+            raise ValueError("each source of a mixture needs path, hub, source or preset")
         return self
 
 
@@ -97,9 +103,9 @@ class DataSettings(SourceSettings):
     @model_validator(mode="after")
     def _whole(self) -> DataSettings:
         if self.mixture and self.named:
-            raise ValueError("mixture replaces path, hub and preset; move them into one of its sources")
+            raise ValueError("mixture replaces path, hub, source and preset; move them into its sources")
         if not self.mixture and not self.named:
-            raise ValueError("names no prompts; set path (a file), hub, preset or mixture")
+            raise ValueError("names no prompts; set path (a file), hub, preset or mixture, or source (code)")
         if not self.chat and (self.system is not None or self.thinking is not None):
             raise ValueError("system and thinking have no effect unless chat is on")
         return self

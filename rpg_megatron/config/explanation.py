@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rpg_megatron.config.base import IMPORTED, ImportedSettings
+from rpg_megatron.config.base import BUILT_IN, IMPORTED
 
 _SHOWN = 80
 """Maximum characters of a wrong value in a message."""
@@ -61,7 +61,8 @@ def _choices(annotation: Any) -> list[str]:
     """The allowed values of a field, or the types of its section."""
     blocks = sections_in(annotation)
     if len(blocks) > 1:
-        return [tag for block in blocks for tag in _tags(block)]
+        tags = [tag for block in blocks for tag in _tags(block)]
+        return [] if BUILT_IN in tags else tags  # the meaning of ``type`` names them
     words = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return [str(word) for word in words]
@@ -143,9 +144,14 @@ def _locate(settings: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[
     sections: list[type[BaseModel]] = [settings]
     parts: list[str] = []
     siblings: list[str] = []
+    named = False
     for part in map(str, location):
         if part.isdigit() and parts:  # an index in a list
             parts[-1] += f"[{part}]"
+            continue
+        if named:  # a key of a dictionary, of the user's choice
+            parts.append(part)
+            named = False
             continue
         tagged = [s for s in sections if "type" in s.model_fields and part in _tags(s)]
         if tagged and len(sections) > 1:
@@ -154,11 +160,12 @@ def _locate(settings: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[
         siblings = [name for s in sections for name in s.model_fields]
         fields = [s.model_fields[part] for s in sections if part in s.model_fields]
         sections = [inner for f in fields for inner in sections_in(f.annotation)]
+        named = bool(sections) and any(typing.get_origin(f.annotation) is dict for f in fields)
         parts.append(part)
     return parts, siblings
 
 
 def _tags(section: type[BaseModel]) -> tuple[str, ...]:
-    if issubclass(section, ImportedSettings):
+    if section.model_config.get("extra") == "allow":
         return (IMPORTED,)
-    return typing.get_args(section.model_fields["type"].annotation)
+    return typing.get_args(section.model_fields["type"].annotation) or (BUILT_IN,)

@@ -1,76 +1,20 @@
-"""Settings of rewards, rollouts and engines."""
+"""Settings of rollouts and engines."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
-from rpg_megatron.config.base import IMPORT_PATH, Section
-
-
-class OverlongSettings(Section):
-    """DAPO's soft penalty on long responses: 0 until ``buffer`` tokens are left, then linear to -factor."""
-
-    buffer: int | None = Field(None, ge=1)
-    """Length, in tokens before rollout.max_response_tokens, over which the penalty grows. null: 512, or a
-    quarter of rollout.max_response_tokens if that is less than 512."""
-    factor: float = Field(1.0, gt=0)
-    """Penalty of a truncated response."""
-
-    def buffer_for(self, longest: int) -> int:
-        """``buffer`` for responses of at most ``longest`` tokens."""
-        if self.buffer is not None:
-            return self.buffer
-        return 512 if longest >= 512 else max(longest // 4, 1)
-
-
-BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")
-"""Values of reward.type that are not import paths; see ``rewards/extraction`` for where each finds the
-answer."""
-
-
-class RewardSettings(Section):
-    """The reward of a response: correctness + overlong penalty + format penalty."""
-
-    type: str = "answer_line"
-    """Where the answer is found: answer_line (the last "Answer: ..." in the last 300 characters), boxed (the
-    last \\boxed{}), gsm8k (after ####) or auto (whichever comes last). It is compared as a number or as text,
-    then by math-verify. Or the import path module:function of your own reward function:
-    function(response, answer) returns a bool (correct or not) or the reward (correct if above 0).
-    """
-    correct: float = 1.0
-    """Reward of a correct response."""
-    wrong: float = -1.0
-    """Reward of a wrong response."""
-    overlong: OverlongSettings | None = None
-    """Penalty on long responses; null: none."""
-    format: float = Field(0.0, le=0)
-    """Added to the reward of a response without an answer in the form of ``type``."""
-    workers: int = Field(2, ge=1)
-    """Worker processes that grade answers which are not plain numbers."""
-    deadline: float = Field(5.0, gt=0)
-    """Time limit for one answer, in seconds; then its worker is killed and the answer counts as wrong."""
-    memory_gib: float = Field(2.0, gt=0)
-    """Address space of one worker, in GiB; an answer that needs more counts as wrong."""
-
-    @field_validator("type")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value not in BUILT_IN_REWARDS and not re.fullmatch(IMPORT_PATH, value):
-            raise ValueError(
-                f"must be one of {', '.join(BUILT_IN_REWARDS)}, or an import path module:function"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> RewardSettings:
-        if self.format and self.type not in BUILT_IN_REWARDS:
-            raise ValueError(
-                f"format has no effect on {self.type}, which scores the format itself; remove it"
-            )
-        return self
+from rpg_megatron.config.base import BUILT_IN, IMPORT_PATH, IMPORTED, Section, tag_of
 
 
 class DynamicSamplingSettings(Section):
@@ -80,7 +24,8 @@ class DynamicSamplingSettings(Section):
 
     type: str = "mixed"
     """Which groups are kept. mixed: those with correct and wrong responses. Or the import path
-    module:function of your own function(scores), which returns whether to keep a group; docs/extend.md."""
+    module:function of your own function(scores), which returns whether to keep a group, and whose settings
+    are the other keys; docs/extend.md."""
     rounds: int = Field(20, ge=1)
     """Maximum sampling rounds for one step; the run stops if the step is still not full."""
     oversample: float = Field(1.0, ge=1)
@@ -96,6 +41,23 @@ class DynamicSamplingSettings(Section):
             raise ValueError("must be mixed, or an import path module:function")
         return value
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Settings of a function of your own."""
+        return dict(self.model_extra or {})
+
+
+class OwnDynamicSamplingSettings(DynamicSamplingSettings):
+    """A function of your own. The other keys are its settings; docs/extend.md."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+AnyDynamicSamplingSettings = Annotated[
+    Annotated[DynamicSamplingSettings, Tag(BUILT_IN)] | Annotated[OwnDynamicSamplingSettings, Tag(IMPORTED)],
+    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+]
+
 
 class RolloutSettings(Section):
     """What the engines sample for one step."""
@@ -106,7 +68,7 @@ class RolloutSettings(Section):
     """Responses per prompt: the group that advantages are computed over."""
     max_response_tokens: int = Field(2048, ge=1)
     """Maximum tokens of a response; a longer one is truncated."""
-    dynamic: DynamicSamplingSettings | None = None
+    dynamic: AnyDynamicSamplingSettings | None = None
     """Dynamic sampling; null: train on every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
     """Sampling temperature; the trainer applies it to its log-probs too."""

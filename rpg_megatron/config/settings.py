@@ -39,12 +39,12 @@ from rpg_megatron.config.policy import (
     is_hub_id,
 )
 from rpg_megatron.config.profile import ProfileSettings
+from rpg_megatron.config.reward import AnyRewardSettings, RewardSettings
 from rpg_megatron.config.rollout import (
     BridgeSettings,
     CheckpointSettings,
     EngineSettings,
     ExportSettings,
-    RewardSettings,
     RolloutSettings,
 )
 
@@ -87,7 +87,7 @@ class Settings(Section):
     """Number of steps, mini-batches and micro-batches."""
     data: DataSettings
     """Training prompts."""
-    reward: RewardSettings = RewardSettings()
+    reward: AnyRewardSettings = RewardSettings()
     """Reward function."""
     rollout: RolloutSettings = RolloutSettings()
     """Rollout sampling."""

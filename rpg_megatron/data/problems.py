@@ -40,6 +40,8 @@ class Problem(NamedTuple):
     """Index of its source in the mixture."""
     where: str
     """File and row, for messages."""
+    row: dict[str, Any] | None = None
+    """All columns, if they are kept."""
 
     @property
     def text(self) -> str:
@@ -47,14 +49,14 @@ class Problem(NamedTuple):
         return self.prompt if isinstance(self.prompt, str) else "\n".join(m.content for m in self.prompt)
 
 
-def read_problems(settings: DataSettings, key: str = "data") -> list[Problem]:
+def read_problems(settings: DataSettings, key: str = "data", *, rows: bool = False) -> list[Problem]:
     """Read and validate all sources. A warning counts the rows that are left out.
 
-    key: where these settings are in the config, for messages.
+    key: where these settings are in the config, for messages. rows: keep all columns.
     Raises UserError, with file, row (from 1) and fix, for a malformed row unless ``data.malformed`` is
     ``skip``, and for a source without any problem.
     """
-    problems, left_out, first_bad = read_counted(settings, key)
+    problems, left_out, first_bad = read_counted(settings, key, rows=rows)
     if left_out:
         counts = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
         example = f"; first malformed row: {first_bad}" if first_bad else ""
@@ -63,11 +65,12 @@ def read_problems(settings: DataSettings, key: str = "data") -> list[Problem]:
 
 
 def read_counted(
-    settings: DataSettings, key: str = "data"
+    settings: DataSettings, key: str = "data", *, rows: bool = False
 ) -> tuple[list[Problem], dict[str, int], UserError | None]:
     """The problems, the number of rows left out by reason, and the error of the first malformed row.
 
-    key: where these settings are in the config, for messages. Raises UserError as ``read_problems`` does.
+    key: where these settings are in the config, for messages. rows: keep all columns. Raises UserError as
+    ``read_problems`` does.
     """
     if "{prompt}" not in settings.template:
         raise UserError(
@@ -81,9 +84,9 @@ def read_counted(
     for number, source in enumerate(settings.sources):
         at = f"{key}.mixture[{number}]" if settings.mixture else key
         preset = find_preset(source.preset, at) if source.preset is not None else None
-        before, rows = len(problems), 0
-        for count, found in _read_source(source, preset, number, offset, at):
-            rows = count
+        before, total = len(problems), 0
+        for count, found in _read_source(source, preset, number, offset, at, rows):
+            total = count
             if isinstance(found, UserError):
                 if settings.malformed == "stop":
                     raise found
@@ -101,8 +104,8 @@ def read_counted(
             else:
                 problems.append(found)
         if len(problems) == before:
-            raise _no_problems(source, preset, rows, first_bad, key, at)
-        offset += rows
+            raise _no_problems(source, preset, total, first_bad, key, at)
+        offset += total
     return problems, dict(left_out), first_bad
 
 
@@ -121,7 +124,7 @@ def _no_problems(
 
 
 def _read_source(
-    source: SourceSettings, preset: Preset | None, number: int, offset: int, key: str
+    source: SourceSettings, preset: Preset | None, number: int, offset: int, key: str, rows: bool
 ) -> Iterator[tuple[int, Problem | UserError | None]]:
     """Yields the number of rows so far with a problem, the row's error, or None for a row filtered out."""
     fields: Fields | None = None
@@ -134,7 +137,8 @@ def _read_source(
             if fields.accepts(row):
                 prompt, answer = fields.read(row, where)
                 chinese = fields.english and _CHINESE.search(str(prompt))
-                problem = Problem(offset + index, prompt, answer, number, where)
+                kept = row if rows else None
+                problem = Problem(offset + index, prompt, answer, number, where, kept)
                 yield index + 1, None if chinese else problem
             else:
                 yield index + 1, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import signal
@@ -44,6 +45,9 @@ class Prompt:
     """Token ids, int32 [P]; at least one."""
     source: int = 0
     """Index of its source in the mixture."""
+    context: str = ""
+    """What reward functions of the user see of it: a JSON object of ``prompt``, the text; ``messages``, the
+    chat of which it was rendered; and ``row``, all columns. Empty if rows were not kept."""
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
@@ -118,14 +122,16 @@ def _backend(tokenizer: Any) -> Any | None:
     return backend if type(tokenizer)._decode is PreTrainedTokenizerFast._decode else None
 
 
-def load_prompts(settings: DataSettings, tokenizer: Any, key: str = "data") -> list[Prompt]:
+def load_prompts(
+    settings: DataSettings, tokenizer: Any, key: str = "data", *, rows: bool = False
+) -> list[Prompt]:
     """Read the data and tokenize it with a Hugging Face tokenizer.
 
-    key: where these settings are in the config, for messages.
+    key: where these settings are in the config, for messages. rows: keep the rows, for ``Prompt.context``.
     Prompts that are too long are left out or truncated (``data.too_long``); a warning counts them. Raises
     UserError as ``read_problems`` and ``fit_prompts`` do.
     """
-    prompts, too_long = fit_prompts(read_problems(settings, key), settings, tokenizer, key)
+    prompts, too_long = fit_prompts(read_problems(settings, key, rows=rows), settings, tokenizer, key)
     if too_long:
         cut = settings.too_long == "cut"
         logger.warning(
@@ -151,11 +157,14 @@ def fit_prompts(
     if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{key}.chat: the model's tokenizer has no chat template; set {key}.chat to false")
     with _time_limit(_RENDER_SECONDS + _RENDER_SECONDS_EACH * len(problems)):
-        texts = [_render(problem, settings, tokenizer, key) for problem in problems]
+        chats = [_chat(problem, settings, key) for problem in problems]
+        texts = [
+            _render(problem, chat, settings, tokenizer) for problem, chat in zip(problems, chats, strict=True)
+        ]
     # A chat template adds the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not settings.chat)["input_ids"]
     prompts, too_long, limit = [], 0, settings.max_prompt_tokens
-    for problem, text, ids in zip(problems, texts, encoded, strict=True):
+    for problem, chat, text, ids in zip(problems, chats, texts, encoded, strict=True):
         if not ids:
             raise UserError(f"{problem.where}: {text!r} has no tokens; fix or remove the row")
         if len(ids) > limit:
@@ -164,7 +173,12 @@ def fit_prompts(
                 continue
             ids = ids[-limit:]
             text = tokenizer.decode(ids)
-        prompts.append(Prompt(problem.id, text, problem.answer, np.asarray(ids, np.int32), problem.source))
+        context = ""
+        if problem.row is not None:
+            messages = [message._asdict() for message in chat]
+            context = json.dumps({"prompt": text, "messages": messages, "row": problem.row}, default=str)
+        tokens = np.asarray(ids, np.int32)
+        prompts.append(Prompt(problem.id, text, problem.answer, tokens, problem.source, context))
     if not prompts:
         raise UserError(
             f"{problems[0].where}: all {too_long} prompts are longer than {limit} tokens; "
@@ -173,18 +187,25 @@ def fit_prompts(
     return prompts, too_long
 
 
-def _render(problem: Problem, settings: DataSettings, tokenizer: Any, key: str) -> str:
-    chat = [("user", problem.prompt)] if isinstance(problem.prompt, str) else list(problem.prompt)
+def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
+    """The messages of a prompt; without ``chat`` one, whose content is the prompt."""
+    chat = [Message("user", problem.prompt)] if isinstance(problem.prompt, str) else list(problem.prompt)
     if not settings.chat:
         if len(chat) != 1:
             raise UserError(
                 f"{problem.where}: the problem is a chat of {len(chat)} messages; set {key}.chat to true"
             )
-        return settings.template.replace("{prompt}", chat[0][1])
+        return [Message(chat[0].role, settings.template.replace("{prompt}", chat[0].content))]
     if isinstance(problem.prompt, str):
         chat = [Message("user", settings.template.replace("{prompt}", problem.prompt))]
-    if settings.system is not None and chat[0][0] != "system":
+    if settings.system is not None and chat[0].role != "system":
         chat.insert(0, Message("system", settings.system))
+    return chat
+
+
+def _render(problem: Problem, chat: list[Message], settings: DataSettings, tokenizer: Any) -> str:
+    if not settings.chat:
+        return chat[0].content
     options = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
     messages = [{"role": role, "content": content} for role, content in chat]
     try:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from rpg_megatron.config.data import SourceSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import open_regular, parse_json
+from rpg_megatron.data.own_source import own_rows
 from rpg_megatron.data.presets import Preset
 
 Row = tuple[int, str, dict[str, Any] | UserError]
@@ -31,7 +32,9 @@ def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") 
     Raises UserError if the file or data set does not exist, cannot be read at all, or is far larger in memory
     than on disk.
     """
-    if source.path is None:
+    if source.source is not None:
+        rows = own_rows(source.source, source.limit, f"{key}.source")
+    elif source.path is None:
         rows = _hub_rows(source, preset, key)
     elif (source.path / "dataset_info.json").is_file():
         rows = _bounded(source.path, _saved_rows(source.path))
@@ -84,6 +87,8 @@ def origin(source: SourceSettings, preset: Preset | None) -> str:
     """Name of a source for messages."""
     if source.path is not None:
         return str(source.path)
+    if source.source is not None:
+        return source.source.type
     return source.hub or (preset.hub if preset else "")
 
 

@@ -46,7 +46,8 @@ class Trajectory:
     correct: bool = False
     """Whether the grader accepted the answer; independent of the reward."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Components of the reward, which is their sum: correctness, overlong, format."""
+    """Components of the reward: correctness or the terms by name, overlong, format. The reward is their sum,
+    terms times their weights."""
     answer: str = ""
     """The reference answer, for readers of the rollout files."""
     extracted: str | None = None

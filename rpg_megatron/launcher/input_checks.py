@@ -18,11 +18,12 @@ from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.files import read_text
-from rpg_megatron.config.rollout import BUILT_IN_REWARDS, RewardSettings
+from rpg_megatron.config.reward import RewardSettings
+from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.data.problems import Problem, read_counted
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.rewards.pool import WorkerPool
+from rpg_megatron.rewards.pool import start_function
 from rpg_megatron.system.dtypes import ITEM_BYTES
 from rpg_megatron.system.own_code import Wanted
 
@@ -60,7 +61,7 @@ def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
     sources = [source for data in (settings.data, *_heldout(settings)) for source in data.sources]
     found: list[str] = []
     checks: list[Callable[[], list[str] | None]] = [lambda: check_disk(settings, shape)]
-    if all(source.path is not None and source.path.exists() for source in sources):
+    if all(s.source is not None or (s.path is not None and s.path.exists()) for s in sources):
         checks.append(lambda: check_data(settings))
     checks += [lambda: check_reward(settings.reward), lambda: check_own_code(settings)]
     for check in checks:
@@ -111,10 +112,18 @@ def _group_warnings(settings: Settings) -> list[str]:
 
 
 def check_reward(reward: RewardSettings) -> None:
-    """Check that the user's reward function, if any, can be imported; another process imports it."""
-    if reward.type not in BUILT_IN_REWARDS:
-        memory = int(reward.memory_gib * 1024**3)
-        WorkerPool(reward.type, workers=0, deadline=reward.deadline, memory=memory).close()
+    """Check that the user's reward functions can be imported, and have the settings that they are given;
+    other processes import them. Raises UserError, a line for each problem.
+    """
+    problems = []
+    for term in reward.all_terms.values():
+        if term.own:
+            try:
+                start_function(reward, term).close()
+            except UserError as e:
+                problems.append(str(e))
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def check_own_code(settings: Settings) -> None:
@@ -134,7 +143,7 @@ def check_own_code(settings: Settings) -> None:
 
 
 def own_code(settings: Settings) -> Iterator[Wanted]:
-    """The code of the user that settings name by import path, except the reward function."""
+    """The code of the user that settings name by import path, except rewards and sources of prompts."""
     if isinstance(settings.objective, ImportedSettings):
         yield Wanted("objective", settings.objective.type, settings.objective.keywords, 0, makes=True)
     if isinstance(settings.advantage, ImportedSettings):
@@ -144,7 +153,8 @@ def own_code(settings: Settings) -> Iterator[Wanted]:
         tries = tuple((step, steps) for step in range(1, steps + 1))
         yield Wanted("optimizer.schedule", schedule.type, schedule.keywords, 2, tries=tries)
     if settings.rollout.dynamic is not None and settings.rollout.dynamic.type != "mixed":
-        yield Wanted("rollout.dynamic", settings.rollout.dynamic.type, {}, 1)
+        dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)
+        yield Wanted("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
 
 
 def check_disk(settings: Settings, shape: ModelShape) -> list[str]:

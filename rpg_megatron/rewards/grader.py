@@ -17,7 +17,7 @@ from rpg_megatron.rewards import normalize
 from rpg_megatron.rewards.compare import compare
 from rpg_megatron.rewards.extraction import STYLES, Style, find_answer
 from rpg_megatron.rewards.latex_numbers import compare_constants
-from rpg_megatron.rewards.pool import Outcome, WorkerPool
+from rpg_megatron.rewards.pool import ForkServer, Function, Outcome, WorkerPool
 
 DEADLINE = 5.0
 """Default limit of math-verify for one answer, in seconds."""
@@ -112,7 +112,7 @@ class Grader:
 
     def __init__(self, *, workers: int = 1, deadline: float = DEADLINE, memory: int = MEMORY):
         """deadline: seconds for one answer. memory: address space of a worker, in bytes."""
-        self._pool = WorkerPool(_SYMBOLIC, workers=workers, deadline=deadline, memory=memory, lazy=True)
+        self._pool = WorkerPool(ForkServer(Function(_SYMBOLIC, deadline, memory), lazy=True), workers)
         self._lock = threading.Lock()
         # Responses of a group often have the same answer; one that hangs should occupy one worker only.
         self._cache: OrderedDict[tuple[str, str], Future[Outcome]] = OrderedDict()
@@ -149,7 +149,7 @@ class Grader:
             if cached is not None and not (cached.done() and (cached.exception() or cached.result().failure)):
                 self._cache.move_to_end(key)
                 return cached
-            future = self._cache[key] = self._pool.submit(extracted, answer)
+            future = self._cache[key] = self._pool.submit([extracted, answer])
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return future

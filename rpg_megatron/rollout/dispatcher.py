@@ -46,12 +46,16 @@ class Dispatcher:
         max_sequences: int,
         keep: Path | None = None,
         oversubscription: float = OVERSUBSCRIPTION,
+        *,
+        keep_all: bool = True,
     ):
         """max_sequences: responses that an engine decodes at once. oversubscription: responses asked of it,
         relative to that. keep: a folder in which graded groups are kept for the case that their worker dies.
-        None: they are generated again, which gives the same only with the same weights.
+        None: they are generated again, which gives the same only with the same weights. keep_all: False for
+        those only whose rewards may be others the next time.
         """
         self._pool, self._workers, self._max_sequences, self._keep = pool, workers, max_sequences, keep
+        self._keep_all = keep_all
         self._most = int(oversubscription * max_sequences)
         self._jobs: dict[int, _Job] = {}
         self._queue: list[tuple[int, int, _Job]] = []
@@ -92,7 +96,7 @@ class Dispatcher:
                 if not done.complete:
                     break
                 scores = await self._worker(job).score(task.ticket)
-                await self._keep_on_disk(job)
+                await self._keep_on_disk(job, scores)
             except WorkerGone:
                 continue
             job.busy = False
@@ -260,7 +264,7 @@ class Dispatcher:
     async def _finish(self, job: _Job) -> None:
         try:
             scores = await self._worker(job).score(job.task.ticket)
-            await self._keep_on_disk(job)
+            await self._keep_on_disk(job, scores)
         except WorkerGone:
             self._enqueue(job)
         except Exception as e:
@@ -270,8 +274,10 @@ class Dispatcher:
             if not job.graded.done():
                 job.graded.set_result(scores)
 
-    async def _keep_on_disk(self, job: _Job) -> None:
+    async def _keep_on_disk(self, job: _Job, scores: GroupScores) -> None:
         ticket = job.task.ticket
+        if scores.repeatable and not self._keep_all:
+            return
         if self._keep is not None and job.file is None and ticket in self._jobs:
             file = self._keep / f"group_{ticket}.parquet"
             await self._worker(job).save([ticket], file)

@@ -8,6 +8,7 @@ rewards. Surplus groups come first in the next step, or are dropped (``rollout.d
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,13 @@ def keeps(settings: RolloutSettings, scores: GroupScores) -> bool:
         return True
     if settings.dynamic.type == "mixed":
         return 0 < sum(scores.correct) < len(scores.correct)
-    return bool(_load_filter(settings.dynamic.type)(scores))
+    own = settings.dynamic
+    return bool(_load_filter(own.type, json.dumps(own.keywords, sort_keys=True))(scores))
 
 
 @functools.cache
-def _load_filter(path: str) -> Callable[..., object]:
-    return load_own(Wanted("rollout.dynamic", path, {}, 1))
+def _load_filter(path: str, keywords: str) -> Callable[..., object]:
+    return load_own(Wanted("rollout.dynamic", path, json.loads(keywords), 1))
 
 
 class DynamicSampler:

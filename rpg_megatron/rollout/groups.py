@@ -37,6 +37,10 @@ class GroupTask(msgspec.Struct, frozen=True):
     """A weight update ends its requests; they go on with the new weights."""
     graded: bool = True
     """Whether responses get a reward."""
+    correctness_only: bool = False
+    """Compute only what decides whether a response is correct: the first term of the reward."""
+    context: str = ""
+    """What reward functions of the user see of the prompt (``Prompt.context``)."""
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -68,6 +72,8 @@ class GroupScores(msgspec.Struct, frozen=True):
     """Responses of several versions."""
     recomputed: int = 0
     """Tokens of prompts and responses that were computed again after a weight update."""
+    repeatable: bool = True
+    """Whether the group would get the same scores again (``Scorer.repeatable``)."""
 
 
 class GroupAnswers(msgspec.Struct, frozen=True):

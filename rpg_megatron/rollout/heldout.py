@@ -93,4 +93,6 @@ class HeldOut:
             temperature=self._evaluation.temperature,
             top_p=self._evaluation.top_p,
             logprobs=False,
+            correctness_only=True,
+            context=prompt.context,
         )

@@ -75,12 +75,12 @@ class Sampler:
         self._settings, self._pool, self._events = settings, pool, events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
-        prompts = load_prompts(settings.data, tokenizer)
+        prompts = load_prompts(settings.data, tokenizer, rows=settings.reward.own)
         self._stream = TaskStream(settings, prompts)
         ahead = settings.rollout.ahead > 0
-        keep = work if ahead and len(workers) > 1 else None
+        keep = work if len(workers) > 1 else None
         more = OVERSUBSCRIPTION_AHEAD if ahead else OVERSUBSCRIPTION
-        self.dispatcher = Dispatcher(pool, workers, settings.engine.max_sequences, keep, more)
+        self.dispatcher = Dispatcher(pool, workers, settings.engine.max_sequences, keep, more, keep_all=ahead)
         self._carried = CarriedGroups(run / "rollouts", self.dispatcher, self._stream)
         self._producer: RolloutProducer | None = None
         self._probes: Probes | None = None
@@ -98,7 +98,7 @@ class Sampler:
         self._heldout: HeldOut | None = None
         if settings.evaluation is not None:
             heldout = {
-                part.name: load_prompts(part.data, tokenizer, part.where)
+                part.name: load_prompts(part.data, tokenizer, part.where, rows=settings.reward.own)
                 for part in settings.evaluation.heldout
             }
             self._heldout = HeldOut(settings, self.dispatcher, heldout)

@@ -68,4 +68,5 @@ class TaskStream:
             min(rollout.max_response_tokens, self._context - len(prompt.tokens)),
             version,
             rollout.temperature,
+            context=prompt.context,
         )

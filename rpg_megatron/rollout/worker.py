@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from rpg_megatron.config import Settings, UserError, load_settings
@@ -26,7 +27,7 @@ from rpg_megatron.engine.client import EngineClient, EngineError, EngineGone, Sa
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
-from rpg_megatron.rewards.reward import Score, Scorer
+from rpg_megatron.rewards.reward import Response, Score, Scorer
 from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask, scores_of
 from rpg_megatron.rollout.seeds import segment_seed
 from rpg_megatron.system.messages import Server
@@ -91,11 +92,8 @@ class Worker:
         """
         self._decode, self._engines, self._work, self._stops = decode, engines, work, list(stop_token_ids)
         self._max_sequences = settings.engine.max_sequences
-        reward = settings.reward
-        share = -(-reward.workers // settings.rollout.workers)
-        self._scorer = Scorer(
-            reward.model_copy(update={"workers": share}), settings.rollout.max_response_tokens
-        )
+        rollout = settings.rollout
+        self._scorer = Scorer(settings.reward, rollout.max_response_tokens, rollout.workers)
         self._groups: dict[int, _Group] = {}
         self._arrived = asyncio.Event()
         """Set when a group was added."""
@@ -146,7 +144,8 @@ class Worker:
 
     async def score(self, ticket: int) -> GroupScores:
         """See ``GroupWorker``."""
-        return scores_of(await self._graded(ticket))
+        scores = scores_of(await self._graded(ticket))
+        return msgspec.structs.replace(scores, repeatable=self._scorer.repeatable)
 
     async def answers(self, ticket: int) -> GroupAnswers:
         """See ``GroupWorker``."""
@@ -221,7 +220,7 @@ class Worker:
     async def _grade(self, group: _Group) -> None:
         try:
             responses = [group.pieces[number] for number in range(group.task.samples)]
-            found = await run_all([self._trajectory(group.task, n, r) for n, r in enumerate(responses)])
+            found = await self._trajectories(group.task, responses)
         except Exception as e:
             group.graded.set_exception(e)
             return
@@ -229,34 +228,46 @@ class Worker:
         if not group.graded.done():
             group.graded.set_result(found)
 
-    async def _trajectory(self, task: GroupTask, number: int, pieces: list[Sample]) -> Trajectory:
-        tokens = np.concatenate([piece.tokens for piece in pieces])
-        text = self._decode(tokens.tolist())
-        score = Score(0.0, False, None, "not graded", {})
+    async def _trajectories(self, task: GroupTask, responses: list[list[Sample]]) -> list[Trajectory]:
+        """The graded responses of a group."""
+        seen = []
+        for pieces in responses:
+            tokens = np.concatenate([piece.tokens for piece in pieces])
+            seen.append(Response(self._decode(tokens.tolist()), tokens, pieces[-1].finish))
+        scores = [Score(0.0, False, None, "not graded", {})] * len(seen)
         if task.graded:
-            score = await asyncio.wrap_future(self._scorer.submit(text, task.answer, len(tokens)))
-        versions = [
-            np.full(len(p.tokens), task.version if p.version is None else p.version, np.int32) for p in pieces
-        ]
-        return Trajectory(
-            prompt_id=task.prompt_id,
-            sample=number,
-            group=task.ticket,
-            prompt=task.prompt,
-            response=tokens,
-            behaviour=np.concatenate([piece.logprobs for piece in pieces]),
-            versions=np.concatenate(versions),
-            finish=pieces[-1].finish,
-            text=text,
-            reward=score.reward,
-            correct=score.correct,
-            parts=score.parts,
-            answer=task.answer,
-            extracted=score.extracted,
-            reason=score.reason,
-            seed=task.seed + number,
-            ticket=task.ticket,
-        )
+            scores = await self._scorer.score(
+                seen, task.answer, task.context, first_only=task.correctness_only
+            )
+        each = zip(responses, seen, scores, strict=True)
+        return [_trajectory(task, number, *one) for number, one in enumerate(each)]
+
+
+def _trajectory(
+    task: GroupTask, number: int, pieces: list[Sample], response: Response, score: Score
+) -> Trajectory:
+    versions = [
+        np.full(len(p.tokens), task.version if p.version is None else p.version, np.int32) for p in pieces
+    ]
+    return Trajectory(
+        prompt_id=task.prompt_id,
+        sample=number,
+        group=task.ticket,
+        prompt=task.prompt,
+        response=response.tokens,
+        behaviour=np.concatenate([piece.logprobs for piece in pieces]),
+        versions=np.concatenate(versions),
+        finish=response.finish,
+        text=response.text,
+        reward=score.reward,
+        correct=score.correct,
+        parts=score.parts,
+        answer=task.answer,
+        extracted=score.extracted,
+        reason=score.reason,
+        seed=task.seed + number,
+        ticket=task.ticket,
+    )
 
 
 def _task_of(ticket: int, group: list[Trajectory]) -> GroupTask:

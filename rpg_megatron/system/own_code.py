@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,10 @@ class Wanted(NamedTuple):
     """A class: it is called with the settings alone, once; the result is what is used."""
     tries: tuple[tuple[Any, ...], ...] = ()
     """Arguments of calls that have to return a finite number of at least 0."""
+    names: tuple[str, ...] = ()
+    """Keyword arguments of a call, which are not settings."""
+    reserved: tuple[str, ...] = ()
+    """Keys of the same section that are not passed on: no setting can have one of these names."""
 
 
 def load_own(wanted: Wanted) -> Callable[..., Any]:
@@ -77,7 +81,8 @@ def _bind(function: Callable[..., Any], wanted: Wanted) -> Callable[..., Any]:
             f"{wanted.where}.type: {wanted.path} takes {len(positional)} positional arguments, and is called "
             f"with {wanted.given}; see docs/extend.md"
         )
-    own = [p for p in parameters if p not in positional[: wanted.given] and p.kind is not p.VAR_POSITIONAL]
+    given = {p.name for p in positional[: wanted.given]} | set(wanted.names)
+    own = [p for p in parameters if p.name not in given and p.kind is not p.VAR_POSITIONAL]
     annotated = getattr(function, "__init__") if isinstance(function, type) else function  # noqa: B009
     try:
         hints = typing.get_type_hints(annotated)
@@ -85,8 +90,10 @@ def _bind(function: Callable[..., Any], wanted: Wanted) -> Callable[..., Any]:
         hints = {}
     only = hints.get(own[0].name) if len(own) == 1 else None
     if isinstance(only, type) and issubclass(only, BaseModel):
+        _check_names(only.model_fields, wanted)
         return partial(function, **{own[0].name: _validate(only, wanted)})
     keywords = [p for p in own if p.kind is not p.VAR_KEYWORD]
+    _check_names([p.name for p in keywords], wanted)
     fields: dict[str, Any] = {
         p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default) for p in keywords
     }
@@ -101,6 +108,15 @@ def _bind(function: Callable[..., Any], wanted: Wanted) -> Callable[..., Any]:
     )
     values = _validate(model, wanted)
     return partial(function, **{key: getattr(values, key) for key in wanted.settings})
+
+
+def _check_names(names: Iterable[str], wanted: Wanted) -> None:
+    for name in names:
+        if name in wanted.reserved:
+            raise UserError(
+                f"{wanted.where}.type: {wanted.path} has a setting {name!r}, which is a key of the section "
+                "itself; give it another name"
+            )
 
 
 def _validate(model: type[BaseModel], wanted: Wanted) -> BaseModel:

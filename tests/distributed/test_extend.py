@@ -3,12 +3,14 @@
 Proved, with real Megatron in fp32: a loss with metrics of its own, an advantage and a schedule named by
 import path train two steps; the metrics are in metrics.jsonl and TensorBoard, the advantage and the learning
 rates are those of the functions; our losses' metrics are absent and nothing asks for them. The filter keeps
-groups with dense rewards. Long: the metrics are the same in each parallel layout, means to 1e-6, and maxima
+groups with dense rewards. The rewards score, with stand-ins for their servers, problems of the source of
+prompts. Long: the metrics are the same in each parallel layout, means to 1e-6, and maxima
 to 1e-5, since a single token's log-prob differs by some 1e-6 in fp32. Not covered: engines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import pickle
@@ -22,9 +24,12 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rpg_megatron.config import Settings
+from rpg_megatron.data.problems import read_problems
 from rpg_megatron.launcher.input_checks import check_own_code
+from rpg_megatron.rewards.reward import Response, Scorer
 from rpg_megatron.rollout.dynamic_sampling import keeps
 from rpg_megatron.rollout.groups import scores_of
+from tests.support.judges import stand_in_judge
 from tests.support.layouts import TEMPERATURE, make_batch, make_case, make_layout_model
 from tests.support.ranks import ROOT, run_ranks
 
@@ -38,14 +43,20 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 @pytest.fixture
-def sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The config of the page; its files are written into the working directory."""
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The configs of the page; its files are written into the working directory."""
     blocks = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)
     for kind, text in blocks:
         if kind == "python":
             (tmp_path / text.split("\n")[0].removeprefix("# ")).write_text(text)
-    (config,) = (yaml.safe_load(text) for kind, text in blocks if kind == "yaml")
     monkeypatch.chdir(tmp_path)
+    return [yaml.safe_load(text) for kind, text in blocks if kind == "yaml"]
+
+
+@pytest.fixture
+def sections(configs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The config that trains."""
+    config = configs[0]
     config["optimizer"] |= {"distributed": False, "eps": 1e-4}
     config["rollout"] |= {"prompts_per_step": 4, "samples_per_prompt": 3, "temperature": TEMPERATURE}
     config["training"] = {"minibatches": 2, "tokens_per_microbatch": 100, "logprob_chunk": 17}
@@ -98,6 +109,37 @@ def test_the_examples_of_the_page_train(tmp_path: Path, sections: dict[str, Any]
     board.Reload()
     for key in OWN:
         assert [s.value for s in board.Scalars(key)] == pytest.approx([row[key] for row in rows])
+
+
+def test_the_rewards_and_prompts_of_the_page(configs: list[dict[str, Any]]) -> None:
+    terms: dict[str, Any] = {}
+    for config in configs:
+        terms |= config.get("reward", {}).get("terms", {})
+    assert list(terms) == ["right", "length", "unlike", "judge", "classifier"]
+    with stand_in_judge() as judge:
+        terms["judge"]["url"], terms["classifier"]["url"] = judge.url, f"{judge.url}/classify"
+        settings = Settings.model_validate(configs[-1] | {"reward": {"terms": terms}, "model": {"path": "m"}})
+        problems = read_problems(settings.data, rows=settings.reward.own)
+        assert len(problems) == 5000
+        first = problems[0]
+        assert first == read_problems(settings.data, rows=True)[0]
+        assert first.row == {"prompt": first.text, "answer": int(first.answer), "level": 3}
+        context = json.dumps({"prompt": first.text, "messages": [], "row": first.row})
+        texts, lengths = [f"Answer: {a}" for a in (first.answer, first.answer, -1)], (120, 60, 120)
+        seen = [Response(t, np.zeros(n, np.int32), "stop") for t, n in zip(texts, lengths, strict=True)]
+        seen[0] = seen[0]._replace(finish="length")
+        scorer = Scorer(settings.reward, 200)
+        try:
+            scores = asyncio.run(scorer.score(seen, first.answer, context))
+        finally:
+            scorer.close()
+    assert all(f"Problem: {first.text}\nSolution: {text}\n" in judge.question(text) for text in texts)
+    parts = {name: [score.parts[name] for score in scores] for name in terms}
+    assert parts["right"] == [1.0, 1.0, -1.0]
+    assert parts["length"] == [0.0, 0.5, 1.0]
+    assert parts["unlike"] == [0.5, 0.5, 1.0]
+    assert parts["judge"] == [0.0] * 3, "a score above the highest is none"
+    assert parts["classifier"] == [0.75] * 3
 
 
 @pytest.mark.long  # four more layouts; the default tier has one, and test_layouts the losses of ours in all

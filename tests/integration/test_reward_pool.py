@@ -7,6 +7,7 @@ test_reward_pool_hostile.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,12 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.rollout import RewardSettings
-from rpg_megatron.rewards.pool import WorkerPool
-from rpg_megatron.rewards.reward import Scorer
+from rpg_megatron.config.reward import RewardSettings
+from rpg_megatron.rewards.pool import ForkServer, Function, Outcome, WorkerPool
+from rpg_megatron.rewards.reward import Response, Scorer
 
 ODD = """
 import os, subprocess, time
@@ -72,8 +74,9 @@ def start(odd: str) -> Iterator[Callable[..., WorkerPool]]:
     pools = []
 
     def make(**changes: object) -> WorkerPool:
-        limits = {"workers": 2, "deadline": 1.0, "memory": 1 << 31} | changes
-        pools.append(WorkerPool(odd, **limits))
+        limits = {"workers": 2, "deadline": 1.0} | changes
+        server = ForkServer(Function(odd, limits["deadline"], memory=1 << 31))
+        pools.append(WorkerPool(server, limits["workers"]))
         return pools[-1]
 
     yield make
@@ -108,7 +111,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
     pool = start()
     asked = ["hang", "crash", "exit", "memory", "raise", "nan", "text", "half", "minus", "a", "b"]
-    outcomes = {a: pool.submit(a, "a") for a in asked}
+    outcomes = {a: pool.submit([a, "a"]) for a in asked}
     results = {a: future.result(timeout=300) for a, future in outcomes.items()}
     assert {a: r.failure for a, r in results.items()} == {
         "hang": "timeout",
@@ -132,8 +135,8 @@ def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
 def test_it_works_on_after_each_kind_of_death(start: Callable[..., WorkerPool]) -> None:
     pool = start(workers=1)
     for death in ("crash", "hang", "memory", "crash", "crash"):
-        assert pool.submit(death, "a").result(timeout=300).failure
-        assert pool.submit("a", "a").result(timeout=300).value is True
+        assert pool.submit([death, "a"]).result(timeout=300).failure
+        assert pool.submit(["a", "a"]).result(timeout=300).value is True
 
 
 def test_a_worker_killed_from_outside_costs_no_answer(start: Callable[..., WorkerPool]) -> None:
@@ -142,20 +145,20 @@ def test_a_worker_killed_from_outside_costs_no_answer(start: Callable[..., Worke
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RPG_TEST_POOL", mark)
         pool = start(workers=1, deadline=1000.0)
-    assert pool.submit("a", "a").result(timeout=300).value is True
+    assert pool.submit(["a", "a"]).result(timeout=300).value is True
     os.kill(max(children(mark)), signal.SIGKILL)
-    assert pool.submit("a", "a").result(timeout=300) == (True, None, "")
-    grading = pool.submit("nap", "nap")
+    assert pool.submit(["a", "a"]).result(timeout=300) == Outcome(True)
+    grading = pool.submit(["nap", "nap"])
     time.sleep(0.3)
     os.kill(max(children(mark)), signal.SIGKILL)
-    assert grading.result(timeout=300) == (True, None, "")
+    assert grading.result(timeout=300) == Outcome(True)
     assert pool.pop_counts()["crash"] == 0
 
 
 def test_large_inputs_pass(start: Callable[..., WorkerPool]) -> None:
     pool = start()
     large = "\ud800\x00é" * 1_000_000  # half a surrogate pair too
-    assert pool.submit(large, large).result(timeout=300).value is True
+    assert pool.submit([large, large]).result(timeout=300).value is True
 
 
 def test_nothing_is_left_when_it_is_closed(
@@ -164,8 +167,8 @@ def test_nothing_is_left_when_it_is_closed(
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv("RPG_TEST_POOL", mark)
     pool = start(deadline=1000.0)
-    running = pool.submit("hang", "a")
-    waiting = [pool.submit("hang", "a") for _ in range(3)]
+    running = pool.submit(["hang", "a"])
+    waiting = [pool.submit(["hang", "a"]) for _ in range(3)]
     wait_until(lambda: any("sleep" in Path(f"/proc/{p}/cmdline").read_text() for p in children(mark)))
     pool.close()
     assert all(f.result(timeout=60).failure == "crash" for f in [running, *waiting])
@@ -174,23 +177,23 @@ def test_nothing_is_left_when_it_is_closed(
 
 def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., WorkerPool]) -> None:
     pool = start(workers=1)
-    assert pool.submit("a", "a").result(timeout=300).value is True
+    assert pool.submit(["a", "a"]).result(timeout=300).value is True
     child = os.fork()
     if child == 0:
         pool.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert pool.submit("a", "a").result(timeout=300).value is True
+    assert pool.submit(["a", "a"]).result(timeout=300).value is True
     assert pool.pop_counts()["crash"] == 0
 
 
 def test_nothing_outlives_a_killed_parent(odd: str) -> None:
     """Kill -9, with one worker that hangs and one that is idle. What a worker started itself is its own."""
     code = (
-        "from rpg_megatron.rewards.pool import WorkerPool\n"
-        f"pool = WorkerPool({odd!r}, workers=2, deadline=1000.0, memory=1 << 31)\n"
-        "pool.submit('a', 'a').result(); pool.submit('b', 'a').result()\n"
-        "pool.submit('hang', 'a'); print('up', flush=True)\n"
+        "from rpg_megatron.rewards.pool import ForkServer, Function, WorkerPool\n"
+        f"pool = WorkerPool(ForkServer(Function({odd!r}, 1000.0, 1 << 31)), 2)\n"
+        "pool.submit(['a', 'a']).result(); pool.submit(['b', 'a']).result()\n"
+        "pool.submit(['hang', 'a']); print('up', flush=True)\n"
         "import time; time.sleep(1000)\n"
     )
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -222,10 +225,10 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
 def test_the_input_of_a_killed_worker_is_graded_again(start: Callable[..., WorkerPool]) -> None:
     """The kernel kills what needs most memory, whatever it works on: that must not make an answer wrong."""
     pool = start(deadline=60.0)
-    answers = [pool.submit("slow", "slow") for _ in range(4)]
+    answers = [pool.submit(["slow", "slow"]) for _ in range(4)]
     killed: set[int] = set()
     while len(killed) < 2:
-        for pid in set(pool._workers) - killed:
+        for pid in set(pool._server.workers) - killed:
             time.sleep(0.2)
             os.kill(pid, signal.SIGKILL)
             killed.add(pid)
@@ -237,11 +240,11 @@ def test_a_killed_fork_server_is_started_again(
     start: Callable[..., WorkerPool], caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = start(workers=1)
-    assert pool.submit("a", "a").result(timeout=300).value is True
-    assert pool._fork_server is not None
-    pool._fork_server[0].kill()  # its worker dies with it
-    pool._fork_server[0].wait()
-    assert pool.submit("a", "a").result(timeout=300).value is True
+    assert pool.submit(["a", "a"]).result(timeout=300).value is True
+    assert pool._server._process is not None
+    pool._server._process[0].kill()  # its worker dies with it
+    pool._server._process[0].wait()
+    assert pool.submit(["a", "a"]).result(timeout=300).value is True
     assert "starting it again" in caplog.text
 
 
@@ -266,7 +269,8 @@ def test_a_function_of_the_users_own_scores(odd: str, caplog: pytest.LogCaptureF
     scorer = Scorer(RewardSettings(type=odd, correct=2.0, wrong=-3.0, deadline=1.0), max_tokens=10)
     try:
         asked = ["a", "b", "half", "minus", "hang", "raise", "Answer: 5"]
-        scores = [scorer.submit(a, "a", 1).result(timeout=300) for a in asked]
+        responses = [Response(text, np.zeros(1, np.int32), "stop") for text in asked]
+        scores = asyncio.run(scorer.score(responses, "a"))
         counts = scorer.pop_counts()
     finally:
         scorer.close()

@@ -1,7 +1,8 @@
 """Sampler workers in processes of their own: the batch is the same for any number of them, and if one dies.
 
 Engines are stand-ins whose answers follow from prompt and seed, behind real sockets; sampler, workers and the
-leaders' fetch are the product's. Not covered: real engines (test_rollout_engine), real ranks (test_training).
+leaders' fetch are the product's. One of the rewards is async: nobody promises that it gives the same twice.
+Not covered: real engines (test_rollout_engine), real ranks (test_training).
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from tests.support.stand_in_engines import StandIns, stand_in_engines
 
-REWARD = "def odd(response, answer): return len(response) % 2 == 1\n"
+REWARD = """
+def odd(response, answer): return len(response) % 2 == 1
+
+async def noted(response, row, token_ids, *, file: str):
+    with open(file, "a") as asked:
+        asked.write(f"{row['answer']} {token_ids}\\n")
+    return len(row["prompt"]) + len(token_ids) / 8
+"""
 TOKEN = "a token"
 
 
@@ -45,7 +53,8 @@ def sampler(
     overrides = [
         f"rollout.workers={workers}",
         "engine.replicas=2",
-        "reward.type=odd_reward:odd",
+        "reward.terms={odd: {type: 'odd_reward:odd'}, noted: {type: 'odd_reward:noted', weight: 0.5}}",
+        f"reward.terms.noted.file={asked_file(config, workers)}",
         "rollout.dynamic={}",
         *changes,
     ]
@@ -74,6 +83,11 @@ def sampler(
             finally:
                 process.kill()
                 process.wait()
+
+
+def asked_file(config: Path, workers: int) -> Path:
+    """A line for each response that the async reward was asked for."""
+    return config.parent / f"asked-{workers}"
 
 
 class Sampling:
@@ -135,10 +149,12 @@ def test_the_batch_does_not_depend_on_workers_or_route(
         assert two.step(1) == expected[0]
         # Both die before the leaders have their trajectories, among them groups of the step before.
         batch = two.rollout(2)
+        asked = asked_file(config_file, 2).read_text()
         assert set(batch.index.worker.tolist()) == {0, 1}
         for pid in two.workers():
             os.kill(pid, signal.SIGKILL)
         assert rows(batch, two.fetch(batch)) == expected[1]
+        assert asked_file(config_file, 2).read_text() == asked, "a judge is not asked again"
         two.client.release()
         # One dies while it waits for engines.
         engines.delay, engines.asked = 0.5, 0

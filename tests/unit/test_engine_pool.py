@@ -22,7 +22,8 @@ from rpg_megatron.bridge import controller
 from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed, SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.config.rollout import EngineSettings, RewardSettings, RolloutSettings
+from rpg_megatron.config.reward import RewardSettings
+from rpg_megatron.config.rollout import EngineSettings, RolloutSettings
 from rpg_megatron.engine.client import EngineError, EngineGone, Sample
 from rpg_megatron.engine.restarts import (
     begin_incarnation,

@@ -5,18 +5,20 @@ middle of the night ruins a run. Not covered: workers that are killed (test_rewa
 (test_reward_pool_hostile), agreement over whole benchmarks (test_rewards_agreement).
 """
 
+import asyncio
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpg_megatron.config.rollout import OverlongSettings, RewardSettings
+from rpg_megatron.config.reward import OverlongSettings, RewardSettings
 from rpg_megatron.rewards import Grader, Verdict, grade
 from rpg_megatron.rewards.extraction import WINDOW, find_answer
 from rpg_megatron.rewards.grader import grade_by_rules
 from rpg_megatron.rewards.normalize import answers_match, as_number, canonical
-from rpg_megatron.rewards.reward import Scorer, overlong_penalty
+from rpg_megatron.rewards.reward import Response, Scorer, overlong_penalty
 
 
 def accepts(response: str, answer: str) -> bool:
@@ -250,16 +252,17 @@ def test_equal_answers_of_a_group_are_verified_once(monkeypatch: pytest.MonkeyPa
     with Grader(workers=2) as grader:
         asked = []
         submit = grader._pool.submit
-        monkeypatch.setattr(grader._pool, "submit", lambda *pair: asked.append(pair) or submit(*pair))
+        monkeypatch.setattr(grader._pool, "submit", lambda pair: asked.append(pair) or submit(pair))
         futures = [grader.submit(f"#{i}: \\boxed{{\\sqrt{{8}}x}}", "2\\sqrt{2}x") for i in range(16)]
         assert all(f.result().correct for f in futures)
-    assert asked == [("\\sqrt{8}x", "2\\sqrt{2}x")]
+    assert asked == [["\\sqrt{8}x", "2\\sqrt{2}x"]]
 
 
 def score(settings: RewardSettings, response: str, length: int = 10) -> tuple:
     scorer = Scorer(settings, max_tokens=100)
     try:
-        return tuple(scorer.submit(response, "1", length).result())
+        seen = Response(response, np.zeros(length, np.int32), "stop")
+        return tuple(*asyncio.run(scorer.score([seen], "1")))
     finally:
         scorer.close()
 

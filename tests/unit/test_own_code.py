@@ -73,8 +73,11 @@ def advantage(rewards, group, lengths, *, scale: float = 1.0):
 def schedule(step, steps, *, low: float = 0.5):
     return low if step % 2 else 1.0
 
-def varied(scores):
-    return max(scores.rewards) - min(scores.rewards) > 0.1
+def varied(scores, *, least: float = 0.1):
+    return max(scores.rewards) - min(scores.rewards) > least
+
+def taken(scores, rounds=1):
+    return True
 """
 
 
@@ -212,6 +215,8 @@ def test_a_filter_of_the_user_sees_dense_rewards() -> None:
     dense = GroupScores([1, 1], [0.2, 0.9], [False, False], [False, False], {})
     equal = GroupScores([1, 1], [0.2, 0.2], [True, False], [False, False], {})
     assert [keeps(own, scores) for scores in (dense, equal)] == [True, False]
+    strict = make("rollout.dynamic={type: 'own_module_of_test:varied', least: 0.8, rounds: 3}").rollout
+    assert [keeps(strict, scores) for scores in (dense, equal)] == [False, False]
     assert [keeps(make("rollout.dynamic={}").rollout, scores) for scores in (dense, equal)] == [False, True]
 
 
@@ -231,6 +236,14 @@ def test_a_filter_of_the_user_sees_dense_rewards() -> None:
             "rollout.dynamic.type=own_module_of_test:vary",
             "rollout.dynamic.type: own_module_of_test:vary: the module",
         ),
+        (
+            "rollout.dynamic={type: 'own_module_of_test:varied', lest: 1}",
+            "rollout.dynamic.lest: own_module_of_test:varied has no setting 'lest'; did you mean 'least'?",
+        ),
+        (
+            "rollout.dynamic.type=own_module_of_test:taken",
+            "has a setting 'rounds', which is a key of the section itself; give it another name",
+        ),
     ],
 )
 def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, told: str) -> None:
@@ -249,6 +262,18 @@ def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, t
             "optimizer.schedule={type: wds}",
             "optimizer.schedule.type: 'wds' is unknown; use one of constant, linear",
         ),
+        ("rollout.dynamic.least=1", "unknown key 'rollout.dynamic.least'"),
+        ("reward.target=1", "unknown key 'reward.target'"),
+        ("reward.type=boxd", "reward.type: must be one of answer_line, boxed, gsm8k, auto, or an import"),
+        ("reward.terms={a: {type: boxed, target: 1}}", "unknown key 'reward.terms.a.target'"),
+        (
+            "reward.terms={a: {type: boxed, weight: x}}",
+            "reward.terms.a.weight: Input should be a valid",
+        ),
+        ("reward.terms={a: {wait: 1}}", "the key 'reward.terms.a.type' is missing"),
+        ("reward.terms={mean: {type: boxed}}", "'mean': reward/mean is another metric; choose another name"),
+        ("reward={wrong: 0, terms: {a: {type: boxed}}}", "wrong has no effect with terms; move it into one"),
+        ("reward.terms={a: {type: boxed, weight: 0}}", "all weights are 0"),
         ("rollout.dynamic.type=mixd", "rollout.dynamic.type: must be mixed, or an import path"),
     ],
 )

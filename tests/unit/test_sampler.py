@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.rollout import DynamicSamplingSettings, RewardSettings
+from rpg_megatron.config.reward import RewardSettings
+from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.prompts import decoder_of
 from rpg_megatron.data.trajectory import Trajectory

@@ -67,7 +67,8 @@ def probe_data(subject: Subject) -> Iterator[Check]:
         yield of_error("data", e)
         return
     sources = subject.settings.data.sources
-    yield ok("data", ", ".join(str(s.path or s.hub or s.preset) for s in sources))
+    own = [s.source.type if s.source is not None else s.preset for s in sources]
+    yield ok("data", ", ".join(str(s.path or s.hub or name) for s, name in zip(sources, own, strict=True)))
     for text in warnings:
         yield warning("prompts", text, "")
 
@@ -79,7 +80,8 @@ def probe_reward(subject: Subject) -> Iterator[Check]:
         return
     try:
         check_reward(subject.settings.reward)
-        yield ok("reward", subject.settings.reward.type)
+        terms = subject.settings.reward.all_terms.values()
+        yield ok("reward", ", ".join(term.type for term in terms))
     except UserError as e:
         yield of_error("reward", e)
 

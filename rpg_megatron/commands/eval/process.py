@@ -38,12 +38,13 @@ from rpg_megatron.system.tasks import run_all
 PHASE = "evaluation"
 
 
-def load_set(part: HeldOutSet, tokenizer: Any) -> tuple[list[Prompt], dict[str, int]]:
+def load_set(part: HeldOutSet, tokenizer: Any, *, rows: bool) -> tuple[list[Prompt], dict[str, int]]:
     """The prompts of a set, and the number of rows dropped or cut, by reason.
 
+    rows: keep the rows, for ``Prompt.context``.
     Raises UserError as ``data.problems`` and ``data.prompts`` do.
     """
-    problems, counts, _ = read_counted(part.data)
+    problems, counts, _ = read_counted(part.data, rows=rows)
     prompts, too_long = fit_prompts(problems, part.data, tokenizer)
     if too_long:
         counts["too long" if part.data.too_long == "drop" else "cut"] = too_long
@@ -55,7 +56,7 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
     assert evaluation is not None
     with without_torch():
         tokenizer = load_tokenizer(settings.model.path)
-    loaded = {part.name: load_set(part, tokenizer) for part in evaluation.heldout}
+    loaded = {part.name: load_set(part, tokenizer, rows=settings.reward.own) for part in evaluation.heldout}
     prompts = {name: found for name, (found, _) in loaded.items()}
     done = {
         name: read_results(results_file(folder, name), found, evaluation.samples)

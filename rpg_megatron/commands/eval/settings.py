@@ -17,6 +17,7 @@ from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, list_steps
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.evaluation import NAME, EvaluationSettings
 from rpg_megatron.config.policy import is_hub_id
+from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_counted
@@ -29,7 +30,7 @@ from rpg_megatron.models.registry import check_layout
 
 _SECTIONS = ("data", "reward", "engine", "precision")
 """Sections that KEY=VALUE may set; the others have no effect without trainers."""
-_OWN = ("data.path", "data.hub", "data.subset", "data.split", "data.preset", "data.mixture")
+_OWN = tuple(f"data.{key}" for key in ("path", "hub", "subset", "split", "preset", "source", "mixture"))
 _STYLE = ("template", "chat", "system", "thinking")
 _ENDINGS = (".jsonl", ".parquet", ".arrow", "")
 _TEST = {"gsm8k": "test", "math": "test"}
@@ -88,7 +89,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
         data |= {key: getattr(heldout, key) for key in _STYLE}
         if own is not None:
             data = heldout.model_dump(exclude={"name"})
-        reward = trained.reward.model_dump(mode="json")
+        reward = _reward(trained.reward, request.overrides)
         engine["max_sequences"] = trained.engine.max_sequences
     if sets:
         data |= {key: value for key, value in sets[0].items() if key != "name"}
@@ -119,6 +120,17 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
     settings = settings.model_copy(update={"evaluation": evaluation})
     name = f"{run.name}-{model.name}" if run is not None else model.absolute().name
     return settings, re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]:
+    """The run's reward; of several terms the first one, which decides what is correct. Another type on the
+    command line replaces it, with its settings.
+    """
+    reward = trained.model_dump(mode="json")
+    if any(item.startswith("reward.type=") for item in overrides):
+        return {key: reward[key] for key in RewardSettings.model_fields if key != "terms"}
+    terms = list(reward["terms"].items())[:1]
+    return reward | {"terms": {name: term | {"weight": 1.0} for name, term in terms}}
 
 
 def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSettings | None:

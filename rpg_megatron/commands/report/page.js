@@ -201,6 +201,14 @@ function byLag(name) {
     .sort((a, b) => age(a) - age(b)).map((key) => [key, `age ${age(key)}`]);
 }
 
+// The terms of the reward, if there are several, and what functions of the user count in a step.
+function rewardCharts(one) {
+  const ours = ["mean", "std", "accuracy", "correctness", "timeouts", "crashes", "out_of_memory", "errors"];
+  const keys = allKeys().filter((key) => key.startsWith("reward/")).map((key) => key.slice("reward/".length));
+  return keys.filter((key) => !ours.includes(key))
+    .map((key) => one(key, `reward/${key}`, "number", { note: key.includes("/") ? "a step, sum" : "mean" }));
+}
+
 function catalogue() {
   const [heldOut, more] = evalCharts();
   const one = (name, key, kind, rest = {}) => ({ title: name, kind, series: [[key, name]], ...rest });
@@ -208,6 +216,7 @@ function catalogue() {
   return [
     ["Learning", [...heldOut, one("Training accuracy", "reward/accuracy", "percent"),
       one("Training reward", "reward/mean", "number", { note: "mean" }), ...more]],
+    ["Rewards", rewardCharts(one)],
     ["Policy", [one("Entropy", "policy/entropy", "number", { note: "nats a token" }),
       many("KL", "number", [["kl/anchor", "to the anchor"], ["kl/old", "to the old policy"]],
         { note: "nats a token" }),

@@ -1,0 +1,194 @@
+"""Settings of rewards: one, or several terms with weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from rpg_megatron.config.base import BUILT_IN, IMPORT_PATH, IMPORTED, Section, tag_of
+
+
+class OverlongSettings(Section):
+    """DAPO's soft penalty on long responses: 0 until ``buffer`` tokens are left, then linear to -factor."""
+
+    buffer: int | None = Field(None, ge=1)
+    """Length, in tokens before rollout.max_response_tokens, over which the penalty grows. null: 512, or a
+    quarter of rollout.max_response_tokens if that is less than 512."""
+    factor: float = Field(1.0, gt=0)
+    """Penalty of a truncated response."""
+
+    def buffer_for(self, longest: int) -> int:
+        """``buffer`` for responses of at most ``longest`` tokens."""
+        if self.buffer is not None:
+            return self.buffer
+        return 512 if longest >= 512 else max(longest // 4, 1)
+
+
+BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")
+"""Values of reward.type that are not import paths; see ``rewards/extraction`` for where each finds the
+answer."""
+TERM_NAME = r"[A-Za-z][A-Za-z0-9_-]*"
+_TAKEN = ("mean", "std", "accuracy", "overlong", "format", "timeouts", "crashes", "out_of_memory", "errors")
+"""Names of other metrics ``reward/*``."""
+
+
+class RewardTerm(NamedTuple):
+    """One term of the reward, from either form of the settings."""
+
+    where: str
+    """Its key in the settings, for messages."""
+    type: str
+    weight: float
+    correct: float
+    wrong: float
+    failed: float
+    """Value of a response whose function failed."""
+    settings: dict[str, Any]
+    """The function's own settings."""
+    reserved: tuple[str, ...]
+    """Keys beside them in the section, which cannot be settings of the function."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is code of the user."""
+        return ":" in self.type
+
+
+def _reward_type(value: str) -> str:
+    if value not in BUILT_IN_REWARDS and not re.fullmatch(IMPORT_PATH, value):
+        raise ValueError(f"must be one of {', '.join(BUILT_IN_REWARDS)}, or an import path module:function")
+    return value
+
+
+class RewardTermSettings(Section):
+    """One of several terms of the reward."""
+
+    type: Annotated[str, AfterValidator(_reward_type)]
+    """As reward.type."""
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Factor of the term in the reward; 0: the term is a metric only."""
+    correct: float = 1.0
+    """Value of a correct response."""
+    wrong: float = -1.0
+    """Value of a wrong response."""
+    failed: float | None = None
+    """Value of a response whose function raised, timed out, crashed or returned None; null: ``wrong``."""
+
+
+class OwnRewardTermSettings(RewardTermSettings):
+    """A function of your own. The other keys are its settings; docs/extend.md."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+AnyRewardTermSettings = Annotated[
+    Annotated[RewardTermSettings, Tag(BUILT_IN)] | Annotated[OwnRewardTermSettings, Tag(IMPORTED)],
+    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+]
+
+
+class RewardSettings(Section):
+    """The reward of a response: correctness + overlong penalty + format penalty; or several terms."""
+
+    type: Annotated[str, AfterValidator(_reward_type)] = "answer_line"
+    """Where the answer is found: answer_line (the last "Answer: ..." in the last 300 characters), boxed (the
+    last \\boxed{}), gsm8k (after ####) or auto (whichever comes last). It is compared as a number or as text,
+    then by math-verify. Or the import path module:function of your own reward function, whose settings are
+    the other keys: function(response, answer) returns a bool (correct or not) or the reward (correct if above
+    0); docs/extend.md.
+    """
+    correct: float = 1.0
+    """Reward of a correct response."""
+    wrong: float = -1.0
+    """Reward of a wrong response."""
+    failed: float | None = None
+    """Reward of a response whose function raised, timed out, crashed or returned None; null: ``wrong``."""
+    terms: dict[str, AnyRewardTermSettings] = Field({})
+    """Several rewards instead of ``type``, by name: the reward is their sum, each times its weight. Each is a
+    metric reward/<name>; the first one decides which responses are correct."""
+    overlong: OverlongSettings | None = None
+    """Penalty on long responses; null: none."""
+    format: float = Field(0.0, le=0)
+    """Added to the reward of a response without an answer in the form of ``type``, or of the first term."""
+    workers: int = Field(2, ge=1)
+    """Worker processes that grade answers which are not plain numbers."""
+    deadline: float = Field(5.0, gt=0)
+    """Time limit for one answer, in seconds; then its worker is killed and the answer counts as wrong."""
+    memory_gib: float = Field(2.0, gt=0)
+    """Address space of one worker, in GiB; an answer that needs more counts as wrong."""
+    async_deadline: float = Field(300.0, gt=0)
+    """Time limit for one call of an async function, its retries included, in seconds."""
+    concurrency: int = Field(64, ge=1)
+    """Calls of each async function that are under way at a time, over all rollout.workers."""
+
+    @field_validator("terms")
+    @classmethod
+    def _names_are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if not re.fullmatch(TERM_NAME, name):
+                raise ValueError(f"{name!r}: give a name of letters, digits, _ and -, with a letter first")
+            if name in _TAKEN:
+                raise ValueError(f"{name!r}: reward/{name} is another metric; choose another name")
+        if value and all(term.weight == 0 for term in value.values()):
+            raise ValueError("all weights are 0; set one of them to another value")
+        return value
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> RewardSettings:
+        if self.terms:
+            for key in ("type", "correct", "wrong", "failed"):
+                if getattr(self, key) != RewardSettings.model_fields[key].default:
+                    raise ValueError(f"{key} has no effect with terms; move it into one of them")
+        first = next(iter(self.all_terms.values()))
+        if self.format and first.own:
+            raise ValueError(
+                f"format has no effect on {first.type}, which scores the format itself; remove it"
+            )
+        return self
+
+    @property
+    def own(self) -> bool:
+        """Whether a term is code of the user."""
+        return any(term.own for term in self.all_terms.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory_gib`` in bytes."""
+        return int(self.memory_gib * 1024**3)
+
+    @property
+    def all_terms(self) -> dict[str, RewardTerm]:
+        """The terms by name; the only one is named correctness."""
+
+        def term(where: str, part: RewardSettings | RewardTermSettings, weight: float) -> RewardTerm:
+            failed = part.wrong if part.failed is None else part.failed
+            own, reserved = dict(part.model_extra or {}), tuple(RewardTermSettings.model_fields)
+            if isinstance(part, RewardSettings):
+                reserved = tuple(RewardSettings.model_fields)
+            return RewardTerm(where, part.type, weight, part.correct, part.wrong, failed, own, reserved)
+
+        if not self.terms:
+            return {"correctness": term("reward", self, 1.0)}
+        return {name: term(f"reward.terms.{name}", part, part.weight) for name, part in self.terms.items()}
+
+
+class OwnRewardSettings(RewardSettings):
+    """A function of your own. The other keys are its settings; docs/extend.md."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+AnyRewardSettings = Annotated[
+    Annotated[RewardSettings, Tag(BUILT_IN)] | Annotated[OwnRewardSettings, Tag(IMPORTED)],
+    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+]

@@ -1,0 +1,242 @@
+"""A judge as a reward: asks any OpenAI-compatible server (``/chat/completions``) for a score of a response.
+
+``reward.type: rpg_megatron.rewards.judge:Judge``; it runs in a process of the async rewards (``async_pool``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import time
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_LARGEST = 4 * 1024**2
+"""Bytes of an answer that are read."""
+_LONGEST_WAIT = 30.0
+"""Seconds between two requests, at most."""
+_COUNTS = (
+    *("requests", "failures", "skipped", "timeouts", "errors", "garbage", "unreadable"),
+    *("tokens", "cost"),
+)
+_PASSES = (408, 409, 425, 429)
+"""Statuses below 500 after which a request is made again."""
+
+
+class JudgeSettings(BaseModel):
+    """The server, the question, and what to do when there is no answer."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    url: str
+    """Where the server's routes begin, such as http://host:8001/v1; or $NAME: an environment variable holds
+    it, which may differ when a run is resumed."""
+    model: str
+    """Name of the model at the server."""
+    question: str
+    """What the judge is asked; {prompt}, {response} and {answer} (the reference) are replaced."""
+    system: str | None = None
+    """System message; null: none."""
+    pattern: str = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose last match in the judge's text has the score as its first group."""
+    lowest: float = 0.0
+    """Score that becomes the reward 0."""
+    highest: float = 10.0
+    """Score that becomes the reward 1. One outside of both is no score."""
+    max_tokens: int = Field(512, ge=1)
+    """Maximum tokens of the judge's text."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of the judge; 0: greedy."""
+    body: dict[str, Any] = {}
+    """More keys of the request, as the server knows them."""
+    key_variable: str | None = None
+    """Environment variable that holds the server's key; null: the server needs none."""
+    timeout: float = Field(60.0, gt=0)
+    """Time limit for one request, in seconds."""
+    retries: int = Field(3, ge=0)
+    """Further requests after one that timed out, failed, or had an answer that is no JSON of a chat."""
+    backoff: float = Field(1.0, ge=0)
+    """Seconds before the first of these; twice as many before each next one, at most 30."""
+    rest_after: int = Field(8, ge=1)
+    """After so many responses in a row without an answer the judge counts as down."""
+    rest: float = Field(30.0, ge=0)
+    """Seconds for which a judge that is down is not asked: responses get the score of a failure at once."""
+    prompt_cost: float = Field(0.0, ge=0)
+    """Cost of a million tokens that the judge reads, for the metric."""
+    output_cost: float = Field(0.0, ge=0)
+    """Cost of a million tokens that it writes."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        if not re.fullmatch(r"https?://[^\s@]+|\$\w+", value):
+            raise ValueError("must begin with http:// or https://, and hold no user or password")
+        return value.rstrip("/")
+
+    @field_validator("pattern")
+    @classmethod
+    def _has_a_group(cls, value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as e:
+            raise ValueError(f"is no regular expression: {e}") from None
+        if not groups:
+            raise ValueError("needs a group, in parentheses, around the score")
+        return value
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> JudgeSettings:
+        if self.highest <= self.lowest:
+            raise ValueError("highest must be above lowest")
+        return self
+
+
+class _NoAnswer(Exception):
+    """A request without a usable answer."""
+
+    def __init__(self, count: str, detail: str, *, again: bool = True, wait: float = 0.0):
+        """count: the metric it adds to. again: whether another request may help. wait: seconds that the
+        server wants to be left alone.
+        """
+        super().__init__(detail)
+        self.count, self.again, self.wait = count, again, wait
+
+
+class Judge:
+    """Scores one response a call; a response without a score has no reward (``reward.failed``)."""
+
+    def __init__(self, settings: JudgeSettings):
+        """Raises ValueError if the environment has no key or URL that the settings name."""
+        if settings.url.startswith("$"):
+            url = _variable(settings.url[1:])
+            settings = JudgeSettings.model_validate(settings.model_dump() | {"url": url})
+        self._settings = settings
+        self._pattern = re.compile(settings.pattern)
+        self._key = "" if settings.key_variable is None else _variable(settings.key_variable)
+        self._http: aiohttp.ClientSession | None = None
+        self._failures = 0
+        """Responses in a row without an answer."""
+        self._down_until = 0.0
+
+    async def __call__(
+        self, response: str, answer: str, prompt: str
+    ) -> tuple[float | None, dict[str, float]]:
+        """The reward, None if there is no score, and counts: ``requests``, ``failures`` (responses without a
+        score, of which ``skipped`` while the judge was down), requests that ended in ``timeouts``, ``errors``
+        or ``garbage``, texts that are ``unreadable``, ``tokens`` and ``cost``.
+        """
+        counts = dict.fromkeys(_COUNTS, 0.0)
+        score = None
+        if time.monotonic() < self._down_until:
+            counts["skipped"] += 1
+        else:
+            score = await self._score(self._request(response, answer, prompt), counts)
+        if score is None:
+            counts["failures"] += 1
+            return None, counts
+        s = self._settings
+        return (score - s.lowest) / (s.highest - s.lowest), counts
+
+    async def _score(self, body: dict[str, Any], counts: dict[str, float]) -> float | None:
+        s, wait = self._settings, self._settings.backoff
+        for attempt in range(s.retries + 1):
+            counts["requests"] += 1
+            try:
+                text = await self._ask(body, counts)
+            except _NoAnswer as e:
+                counts[e.count] += 1
+                if not e.again or attempt == s.retries:
+                    break
+                await asyncio.sleep(min(max(wait * random.uniform(0.5, 1.5), e.wait), _LONGEST_WAIT))
+                wait *= 2
+                continue
+            self._failures = 0
+            return self._read(text, counts)
+        self._failures += 1
+        if self._failures >= s.rest_after:
+            self._down_until = time.monotonic() + s.rest
+        return None
+
+    def _request(self, response: str, answer: str, prompt: str) -> dict[str, Any]:
+        s, values = self._settings, {"prompt": prompt, "response": response, "answer": answer}
+        question = re.sub(r"\{(prompt|response|answer)\}", lambda m: values[m[1]], s.question)
+        messages = [{"role": "user", "content": question}]
+        if s.system is not None:
+            messages.insert(0, {"role": "system", "content": s.system})
+        sampling = {"max_tokens": s.max_tokens, "temperature": s.temperature}
+        return {"model": s.model, "messages": messages} | sampling | s.body
+
+    async def _ask(self, body: dict[str, Any], counts: dict[str, float]) -> str:
+        """The judge's text. Raises _NoAnswer."""
+        if self._http is None:  # needs the event loop
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            self._http = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        limit = aiohttp.ClientTimeout(total=self._settings.timeout)
+        try:
+            # No redirects: the key goes to the server that the settings name, and to no other.
+            async with self._http.post(
+                f"{self._settings.url}/chat/completions", json=body, timeout=limit, allow_redirects=False
+            ) as answer:
+                status, text = answer.status, await _read_all(answer.content)
+                after = answer.headers.get("Retry-After", "")
+        except TimeoutError:
+            raise _NoAnswer("timeouts", "timed out") from None
+        except (aiohttp.ClientError, OSError, ValueError) as e:
+            raise _NoAnswer("errors", type(e).__name__) from None
+        if status != 200:
+            again = status >= 500 or status in _PASSES
+            wait = float(after) if after.isdigit() else 0.0
+            raise _NoAnswer("errors", f"status {status}", again=again, wait=wait)
+        return self._text(text, counts)
+
+    def _text(self, answer: bytes, counts: dict[str, float]) -> str:
+        try:
+            found = json.loads(answer)
+            text = found["choices"][0]["message"]["content"]
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise _NoAnswer("garbage", "the answer is no chat completion") from None
+        usage = found.get("usage")
+        used = usage if isinstance(usage, dict) else {}
+        read, written = (_count(used.get(key)) for key in ("prompt_tokens", "completion_tokens"))
+        counts["tokens"] += read + written
+        counts["cost"] += (read * self._settings.prompt_cost + written * self._settings.output_cost) / 1e6
+        return text
+
+    def _read(self, text: str, counts: dict[str, float]) -> float | None:
+        matches = list(self._pattern.finditer(text))
+        try:
+            score = float(matches[-1][1])
+        except (IndexError, TypeError, ValueError):
+            score = float("nan")
+        if not self._settings.lowest <= score <= self._settings.highest:
+            counts["unreadable"] += 1
+            return None
+        return score
+
+
+async def _read_all(content: aiohttp.StreamReader) -> bytes:
+    """Raises ValueError if there is more than ``_LARGEST``."""
+    parts, size = [], 0
+    async for part in content.iter_chunked(65536):
+        parts.append(part)
+        size += len(part)
+        if size > _LARGEST:
+            raise ValueError
+    return b"".join(parts)
+
+
+def _variable(name: str) -> str:
+    if not (value := os.environ.get(name, "")):
+        raise ValueError(f"the environment variable {name} is not set; export it")
+    return value
+
+
+def _count(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0

@@ -1,0 +1,132 @@
+"""What a reward worker does: it reads calls as JSON, and answers each with a JSON object.
+
+An answer has ``value`` and ``counts``, or ``failure`` ("error", "memory" or "timeout") and ``detail``;
+``exits`` means that the worker should get no more calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_MAX_GROWTH = 256 * 1024
+"""Growth of a worker's memory, in KiB, after which it is replaced."""
+_MAX_DETAIL = 300
+"""Characters of an exception's message that are kept."""
+
+type Call = Callable[[Any], Any]
+"""Calls the function with the arguments of one call, as they were sent."""
+
+
+def serve(connection: Connection, call: Call) -> None:
+    """Answer one call after another, until the other end is closed or this process should be replaced."""
+    start = _memory()
+    connection.send_bytes(str(os.getpid()).encode())
+    exits = False
+    while not exits:
+        try:
+            given = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        count = _responses(given)
+        try:
+            answer = read_result(call(given), count)
+        except MemoryError:
+            answer = {"failure": "memory", "detail": "out of memory"}
+        except (Exception, SystemExit) as e:
+            answer = _error(e)
+        exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
+        try:
+            connection.send_bytes(json.dumps(answer | {"exits": exits}).encode())
+        except OSError:
+            return
+
+
+def serve_async(connection: Connection, call: Call, deadline: float) -> None:
+    """Answer many calls of an async function at a time, each a list of its number and its arguments, until
+    the other end is closed. deadline: seconds for each.
+    """
+    import asyncio  # other workers do without
+
+    start = _memory()
+    connection.send_bytes(str(os.getpid()).encode())
+
+    async def one(number: int, given: Any) -> None:
+        count = _responses(given)
+        try:
+            async with asyncio.timeout(deadline):
+                answer = read_result(await call(given), count)
+        except TimeoutError:
+            answer = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
+        except MemoryError:
+            answer = {"failure": "memory", "detail": "out of memory"}
+        except (Exception, SystemExit) as e:
+            answer = _error(e)
+        exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
+        connection.send_bytes(json.dumps(answer | {"number": number, "exits": exits}).encode())
+
+    async def main() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        calls: set[asyncio.Task[None]] = set()
+
+        def begin(message: bytes) -> None:
+            task = loop.create_task(one(*json.loads(message)))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+
+        def read() -> None:
+            try:
+                while True:
+                    loop.call_soon_threadsafe(begin, connection.recv_bytes())
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=read, daemon=True).start()
+        await ended.wait()
+
+    asyncio.run(main())
+
+
+def read_result(value: Any, count: int | None = None) -> dict[str, Any]:
+    """The result of a call: ``value`` (None: no reward) and ``counts``, both of plain Python types.
+
+    count: number of responses, if the call was for a group; the value is a list then.
+    Raises ValueError or TypeError if it is anything else.
+    """
+    counts: dict[str, float] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        value, numbers = value
+        counts = {str(name): float(_plain(number) or 0) for name, number in numbers.items()}
+    if count is None:
+        return {"value": _plain(value), "counts": counts}
+    values = [_plain(one) for one in value]
+    if len(values) != count:
+        raise ValueError(f"it returns {len(values)} rewards for {count} responses")
+    return {"value": values, "counts": counts}
+
+
+def _plain(value: Any) -> bool | float | None:
+    """The value as a Python bool or float; it may be of a library's own type, such as NumPy's."""
+    if value is None or isinstance(value, bool):
+        return value
+    number = float(value)
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ValueError(f"the reward is {number}, not a finite number")
+    return bool(value) if type(value).__name__ == "bool_" else number
+
+
+def _responses(given: Any) -> int | None:
+    return len(given["responses"]) if isinstance(given, dict) and "responses" in given else None
+
+
+def _error(error: BaseException) -> dict[str, Any]:
+    return {"failure": "error", "detail": f"{type(error).__name__}: {str(error)[:_MAX_DETAIL]}"}
+
+
+def _memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,276 @@
+"""Rewards of the user: what they see, several with weights, async ones, and judges over HTTP that fail.
+
+Why: a term that is lost or gets another response's value trains the wrong thing, and a judge's server that
+hangs at night must cost scores, never the run. The judge is a stand-in that is slow, broken, dies, or answers
+garbage. Not covered: a real judge (test_judge_engine), functions that hang or crash (test_reward_pool).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.settings import make_settings
+from rpg_megatron.launcher.input_checks import check_reward
+from rpg_megatron.rewards import async_pool
+from rpg_megatron.rewards.own_reward import load_reward
+from rpg_megatron.rewards.reward import Response, Score, Scorer
+from tests.support.judges import StandInJudge, stand_in_judge
+
+MODULE = """
+import asyncio, os, time
+from pathlib import Path
+
+def old(text, reference): return text == reference
+def sees(response, answer, prompt, messages, row, token_ids, finish_reason, *, target: int = 3):
+    whole = [response, answer, prompt, messages, row, token_ids, finish_reason, target]
+    Path("seen").write_text(repr(whole))
+    return len(token_ids) / target
+def swapped(prompt, response): return len(response)
+def ranks(responses, token_ids, row):
+    order = sorted(map(len, token_ids))
+    values = [order.index(len(ids)) + row["level"] for ids in token_ids]
+    return [value if text else None for text, value in zip(responses, values)]
+def few(responses): return [1.0]
+def counts(response): return (None if response == "none" else 0.5), {"words": len(response.split())}
+class Made:
+    def __init__(self, base: float, step: float = 1): self.base, self.step = base, step
+    def __call__(self, response, finish_reason): return self.base + self.step * (finish_reason == "stop")
+async def waits(response, *, seconds: float = 0.2):
+    if response == "hang": await asyncio.sleep(1000)
+    if response == "block": time.sleep(1000)
+    if response == "crash": os._exit(1)
+    if response == "crash once" and not Path("crashed").exists():
+        Path("crashed").touch()
+        os._exit(1)
+    await asyncio.sleep(seconds)
+    return len(response)
+async def group(responses): return [float(len(r)) for r in responses]
+
+def wrong(prompt, answer): return 1
+def both(response, responses): return 1
+def taken(response, *, weight: float): return 1
+def needs(response, *, target: int): return 1
+class Asks:
+    def __call__(self, response, rows): return 1
+"""
+CONTEXT = json.dumps({"prompt": "P", "messages": [{"role": "user", "content": "P"}], "row": {"level": 2}})
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rewards_of_test.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(reward: dict[str, Any]) -> Settings:
+    return make_settings({"model": {"path": "m"}, "data": {"path": "d"}, "reward": reward}, None, "x")
+
+
+@pytest.fixture
+def scores() -> Iterator[Callable[..., tuple[list[Score], dict[str, float]]]]:
+    """Scores of responses, each of one more token than the one before, and the counts."""
+    scorers = []
+
+    def score(
+        reward: dict[str, Any], texts: Sequence[str], **how: Any
+    ) -> tuple[list[Score], dict[str, float]]:
+        scorers.append(Scorer(settings(reward).reward, 100))
+        seen = [Response(t, np.arange(i + 1, dtype=np.int32), "stop") for i, t in enumerate(texts)]
+        found = asyncio.run(scorers[-1].score(seen, "5", CONTEXT, **how))
+        return found, scorers[-1].pop_counts()
+
+    yield score
+    for scorer in scorers:
+        scorer.close()
+
+
+def own(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": f"own_rewards_of_test:{name}", **more}
+
+
+def test_several_terms_each_with_what_it_asks_for(scores: Callable[..., Any], tmp_path: Path) -> None:
+    terms = {
+        "right": {"type": "answer_line", "wrong": 0.0},
+        "old": own("old", weight=2.0),
+        "sees": own("sees", target=2, weight=0.5),
+        "ranks": own("ranks", weight=0.25, failed=-4.0),
+        "made": own("Made", base=3, weight=0.0),
+        "counts": own("counts", wrong=-2.0),
+        "swapped": own("swapped"),
+        "whole": own("group"),
+    }
+    texts = ["Answer: 5", "5", "", "none"]
+    found, counts = scores({"terms": terms, "overlong": {"buffer": 99, "factor": 1.0}}, texts)
+    assert [s.correct for s in found] == [True, False, False, False], "the first term decides"
+    assert [s.extracted for s in found] == ["5", None, None, None]
+    overlong = [0.0, *(-n / 99 for n in (1, 2, 3))]
+    assert [list(s.parts.values()) for s in found] == [
+        [1.0, -1.0, 0.5, 2.0, 4.0, 0.5, 9.0, 9.0, overlong[0]],
+        [0.0, 1.0, 1.0, 3.0, 4.0, 0.5, 1.0, 1.0, overlong[1]],
+        [0.0, -1.0, 1.5, -4.0, 4.0, 0.5, 0.0, 0.0, overlong[2]],
+        [0.0, -1.0, 2.0, 5.0, 4.0, -2.0, 4.0, 4.0, overlong[3]],
+    ]
+    assert list(found[0].parts) == [*terms, "overlong"]
+    weights = [1.0, 2.0, 0.5, 0.25, 0.0, 1.0, 1.0, 1.0, 1.0]
+    for score in found:
+        assert score.reward == sum(w * v for w, v in zip(weights, score.parts.values(), strict=True))
+    assert counts["reward/errors"] == 2, "no reward for the empty one of ranks, and for none of counts"
+    assert counts["reward/counts/words"] == 4
+    seen = ["P", [{"role": "user", "content": "P"}], {"level": 2}]
+    whole = [repr([t, "5", *seen, list(range(i + 1)), "stop", 2]) for i, t in enumerate(texts)]
+    assert (tmp_path / "seen").read_text() in whole
+
+
+def test_one_reward_with_settings_keeps_the_form_of_one(scores: Callable[..., Any]) -> None:
+    found, counts = scores(own("sees", target=4), ["a", "b"])
+    assert [(s.reward, s.parts, s.correct) for s in found] == [
+        (0.25, {"correctness": 0.25}, True),
+        (0.5, {"correctness": 0.5}, True),
+    ]
+    assert list(counts) == [f"reward/{name}" for name in ("timeouts", "crashes", "out_of_memory", "errors")]
+    terms = {"right": {"type": "boxed"}, "sees": own("sees")}
+    (evaluated,), _ = scores({"terms": terms}, ["\\boxed{5}"], first_only=True)
+    assert (evaluated.correct, evaluated.parts) == (True, {"right": 1.0}), "evaluations need no more"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "told"),
+    [
+        ("wrong", {}, "has an argument 'prompt', but none named 'response'; name that one so"),
+        ("both", {}, "asks for 'response' and 'responses': keep"),
+        ("taken", {}, "has a setting 'weight', which is a key of the section itself; give it another name"),
+        ("needs", {}, "reward.target: own_rewards_of_test:needs needs this setting; add it"),
+        ("needs", {"target": "x"}, "reward.target: Input should be a valid integer"),
+        ("sees", {"tarte": 1}, "has no setting 'tarte'; did you mean 'target'?"),
+        ("Asks", {}, "is called with an argument 'rows', which rewards do not have; they have response,"),
+        ("Made", {}, "reward.base: own_rewards_of_test:Made needs this setting"),
+    ],
+)
+def test_what_is_wrong_is_one_line(name: str, more: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_reward("reward", f"own_rewards_of_test:{name}", more, ("type", "weight"))
+    assert told in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_each_wrong_term_is_told_before_the_start() -> None:
+    terms = {"a": own("sees", tarte=1), "b": own("none"), "c": own("old")}
+    with pytest.raises(UserError) as error:
+        check_reward(settings({"terms": terms}).reward)
+    first, second = str(error.value).splitlines()
+    assert first.startswith("reward.terms.a.tarte: ")
+    assert second.startswith("reward.terms.b.type: ")
+
+
+def test_async_calls_run_together_and_bad_ones_cost_themselves_only(scores: Callable[..., Any]) -> None:
+    texts = ["hang", "crash", *("x" * n for n in range(1, 17))]
+    found, counts = scores(own("waits", wrong=-1.0) | {"async_deadline": 2.0}, texts)
+    assert [score.reward for score in found] == [-1.0, -1.0, *range(1, 17)]
+    assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 1)
+    assert [score.reason.rpartition(": ")[2] for score in found[:2]] == [
+        "ended after 2 s",
+        "the process died",
+    ]
+
+
+def test_a_call_that_blocks_the_others_is_killed_and_they_are_made_again(
+    scores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_pool, "_GRACE", 0.5)
+    texts = ["block", "crash once", *("x" * n for n in range(1, 9))]
+    found, counts = scores(own("waits", seconds=0.0) | {"async_deadline": 1.0, "concurrency": 1}, texts)
+    assert [score.reward for score in found] == [-1.0, 10.0, *range(1, 9)]
+    assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 0)
+
+
+# -- judges --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def judge() -> Iterator[StandInJudge]:
+    with stand_in_judge() as found:
+        yield found
+
+
+def judged(judge: StandInJudge, **more: Any) -> dict[str, Any]:
+    quick = {"timeout": 1.0, "retries": 1, "backoff": 0.01, "question": "{response}", "highest": 100}
+    own = {"type": "rpg_megatron.rewards.judge:Judge", "url": judge.url, "model": "m"}
+    return own | quick | {"failed": -0.5, "prompt_cost": 2.0, "output_cost": 10.0, "rest_after": 99} | more
+
+
+def test_a_judge_that_fails_costs_scores_and_counts_them(
+    judge: StandInJudge,
+    scores: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "s3cret")
+    bad = ["slow", "broken", "refused", "garbage", "dies", "vague", "half", "x" * 101]
+    good = ["once", *("y" * n for n in (0, 7, 50))]
+    monkeypatch.setenv("URL_OF_TEST", judge.url)
+    reward = judged(judge, key_variable="KEY_OF_TEST", url="$URL_OF_TEST")
+    found, counts = scores(reward, [*bad, *good])
+    assert [s.reward for s in found] == [*[-0.5] * 8, 0.04, 0.0, 0.07, 0.5]
+    told = {key.removeprefix("reward/correctness/"): value for key, value in counts.items()}
+    assert told == {
+        "reward/timeouts": 0.0,
+        "reward/crashes": 0.0,
+        "reward/out_of_memory": 0.0,
+        "reward/errors": 8.0,
+        "failures": 8.0,
+        "skipped": 0.0,
+        "requests": float(sum(judge.asked.values())),
+        "timeouts": 2.0,
+        "errors": 2.0 + 1 + 2 + 2 + 1,
+        "garbage": 2.0,
+        "unreadable": 2.0,
+        "tokens": 6 * 110.0,
+        "cost": pytest.approx(6 * (200 + 100) / 1e6),
+    }
+    assert {question: judge.asked[question] for question in bad[:-1]} == dict(
+        slow=2, broken=2, refused=1, garbage=2, dies=2, vague=1, half=2
+    )
+    assert judge.keys == {"bearer s3cret"}
+    assert "s3cret" not in caplog.text + "".join(s.reason for s in found)
+    assert caplog.text.count("counts as wrong") == 1
+
+
+def test_no_more_requests_at_a_time_than_allowed(judge: StandInJudge, scores: Callable[..., Any]) -> None:
+    judge.delay = 0.05
+    found, _ = scores(judged(judge) | {"concurrency": 3}, ["z" * n for n in range(20)])
+    assert [s.reward for s in found] == [n / 100 for n in range(20)]
+    assert judge.most == 3
+
+
+def test_a_judge_that_is_down_is_left_alone(judge: StandInJudge, scores: Callable[..., Any]) -> None:
+    reward = judged(judge, rest_after=2, retries=0) | {"concurrency": 1}
+    found, counts = scores(reward, [f"broken {n}" for n in range(10)])
+    assert {s.reward for s in found} == {-0.5}
+    assert counts["reward/correctness/skipped"] == 8
+    assert sum(judge.asked.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"url": "localhost:8001"}, "reward.url: must begin with http://"),
+        ({"pattern": "score"}, "reward.pattern: needs a group"),
+        ({"highest": -1}, "reward: highest must be above lowest"),
+        ({"key_variable": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set; export it"),
+        ({"url": "$NO_SUCH_URL"}, "the environment variable NO_SUCH_URL is not set; export it"),
+        ({"modl": "m"}, "did you mean 'model'?"),
+    ],
+)
+def test_a_wrong_judge_is_told_before_the_start(change: dict[str, Any], told: str) -> None:
+    settings = {"url": "http://a/v1", "model": "m", "question": "{response}"} | change
+    with pytest.raises(UserError) as error:
+        load_reward("reward", "rpg_megatron.rewards.judge:Judge", settings, ("type",))
+    assert told in str(error.value)
