@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from inspect import isfunction
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rpg_megatron.config import filters
 from rpg_megatron.config.base import IMPORT_PATH, Section
 
 
@@ -92,9 +94,15 @@ class DynamicSamplingSettings(Section):
     @field_validator("type")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value != "mixed" and not re.fullmatch(IMPORT_PATH, value):
-            raise ValueError("must be mixed, or an import path module:function")
+        ours = [name for name, what in vars(filters).items() if isfunction(what) and name[0] != "_"]
+        if value not in ours and not re.fullmatch(IMPORT_PATH, value):
+            raise ValueError(f"must be {' or '.join(ours)}, or an import path module:function")
         return value
+
+    @property
+    def path(self) -> str:
+        """Import path of the filter, also of ours."""
+        return self.type if ":" in self.type else f"{filters.__name__}:{self.type}"
 
 
 class RolloutSettings(Section):

@@ -152,7 +152,10 @@ def test_a_folder_that_cannot_be_written_is_one_message(config_file: Path):
 def test_every_key_is_read_somewhere():
     """A setting that nobody reads is a promise not kept. By attribute name, so a namesake may hide one."""
     files = [f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] != "config"]
-    files += [PACKAGE / "config" / f"{name}.py" for name in ("policy", "objective", "data", "evaluation")]
+    files += [
+        PACKAGE / "config" / f"{name}.py"
+        for name in ("losses", "schedules", "policy", "objective", "data", "evaluation")
+    ]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     # ``type`` selects a section; while each union has one member, nobody needs to look at it.
