@@ -21,7 +21,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "rpg": {"objective": {"beta": 0.05}, "anchor": {"type": "fixed"}},
     "rpg, entropy bonus": {"objective": {"beta": 0.05, "entropy_bonus": 0.5}, "anchor": {"type": "fixed"}},
     "gspo": {
-        "objective": {"type": "gspo", "low": 0.1, "high": 0.1},
+        "objective": {"type": "gspo", "low": 0.1, "high": 0.1, "entropy_bonus": 0.3},
         "advantage": {"type": "grpo"},
         "aggregation": {"type": "sequence_mean"},
     },
@@ -94,8 +94,8 @@ def reference_update(model: PreTrainedModel, batch: list[Trajectory], kind: str)
         else:  # GSPO
             s = log_w.mean().exp()
             loss = torch.maximum(-s * t.advantage, -s.clamp(0.9, 1.1) * t.advantage)
-            per_sequence.append(loss)
-            per_token.append(loss.detach().expand(len(logp)))
+            per_sequence.append(loss - bonus * entropy.mean())
+            per_token.append((loss - bonus * entropy).detach())
     flat = torch.cat(per_token)
     loss = flat.mean() if kind != "gspo" else torch.stack(per_sequence).mean()
     loss.backward()
