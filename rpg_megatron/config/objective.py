@@ -55,7 +55,11 @@ class TrainingSettings(Section):
     steps: int = Field(400, ge=1)
     """Rollout-and-update steps."""
     minibatches: int = Field(16, ge=1)
-    """Optimizer updates per step; the prompts of the step are split evenly over them."""
+    """Mini-batches of a step, one optimizer update each; the prompts are split evenly over them. Gradients of
+    the micro-batches of a mini-batch are accumulated."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the batch of a step, each through all mini-batches in the same order: epochs x minibatches
+    updates. The old policy of the ratio stays that before the first."""
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Token budget of one packed micro-batch of a data-parallel replica, shared by its context-parallel
     ranks. A longer sequence gets a micro-batch of its own."""
@@ -85,7 +89,8 @@ class GuardSettings(Section):
     """Maximum of an engine's mean difference on these answers, relative to the median of the other engines',
     which answer the same prompts. A difference below a fiftieth of mismatch_mean passes. null: no bound."""
     uncorrected: bool = False
-    """Allow rollout.ahead without ``correction``: the gradient is then biased by the age of the rollouts."""
+    """Allow rollout.ahead, or rollout.top_p, top_k and min_p, without ``correction``: the gradient is then
+    biased by the age of the rollouts, or by what the engines leave out."""
     skipped_updates: int = Field(5, ge=1)
     """Abort after this many consecutive updates with non-finite gradients. Each such update is skipped:
     weights and optimizer state stay unchanged."""
@@ -101,15 +106,28 @@ class GuardSettings(Section):
             raise ValueError("a threshold is set, but guards.mismatch is off; remove one of the two")
         return self
 
-    def problems_of_correction(self, ahead: int, *, corrected: bool) -> Iterator[str]:
-        """What is wrong with ``uncorrected`` for ``rollout.ahead``, with a correction or without."""
-        if ahead and not corrected and not self.uncorrected:
+    def problems_of_correction(
+        self, ahead: int, restricted: str, correction: CorrectionSettings | None
+    ) -> Iterator[str]:
+        """What is wrong with ``uncorrected`` or the correction for ``rollout.ahead`` and ``restricted``."""
+        if correction is None and not self.uncorrected:
+            remedy = "set correction.type to truncate or icepop, or guards.uncorrected to true"
+            if ahead:
+                yield (
+                    "rollout.ahead needs a correction, since older weights sample the responses: " + remedy
+                )
+            if restricted:
+                yield (
+                    f"rollout.{restricted} needs a correction, since responses are sampled from a part of "
+                    f"the trained distribution: {remedy}"
+                )
+        if restricted and correction is not None and correction.level == "sequence":
             yield (
-                "rollout.ahead needs a correction, since older weights sample the responses: set "
-                "correction.type to truncate or icepop, or guards.uncorrected to true"
+                f"rollout.{restricted} excludes correction.level sequence: the product of the kept shares "
+                "vanishes for long responses; set correction.level to token"
             )
-        if self.uncorrected and (corrected or not ahead):
-            why = "correction is set" if ahead else "rollout.ahead is 0"
+        if self.uncorrected and (correction is not None or not (ahead or restricted)):
+            why = "correction is set" if ahead or restricted else "rollout.ahead is 0"
             yield f"guards.uncorrected has no effect: {why}; remove it"
 
     def engine_differs(self, mean: float, ratio: float, dtype: str) -> bool:

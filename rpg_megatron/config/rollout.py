@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from inspect import isfunction
 from typing import Literal
@@ -33,6 +34,20 @@ BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")
 answer."""
 
 
+class KLRewardSettings(Section):
+    """KL to the anchor, subtracted from the reward of each response before advantages are computed.
+
+    Needs an anchor of its own (anchor.type). It adds to the KL term of the loss: set objective.beta to 0 for
+    this one alone.
+    """
+
+    coefficient: float = Field(1e-3, gt=0)
+    """Factor of the KL of a response, in nats: the sum over its tokens."""
+    estimator: Literal["k1", "k3"] = "k1"
+    """k1: old - anchor (log-probs of the sampled tokens), with the gradient of the reverse KL. k3: never
+    negative and less noisy, but in the reward its gradient is another."""
+
+
 class RewardSettings(Section):
     """The reward of a response: correctness + overlong penalty + format penalty."""
 
@@ -48,6 +63,8 @@ class RewardSettings(Section):
     """Reward of a wrong response."""
     overlong: OverlongSettings | None = None
     """Penalty on long responses; null: none."""
+    kl: KLRewardSettings | None = None
+    """KL to the anchor as a part of the reward; null: none."""
     format: float = Field(0.0, le=0)
     """Added to the reward of a response without an answer in the form of ``type``."""
     workers: int = Field(2, ge=1)
@@ -118,6 +135,18 @@ class RolloutSettings(Section):
     """Dynamic sampling; null: train on every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
     """Sampling temperature; the trainer applies it to its log-probs too."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens.
+    The trained policy stays the full distribution, so this, top_k and min_p need ``correction``."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from this many of the most likely tokens; null: from all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Leave out tokens that are less likely than this share of the most likely one; 0: none."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, also in evaluations; they stay a part of it. Special tokens are not text:
+    use stop_token_ids for them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the end-of-sequence tokens; also in evaluations."""
     ahead: int = Field(0, ge=0)
     """Steps that the engines may sample ahead of the trainer, so that neither waits for the other. The
     weights that sampled a token are at most this many updates old. 0: they take turns; 1 or more needs
@@ -130,6 +159,32 @@ class RolloutSettings(Section):
     """Processes that talk to the engines, detokenise and grade; 1: the sampler itself does it. The batch does
     not depend on it. Set more where many responses end at once: one handles about 350 of 8,192 tokens a
     second."""
+
+    @property
+    def restricted(self) -> str:
+        """The first setting that lets engines sample from a part of the distribution; empty: none does."""
+        names = {"top_p": self.top_p < 1, "top_k": self.top_k is not None, "min_p": self.min_p > 0}
+        return next((name for name, restricts in names.items() if restricts), "")
+
+    @property
+    def log_prob_excess(self) -> float:
+        """How far an engine's log-prob may exceed the trainer's, in nats: the engine's is relative to the
+        kept tokens, whose probability is at least top_p, or unknown with top_k and min_p.
+        """
+        if self.top_k is not None or self.min_p:
+            return math.inf
+        return -math.log(self.top_p)
+
+    @model_validator(mode="after")
+    def _stops_are_seen(self) -> RolloutSettings:
+        if any(not text for text in self.stop):
+            raise ValueError("stop: a text is empty; remove it")
+        if self.stop and self.ahead and self.inflight == "continue":
+            raise ValueError(
+                "stop needs inflight drain with ahead: after a weight update an engine would not see the "
+                "part of a text that was sampled before; set inflight to drain, or use stop_token_ids"
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_can_be_mixed(self) -> RolloutSettings:

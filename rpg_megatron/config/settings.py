@@ -128,8 +128,12 @@ class Settings(Section):
     def _settings_without_effect(self) -> Iterator[str]:
         """Settings that would have no effect, or an effect other than their name says."""
         kind = self.objective.type
-        if self.anchor.type != "old" and not self.objective.has_kl:
+        if self.anchor.type != "old" and not self.objective.has_kl and self.reward.kl is None:
             yield f"objective.type {kind} has no KL term, so anchor.type has no effect; set it to old"
+        if self.anchor.type == "kl_trigger" and not self.objective.has_kl:
+            yield f"anchor.type kl_trigger needs a loss with a KL term, unlike {kind}; use fixed or every"
+        if self.anchor.type == "old" and self.reward.kl is not None:
+            yield "reward.kl needs a reference model: set anchor.type to fixed or every, or remove reward.kl"
         if self.aggregation.constant is not None and self.aggregation.type != "constant":
             yield "aggregation.constant has no effect unless aggregation.type is constant"
         if missing := self._missing_of_baseline():
@@ -171,7 +175,7 @@ class Settings(Section):
                 "while it works; give the engines GPUs of their own (engine.colocated=false), or set "
                 "rollout.ahead to 0"
             )
-        yield from self.guards.problems_of_correction(ahead, corrected=self.correction is not None)
+        yield from self.guards.problems_of_correction(ahead, self.rollout.restricted, self.correction)
 
     def _missing_of_baseline(self) -> dict[str, str]:
         """What the objective's published algorithm needs besides its loss: key -> value.

@@ -1,11 +1,13 @@
-"""What advantages are made of: group means, group deviations, whitening. Arrays, float64."""
+"""What advantages are made of: group means, group deviations, whitening, a KL in the reward. Float64."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rpg_megatron.objectives.ratios import LOG_RATIO_LIMIT
 
 Floats = NDArray[np.float64]
 Integers = NDArray[Any]
@@ -48,3 +50,17 @@ def whiten(values: Floats, lengths: Integers) -> Floats:
     variance = (np.square(values - mean) * weight).sum() / max(tokens - 1, 1)
     whitened: Floats = (values - mean) / np.sqrt(variance + 1e-8)
     return whitened
+
+
+def response_kl(old: NDArray[Any], anchor: NDArray[Any], estimator: Literal["k1", "k3"]) -> float:
+    """Estimate of the reverse KL(old || anchor) of one response, in nats: the sum over its tokens.
+
+    old, anchor: log-probs of its tokens under the policy that sampled them and the anchor, [R]. With the log-
+    ratio d = old - anchor: ``k1`` is d, and subtracted from the reward it has the gradient of the KL; ``k3``,
+    exp(-d) - 1 + d, is never negative, varies less, and has not.
+    """
+    ratio = old.astype(np.float64) - anchor
+    if estimator == "k1":
+        return float(ratio.sum())
+    ratio = ratio.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return float((np.exp(-ratio) - 1 + ratio).sum())

@@ -300,7 +300,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
 
     with without_torch():
         tokenizer = load_tokenizer(settings.model.path)
-    stops = stop_tokens(settings.model.path, tokenizer)
+    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     save_decoder(tokenizer, work / DECODER)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers

@@ -90,6 +90,7 @@ class Worker:
         end a response.
         """
         self._decode, self._engines, self._work, self._stops = decode, engines, work, list(stop_token_ids)
+        self._stop_texts = settings.rollout.stop
         self._max_sequences = settings.engine.max_sequences
         reward = settings.reward
         share = -(-reward.workers // settings.rollout.workers)
@@ -118,6 +119,9 @@ class Worker:
                     stop_token_ids=self._stops,
                     temperature=task.temperature,
                     top_p=task.top_p,
+                    top_k=task.top_k,
+                    min_p=task.min_p,
+                    stop=self._stop_texts,
                     logprobs=task.logprobs,
                     interruptible=task.interruptible,
                 )

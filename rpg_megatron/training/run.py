@@ -295,6 +295,7 @@ class RankRun:
             leaders=self.mesh.data,
             probes=batch.my_probes,
             engines=self.settings.engine.replicas,
+            excess=self.settings.rollout.log_prob_excess,
         )
         batch.metrics |= row
         if message is None:

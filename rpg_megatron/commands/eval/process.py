@@ -65,7 +65,7 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
     total = sum(map(len, prompts.values()))
     events = EventSender(work / EVENTS)
     engines = engine_clients(settings, work, token)
-    stops = stop_tokens(settings.model.path, tokenizer)
+    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     worker = Worker(settings, decoder_of(tokenizer), engines, work, stops)
 
     def keep(result: EvalResult) -> None:
