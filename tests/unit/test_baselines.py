@@ -3,14 +3,17 @@
 Proved in float64 over an enumerated vocabulary: which KL terms have the gradient of which divergence, and
 which have not (GRPO's k3 without a ratio, the correction with a detached ratio, k1 as a loss); CISPO, GSPO
 and the corrections against formulas written out here; advantages against hand-made numbers; aggregation cut
-any way gives one gradient. Not covered: training with them (benchmarks), Megatron (tests/distributed).
+any way gives one gradient; a KL in the reward with group baselines. Not covered: training with them
+(benchmarks), Megatron (tests/distributed).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,6 +33,7 @@ from rpg_megatron.objectives import (
     rollout_correction,
     rpg_loss,
 )
+from rpg_megatron.objectives.advantages import response_kl
 
 BETA = 0.3
 KINDS = [s.model_fields["type"].annotation.__args__[0] for s in AdvantageSettings.__subclasses__()]
@@ -251,3 +255,42 @@ def test_aggregation_does_not_depend_on_the_cut(lengths: list[int], cuts: list[i
         assert known[1].equal(number)
         total, count = total + part, count + number
     torch.testing.assert_close(total / count, wanted)
+
+
+@pytest.mark.parametrize("kind", ["leave_one_out", "rpg"])
+def test_k1_in_the_reward_has_the_gradient_of_the_reverse_kl(kind: str) -> None:
+    """With a baseline from the group: exactly, over all groups of two responses; k3 in the reward has not."""
+    logits, _, anchor = policies(4)
+    rewards = torch.tensor([0.3, -1.0, 0.7, 0.0, 1.0, -0.2, 0.5], dtype=torch.float64)
+    logp = torch.log_softmax(logits, 0)
+    (wanted,) = torch.autograd.grad(
+        (logp.exp() * (rewards - BETA * (logp - anchor))).sum(), logits, retain_graph=True
+    )
+    share = {"leave_one_out": 1.0, "rpg": 0.5}[kind]  # a mean that includes the response itself: 1 - 1/2
+
+    def gradient(estimator: Any) -> torch.Tensor:
+        # A response of one token; log-probs as the trainer keeps them, before the update.
+        kl = [
+            response_kl(a, b, estimator) for a, b in zip(logp.detach().numpy(), anchor.numpy(), strict=True)
+        ]
+        total = torch.zeros_like(logits)
+        for i, j in itertools.product(range(7), repeat=2):
+            pair = torch.tensor([i, j])
+            penalised = rewards[pair] - BETA * torch.tensor(kl, dtype=torch.float64)[pair]
+            advantages = group_advantages(penalised, torch.zeros(2), kind=kind)
+            chance = (logp[i] + logp[j]).exp().detach()
+            total += torch.autograd.grad(
+                chance * (advantages * logp[pair]).mean(), logits, retain_graph=True
+            )[0]
+        return total
+
+    torch.testing.assert_close(gradient("k1"), share * wanted, rtol=0, atol=1e-12)
+    assert (gradient("k3") - share * wanted).abs().max() > 1e-2
+
+
+def test_the_kl_of_a_response_is_a_sum_over_its_tokens() -> None:
+    old, anchor = np.array([-1.0, -2.0, -0.5], np.float32), np.array([-1.5, -1.0, -0.5], np.float32)
+    assert response_kl(old, anchor, "k1") == pytest.approx(-0.5)
+    ratios = np.array([0.5, -1.0, 0.0])
+    assert response_kl(old, anchor, "k3") == pytest.approx((np.exp(-ratios) - 1 + ratios).sum())
+    assert math.isfinite(response_kl(np.array([-500.0], np.float32), np.array([0.0], np.float32), "k3"))
