@@ -194,8 +194,9 @@ def trajectory_of(sample: Sample, old: np.ndarray) -> Trajectory:
 def test_a_text_ends_a_response_and_stays_in_it(engine: Engine, exported: Path, as_bytes: bool) -> None:
     decode = AutoTokenizer.from_pretrained(exported).decode
     free = ask(engine, request(PROMPTS[0], n=1), as_bytes=as_bytes)[0][0]
-    at = next(i for i in range(8, len(free.tokens)) if len(decode(free.tokens[i - 2 : i])) >= 2)
-    text = decode(free.tokens[:at])[-2:]
+    # Two tokens that are a character each: bytes that are none are not text.
+    texts = [decode(free.tokens[i : i + 2]) for i in range(len(free.tokens))]
+    text = next(text for text in texts if len(text) == 2 and text.isascii() and text.isprintable())
     (stopped,) = ask(engine, request(PROMPTS[0], n=1, stop=[text]), as_bytes=as_bytes)[0]
     assert stopped.finish == "stop"
     assert text in decode(stopped.tokens)
