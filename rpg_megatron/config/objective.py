@@ -81,8 +81,8 @@ class GuardSettings(Section):
     mismatch_mean: float | None = Field(None, gt=0)
     """Maximum mean |log-prob difference|, in nats; null: 1e-4 in float32, 0.05 in bfloat16."""
     probe_prompts: int = Field(16, ge=1)
-    """With rollout.ahead: prompts that every engine answers after each weight update, for the comparison
-    above: a batch may have no token of the current weights."""
+    """With rollout.ahead, top_p, top_k or min_p: prompts that every engine answers after each weight update,
+    from the full distribution, for the comparison above: a batch may have no token to compare."""
     probe_tokens: int = Field(8, ge=1)
     """Maximum tokens of an answer to one of these prompts."""
     engine_ratio: float | None = Field(8.0, gt=1)

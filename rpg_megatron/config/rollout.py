@@ -167,6 +167,11 @@ class RolloutSettings(Section):
         return next((name for name, restricts in names.items() if restricts), "")
 
     @property
+    def probed(self) -> bool:
+        """Whether the guard on mismatch needs probes: tokens of the batch alone do not tell enough."""
+        return self.ahead > 0 or bool(self.restricted)
+
+    @property
     def log_prob_excess(self) -> float:
         """How far an engine's log-prob may exceed the trainer's, in nats: the engine's is relative to the
         kept tokens, whose probability is at least top_p, or unknown with top_k and min_p.

@@ -58,11 +58,11 @@ class Batch:
     index: BatchIndex | None
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
     probes: Share = field(default_factory=list)
-    """With ``rollout.ahead``: this rank's share of the responses that only the guard on mismatch compares,
+    """With ``rollout.probed``: this rank's share of the responses that only the guard on mismatch compares,
     as one mini-batch. Like those of ``minibatches``.
     """
     my_probes: list[Trajectory] | None = None
-    """Leaders: the trajectories of ``probes``. Elsewhere empty. None without ``rollout.ahead``."""
+    """Leaders: the trajectories of ``probes``. Elsewhere empty. None without ``rollout.probed``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The step's metrics so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)
