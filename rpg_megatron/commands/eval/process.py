@@ -114,6 +114,8 @@ def _conclude(
         "samples": evaluation.samples,
         "temperature": evaluation.temperature,
         "top_p": evaluation.top_p,
+        "top_k": evaluation.top_k,
+        "min_p": evaluation.min_p,
         "max_response_tokens": settings.rollout.max_response_tokens,
         "seed": settings.seed,
         "sets": sets,

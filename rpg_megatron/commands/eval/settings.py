@@ -81,6 +81,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
             f"{shape.max_positions} positions (max_position_embeddings)"
         )
     reward: dict[str, Any] = {"type": "auto"}
+    rollout: dict[str, Any] = {"max_response_tokens": response}
     engine: dict[str, Any] = {"replicas": request.engines, "tensor": request.tensor}
     data: dict[str, Any] = {"max_prompt_tokens": min(_PROMPT, shape.max_positions - response)}
     if trained is not None:
@@ -88,7 +89,8 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
         data |= {key: getattr(heldout, key) for key in _STYLE}
         if own is not None:
             data = heldout.model_dump(exclude={"name"})
-        reward = trained.reward.model_dump(mode="json")
+        reward = trained.reward.model_dump(mode="json", exclude={"kl"})  # no responses are trained on
+        rollout |= {"stop": trained.rollout.stop, "stop_token_ids": trained.rollout.stop_token_ids}
         engine["max_sequences"] = trained.engine.max_sequences
     if sets:
         data |= {key: value for key, value in sets[0].items() if key != "name"}
@@ -98,7 +100,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
         "device": request.device or _device(),
         "model": {"path": str(model.absolute())},
         "precision": {"dtype": "float32" if shape.dtype == "float32" else "bfloat16"},
-        "rollout": {"max_response_tokens": response},
+        "rollout": rollout,
         "engine": engine,
         "reward": reward,
         "data": data,
@@ -139,10 +141,10 @@ def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSetti
 
 
 def _sampling(trained: Settings | None, request: EvalRequest) -> dict[str, Any]:
-    """Responses per problem, temperature and top-p: as given, else the run's, else the defaults."""
+    """Responses per problem and sampling: as given, else the run's, else the defaults."""
     base = (trained and trained.evaluation) or EvaluationSettings.model_construct()
     fields = ("samples", "temperature", "top_p")
-    given = {key: getattr(request, key) for key in fields}
+    given = {key: getattr(request, key) for key in fields} | {"top_k": None, "min_p": None}
     return {key: getattr(base, key) if value is None else value for key, value in given.items()}
 
 
