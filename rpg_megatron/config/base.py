@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, field_validator
 
 
 class Section(BaseModel):
@@ -44,10 +46,24 @@ class ImportedSettings(BaseModel):
         return dict(self.model_extra or {})
 
 
-def tag_of(value: Any, default: str) -> str | None:
-    """The ``type`` of a section, for a union with ``ImportedSettings``; default: where the key is missing."""
-    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-    return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
+def one_of(ours: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
+    """Annotation of a section that is a subclass of ``ours``, by its ``type``, or code of the user.
+
+    The subclasses are found, not listed: define them before the call. default: ``type`` where the key is
+    missing.
+    """
+
+    def tag_of(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
+
+    tagged: list[Any] = [
+        Annotated[section, Tag(name)]
+        for section in ours.__subclasses__()
+        for name in get_args(section.model_fields["type"].annotation)
+    ]
+    tagged.append(Annotated[imported, Tag(IMPORTED)])
+    return Annotated[reduce(or_, tagged), Discriminator(tag_of)]
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ class EvaluationSettings(Section):
     """Sampling temperature; 0: greedy, with samples 1."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from this many of the most likely tokens; null: from all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Leave out tokens that are less likely than this share of the most likely one; 0: none."""
     every: int = Field(10, ge=1)
     """Steps between evaluations."""
 

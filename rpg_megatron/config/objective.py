@@ -1,156 +1,13 @@
-"""Settings of the loss: objective, clip, advantage, aggregation, correction, anchor, guards."""
+"""Settings beside the loss: aggregation, correction, anchor, training, guards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rpg_megatron.config.base import IMPORTED, ImportedSettings, Section, tag_of
-
-
-class ClipSettings(Section):
-    """RPG-style clip of the ratio w = pi / pi_old."""
-
-    kind: Literal["dual", "truncate"] = "dual"
-    """dual: tokens outside the bounds get no gradient; truncate: they keep it, with the clamped ratio."""
-    low: float = Field(0.2, ge=0, lt=1)
-    """Lower bound 1 - low, for tokens with a negative regularised advantage."""
-    high: float = Field(0.28, ge=0)
-    """Upper bound 1 + high, for tokens with a positive regularised advantage."""
-    c: float = Field(10.0, gt=1)
-    """Dual-clip bound: tokens with a negative regularised advantage and w >= c get no gradient."""
-
-    @model_validator(mode="after")
-    def _cut_off_lies_beyond_the_upper_bound(self) -> ClipSettings:
-        if self.c <= 1 + self.high:
-            raise ValueError(f"c ({self.c}) must be greater than 1 + high ({1 + self.high})")
-        return self
-
-
-class RPGSettings(Section):
-    """KL-regularised policy gradient (arXiv 2505.17508)."""
-
-    type: Literal["rpg"] = "rpg"
-    """The loss."""
-    divergence: Literal["fkl", "ufkl", "rkl", "urkl"] = "urkl"
-    """KL to the anchor (reference policy): forward, unnormalised forward, reverse, unnormalised reverse."""
-    estimator: Literal["reinforce", "differentiable"] = "reinforce"
-    """REINFORCE-style (detached weight times log-prob) or fully differentiable."""
-    beta: float = Field(1e-4, ge=0)
-    """KL coefficient."""
-    clip: ClipSettings | None = ClipSettings()
-    """Clipping of the ratio; null: none."""
-    kl_placement: Literal["folded", "additive"] | None = None
-    """folded: KL inside the clip; additive: outside. null: folded for reinforce, additive for differentiable.
-    """
-    ratio: Literal["token", "sequence"] = "token"
-    """token: one ratio per token. sequence: one per response, exact off-policy for every divergence, but with
-    a far higher variance."""
-
-
-class GRPOSettings(Section):
-    """GRPO (arXiv 2402.03300). Needs advantage.type grpo, and an anchor unless beta is 0."""
-
-    type: Literal["grpo"]
-    """The loss."""
-    clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
-    """Clipping of the ratio."""
-    beta: float = Field(1e-3, ge=0)
-    """Coefficient of the additive k3 KL term."""
-    corrected: bool = False
-    """Weight k3 by the importance ratio: its gradient is then that of the reverse KL."""
-
-
-class DAPOSettings(Section):
-    """DAPO (arXiv 2503.14476): raised upper bound, no KL. Needs advantage.type grpo."""
-
-    type: Literal["dapo"]
-    """The loss."""
-    clip: ClipSettings = ClipSettings()
-    """Clipping of the ratio."""
-
-
-class PPOSettings(Section):
-    """PPO's dual-clip loss without critic and KL; also Dr.GRPO, with its advantage and aggregation."""
-
-    type: Literal["ppo"]
-    """The loss."""
-    clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
-    """Clipping of the ratio."""
-
-
-class ReinforcePlusPlusSettings(Section):
-    """REINFORCE++ as in the scripts of arXiv 2505.17508: additive k1, which pushes away from the anchor.
-
-    Needs advantage.type reinforce_plus_plus or reinforce_plus_plus_baseline.
-    """
-
-    type: Literal["reinforce_plus_plus"]
-    """The loss."""
-    clip: ClipSettings = ClipSettings()
-    """Clipping of the ratio."""
-    beta: float = Field(1e-4, ge=0)
-    """Coefficient of the additive k1 KL term."""
-
-
-class CISPOSettings(Section):
-    """CISPO (arXiv 2506.13585): clamped and detached ratio; every token keeps its gradient.
-
-    Needs advantage.type grpo.
-    """
-
-    type: Literal["cispo"]
-    """The loss."""
-    low: float = Field(1.0, ge=0, le=1)
-    """The ratio is at least 1 - low."""
-    high: float = Field(0.28, ge=0)
-    """The ratio is at most 1 + high."""
-
-
-class GSPOSettings(Section):
-    """GSPO (arXiv 2507.18071): one length-normalised ratio per sequence.
-
-    Needs advantage.type grpo and aggregation.type sequence_mean.
-    """
-
-    type: Literal["gspo"]
-    """The loss."""
-    low: float = Field(3e-4, ge=0, lt=1)
-    """Lower bound of the sequence's ratio is 1 - low."""
-    high: float = Field(4e-4, ge=0)
-    """Upper bound of the sequence's ratio is 1 + high."""
-
-
-ObjectiveSettings = Annotated[
-    Annotated[RPGSettings, Tag("rpg")]
-    | Annotated[GRPOSettings, Tag("grpo")]
-    | Annotated[DAPOSettings, Tag("dapo")]
-    | Annotated[PPOSettings, Tag("ppo")]
-    | Annotated[ReinforcePlusPlusSettings, Tag("reinforce_plus_plus")]
-    | Annotated[CISPOSettings, Tag("cispo")]
-    | Annotated[GSPOSettings, Tag("gspo")]
-    | Annotated[ImportedSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: tag_of(value, "rpg")),
-]
-"""One of the losses, chosen by ``type``, or a class of your own; the default is rpg."""
-
-
-class AdvantageSettings(Section):
-    """How rewards become advantages."""
-
-    type: Literal[
-        "rpg", "grpo", "leave_one_out", "batch_mean", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = "rpg"
-    """rpg: reward minus group mean, not divided by the standard deviation; the others: docs/objectives.md."""
-
-
-AnyAdvantageSettings = Annotated[
-    Annotated[AdvantageSettings, Tag("rpg")] | Annotated[ImportedSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: IMPORTED if tag_of(value, "rpg") == IMPORTED else "rpg"),
-]
-"""An advantage chosen by ``type``, or a function of your own."""
+from rpg_megatron.config.base import Section
 
 
 class CorrectionSettings(Section):
@@ -198,7 +55,11 @@ class TrainingSettings(Section):
     steps: int = Field(400, ge=1)
     """Rollout-and-update steps."""
     minibatches: int = Field(16, ge=1)
-    """Optimizer updates per step; the prompts of the step are split evenly over them."""
+    """Mini-batches of a step, one optimizer update each; the prompts are split evenly over them. Gradients of
+    the micro-batches of a mini-batch are accumulated."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the batch of a step, each through all mini-batches in the same order: epochs x minibatches
+    updates. The old policy of the ratio stays that before the first."""
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Token budget of one packed micro-batch of a data-parallel replica, shared by its context-parallel
     ranks. A longer sequence gets a micro-batch of its own."""
@@ -220,15 +81,16 @@ class GuardSettings(Section):
     mismatch_mean: float | None = Field(None, gt=0)
     """Maximum mean |log-prob difference|, in nats; null: 1e-4 in float32, 0.05 in bfloat16."""
     probe_prompts: int = Field(16, ge=1)
-    """With rollout.ahead: prompts that every engine answers after each weight update, for the comparison
-    above: a batch may have no token of the current weights."""
+    """With rollout.ahead, top_p, top_k or min_p: prompts that every engine answers after each weight update,
+    from the full distribution, for the comparison above: a batch may have no token to compare."""
     probe_tokens: int = Field(8, ge=1)
     """Maximum tokens of an answer to one of these prompts."""
     engine_ratio: float | None = Field(8.0, gt=1)
     """Maximum of an engine's mean difference on these answers, relative to the median of the other engines',
     which answer the same prompts. A difference below a fiftieth of mismatch_mean passes. null: no bound."""
     uncorrected: bool = False
-    """Allow rollout.ahead without ``correction``: the gradient is then biased by the age of the rollouts."""
+    """Allow rollout.ahead, or rollout.top_p, top_k and min_p, without ``correction``: the gradient is then
+    biased by the age of the rollouts, or by what the engines leave out."""
     skipped_updates: int = Field(5, ge=1)
     """Abort after this many consecutive updates with non-finite gradients. Each such update is skipped:
     weights and optimizer state stay unchanged."""
@@ -244,15 +106,28 @@ class GuardSettings(Section):
             raise ValueError("a threshold is set, but guards.mismatch is off; remove one of the two")
         return self
 
-    def problems_of_correction(self, ahead: int, *, corrected: bool) -> Iterator[str]:
-        """What is wrong with ``uncorrected`` for ``rollout.ahead``, with a correction or without."""
-        if ahead and not corrected and not self.uncorrected:
+    def problems_of_correction(
+        self, ahead: int, restricted: str, correction: CorrectionSettings | None
+    ) -> Iterator[str]:
+        """What is wrong with ``uncorrected`` or the correction for ``rollout.ahead`` and ``restricted``."""
+        if correction is None and not self.uncorrected:
+            remedy = "set correction.type to truncate or icepop, or guards.uncorrected to true"
+            if ahead:
+                yield (
+                    "rollout.ahead needs a correction, since older weights sample the responses: " + remedy
+                )
+            if restricted:
+                yield (
+                    f"rollout.{restricted} needs a correction, since responses are sampled from a part of "
+                    f"the trained distribution: {remedy}"
+                )
+        if restricted and correction is not None and correction.level == "sequence":
             yield (
-                "rollout.ahead needs a correction, since older weights sample the responses: set "
-                "correction.type to truncate or icepop, or guards.uncorrected to true"
+                f"rollout.{restricted} excludes correction.level sequence: the product of the kept shares "
+                "vanishes for long responses; set correction.level to token"
             )
-        if self.uncorrected and (corrected or not ahead):
-            why = "correction is set" if ahead else "rollout.ahead is 0"
+        if self.uncorrected and (correction is not None or not (ahead or restricted)):
+            why = "correction is set" if ahead or restricted else "rollout.ahead is 0"
             yield f"guards.uncorrected has no effect: {why}; remove it"
 
     def engine_differs(self, mean: float, ratio: float, dtype: str) -> bool:

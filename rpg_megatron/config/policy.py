@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-from rpg_megatron.config.base import IMPORTED, HubOrInputPath, ImportedSettings, Section, tag_of
+from rpg_megatron.config.base import HubOrInputPath, Section
+from rpg_megatron.config.schedules import AnyScheduleSettings, ConstantSettings
 
 
 def is_hub_id(path: Path | str) -> bool:
@@ -133,54 +134,6 @@ class MemorySettings(Section):
         return "none" if tokens <= 4096 else "selective" if tokens <= 8192 else "full"
 
 
-class ConstantSettings(Section):
-    """The learning rate stays."""
-
-    type: Literal["constant"] = "constant"
-    """constant, linear, cosine, wsd, or the import path module:function of function(step, steps, **settings),
-    which returns the factor of lr; the other keys are then its settings."""
-
-
-class LinearSettings(Section):
-    """The learning rate falls linearly from the end of the warm-up to the end of the run."""
-
-    type: Literal["linear"]
-    """The schedule."""
-    end: float = Field(0.0, ge=0, le=1)
-    """Factor of lr at the end."""
-
-
-class CosineSettings(Section):
-    """The learning rate falls along half a cosine from the end of the warm-up to the end of the run."""
-
-    type: Literal["cosine"]
-    """The schedule."""
-    end: float = Field(0.0, ge=0, le=1)
-    """Factor of lr at the end."""
-
-
-class WSDSettings(Section):
-    """Warm-up, stable, decay: the learning rate stays, then falls linearly."""
-
-    type: Literal["wsd"]
-    """The schedule."""
-    decay: float = Field(0.2, gt=0, le=1)
-    """Share of the steps after the warm-up over which it falls."""
-    end: float = Field(0.0, ge=0, le=1)
-    """Factor of lr at the end."""
-
-
-ScheduleSettings = Annotated[
-    Annotated[ConstantSettings, Tag("constant")]
-    | Annotated[LinearSettings, Tag("linear")]
-    | Annotated[CosineSettings, Tag("cosine")]
-    | Annotated[WSDSettings, Tag("wsd")]
-    | Annotated[ImportedSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: tag_of(value, "constant")),
-]
-"""A schedule chosen by ``type``, or a function of your own."""
-
-
 class OptimizerSettings(Section):
     """Megatron's AdamW, or Schedule-Free AdamW."""
 
@@ -190,7 +143,7 @@ class OptimizerSettings(Section):
     """Learning rate after warm-up."""
     warmup_steps: int = Field(10, ge=0)
     """Steps of linear warm-up, with every schedule. Step 1 runs at lr / warmup_steps, not at 0."""
-    schedule: ScheduleSettings = ConstantSettings()
+    schedule: AnyScheduleSettings = ConstantSettings()
     """Learning rate after the warm-up, until training.steps; a run that is resumed with other steps continues
     on the curve of these."""
     beta1: float = Field(0.9, ge=0, lt=1)

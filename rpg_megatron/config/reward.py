@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -32,6 +32,20 @@ class OverlongSettings(Section):
         if self.buffer is not None:
             return self.buffer
         return 512 if longest >= 512 else max(longest // 4, 1)
+
+
+class KLRewardSettings(Section):
+    """KL to the anchor, subtracted from the reward of each response before advantages are computed.
+
+    Needs an anchor of its own (anchor.type). It adds to the KL term of the loss: set objective.beta to 0 for
+    this one alone.
+    """
+
+    coefficient: float = Field(1e-3, gt=0)
+    """Factor of the KL of a response, in nats: the sum over its tokens."""
+    estimator: Literal["k1", "k3"] = "k1"
+    """k1: old - anchor (log-probs of the sampled tokens), with the gradient of the reverse KL. k3: never
+    negative and less noisy, but in the reward its gradient is another."""
 
 
 BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")
@@ -118,6 +132,8 @@ class RewardSettings(Section):
     metric reward/<name>; the first one decides which responses are correct."""
     overlong: OverlongSettings | None = None
     """Penalty on long responses; null: none."""
+    kl: KLRewardSettings | None = None
+    """KL to the anchor as a part of the reward; null: none."""
     format: float = Field(0.0, le=0)
     """Added to the reward of a response without an answer in the form of ``type``, or of the first term."""
     workers: int = Field(2, ge=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from inspect import isfunction
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -14,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from rpg_megatron.config import filters
 from rpg_megatron.config.base import BUILT_IN, IMPORT_PATH, IMPORTED, Section, tag_of
 
 
@@ -37,9 +40,15 @@ class DynamicSamplingSettings(Section):
     @field_validator("type")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value != "mixed" and not re.fullmatch(IMPORT_PATH, value):
-            raise ValueError("must be mixed, or an import path module:function")
+        ours = [name for name, what in vars(filters).items() if isfunction(what) and name[0] != "_"]
+        if value not in ours and not re.fullmatch(IMPORT_PATH, value):
+            raise ValueError(f"must be {' or '.join(ours)}, or an import path module:function")
         return value
+
+    @property
+    def path(self) -> str:
+        """Import path of the filter, also of ours."""
+        return self.type if ":" in self.type else f"{filters.__name__}:{self.type}"
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -72,6 +81,18 @@ class RolloutSettings(Section):
     """Dynamic sampling; null: train on every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
     """Sampling temperature; the trainer applies it to its log-probs too."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens.
+    The trained policy stays the full distribution, so this, top_k and min_p need ``correction``."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from this many of the most likely tokens; null: from all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Leave out tokens that are less likely than this share of the most likely one; 0: none."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, also in evaluations; they stay a part of it. Special tokens are not text:
+    use stop_token_ids for them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the end-of-sequence tokens; also in evaluations."""
     ahead: int = Field(0, ge=0)
     """Steps that the engines may sample ahead of the trainer, so that neither waits for the other. The
     weights that sampled a token are at most this many updates old. 0: they take turns; 1 or more needs
@@ -84,6 +105,37 @@ class RolloutSettings(Section):
     """Processes that talk to the engines, detokenise and grade; 1: the sampler itself does it. The batch does
     not depend on it. Set more where many responses end at once: one handles about 350 of 8,192 tokens a
     second."""
+
+    @property
+    def restricted(self) -> str:
+        """The first setting that lets engines sample from a part of the distribution; empty: none does."""
+        names = {"top_p": self.top_p < 1, "top_k": self.top_k is not None, "min_p": self.min_p > 0}
+        return next((name for name, restricts in names.items() if restricts), "")
+
+    @property
+    def probed(self) -> bool:
+        """Whether the guard on mismatch needs probes: tokens of the batch alone do not tell enough."""
+        return self.ahead > 0 or bool(self.restricted)
+
+    @property
+    def log_prob_excess(self) -> float:
+        """How far an engine's log-prob may exceed the trainer's, in nats: the engine's is relative to the
+        kept tokens, whose probability is at least top_p, or unknown with top_k and min_p.
+        """
+        if self.top_k is not None or self.min_p:
+            return math.inf
+        return -math.log(self.top_p)
+
+    @model_validator(mode="after")
+    def _stops_are_seen(self) -> RolloutSettings:
+        if any(not text for text in self.stop):
+            raise ValueError("stop: a text is empty; remove it")
+        if self.stop and self.ahead and self.inflight == "continue":
+            raise ValueError(
+                "stop needs inflight drain with ahead: after a weight update an engine would not see the "
+                "part of a text that was sampled before; set inflight to drain, or use stop_token_ids"
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_can_be_mixed(self) -> RolloutSettings:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from rpg_megatron.config.advantages import AnyAdvantageSettings, RPGAdvantageSettings
 from rpg_megatron.config.base import ImportedSettings, RelativeToFile, Section
 from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.data import DataSettings
@@ -18,16 +19,12 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.explanation import explain_error, sections_in
 from rpg_megatron.config.files import parse_yaml, read_yaml
+from rpg_megatron.config.losses import ObjectiveSettings, RPGSettings
 from rpg_megatron.config.objective import (
-    AdvantageSettings,
     AggregationSettings,
     AnchorSettings,
-    AnyAdvantageSettings,
     CorrectionSettings,
-    GRPOSettings,
     GuardSettings,
-    ObjectiveSettings,
-    RPGSettings,
     TrainingSettings,
 )
 from rpg_megatron.config.policy import (
@@ -75,7 +72,7 @@ class Settings(Section):
     """AdamW or Schedule-Free AdamW."""
     objective: ObjectiveSettings = RPGSettings()
     """The loss."""
-    advantage: AnyAdvantageSettings = AdvantageSettings()
+    advantage: AnyAdvantageSettings = RPGAdvantageSettings()
     """How rewards become advantages."""
     aggregation: AggregationSettings = AggregationSettings()
     """How token losses become the loss of a mini-batch."""
@@ -131,9 +128,12 @@ class Settings(Section):
     def _settings_without_effect(self) -> Iterator[str]:
         """Settings that would have no effect, or an effect other than their name says."""
         kind = self.objective.type
-        own = isinstance(self.objective, ImportedSettings)
-        if self.anchor.type != "old" and not own and kind not in ("rpg", "grpo", "reinforce_plus_plus"):
+        if self.anchor.type != "old" and not self.objective.has_kl and self.reward.kl is None:
             yield f"objective.type {kind} has no KL term, so anchor.type has no effect; set it to old"
+        if self.anchor.type == "kl_trigger" and not self.objective.has_kl:
+            yield f"anchor.type kl_trigger needs a loss with a KL term, unlike {kind}; use fixed or every"
+        if self.anchor.type == "old" and self.reward.kl is not None:
+            yield "reward.kl needs a reference model: set anchor.type to fixed or every, or remove reward.kl"
         if self.aggregation.constant is not None and self.aggregation.type != "constant":
             yield "aggregation.constant has no effect unless aggregation.type is constant"
         if missing := self._missing_of_baseline():
@@ -175,23 +175,23 @@ class Settings(Section):
                 "while it works; give the engines GPUs of their own (engine.colocated=false), or set "
                 "rollout.ahead to 0"
             )
-        yield from self.guards.problems_of_correction(ahead, corrected=self.correction is not None)
+        yield from self.guards.problems_of_correction(ahead, self.rollout.restricted, self.correction)
 
     def _missing_of_baseline(self) -> dict[str, str]:
         """What the objective's published algorithm needs besides its loss: key -> value.
 
         Only defaults are refused: they are RPG's, and would otherwise run under another algorithm's name.
         """
-        kind = self.objective.type
+        loss = self.objective
         missing: dict[str, str] = {}
-        if isinstance(self.objective, ImportedSettings):
+        if isinstance(loss, ImportedSettings):
             return missing
-        if self.advantage.type == "rpg" and kind not in ("rpg", "ppo"):
-            missing["advantage.type"] = "reinforce_plus_plus" if kind == "reinforce_plus_plus" else "grpo"
-        if isinstance(self.objective, GRPOSettings) and self.objective.beta and self.anchor.type == "old":
+        if self.advantage.type == "rpg" and loss.advantages:
+            missing["advantage.type"] = loss.advantages[0]
+        if loss.needs_anchor and self.anchor.type == "old":
             missing["anchor.type"] = "fixed (or objective.beta to 0: no KL)"
-        if kind == "gspo" and self.aggregation.type != "sequence_mean":
-            missing["aggregation.type"] = "sequence_mean"
+        if loss.aggregation not in (None, self.aggregation.type):
+            missing["aggregation.type"] = loss.aggregation
         return missing
 
     def _offloading_problems(self) -> Iterator[str]:

@@ -40,8 +40,8 @@ class Sample:
     tokens: Tokens
     """Token ids, int32 [R], the end-of-sequence token included."""
     logprobs: Floats
-    """Log-prob of each token under the sampling distribution, temperature included: float32 [R], nats. Empty
-    if not requested.
+    """Log-prob of each token under the distribution that it was sampled from, after temperature, top-p, top-k
+    and min-p: float32 [R], nats. Empty if not requested.
     """
     finish: str
     """Finish reason: "stop" (end of sequence), "length" (truncated at the limit), or "abort" (interrupted by
@@ -104,12 +104,17 @@ class EngineClient:
         temperature: float,
         seed: int,
         top_p: float = 1.0,
+        top_k: int | None = None,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = True,
         interruptible: bool = False,
     ) -> list[Sample]:
-        """Sample ``n`` responses to one prompt, without top-k; top_p 1 is the full distribution.
+        """Sample ``n`` responses to one prompt; by default from the full distribution.
 
+        Log-probs are relative to what top_k, top_p and min_p keep. stop: texts that end a response, which the
+        tokens include.
         Response i uses seed + i, so a group may be split over several requests. temperature 0 is greedy.
         interruptible: a weight update may end responses early; their finish reason is then "abort".
         Raises EngineGone if the engine fails, is gone, aborts the request, or exceeds the client's timeout,
@@ -127,6 +132,12 @@ class EngineClient:
         }
         if logprobs:
             sampling["logprobs"] = 0  # of the sampled token only
+        if top_k is not None:
+            sampling["top_k"] = top_k
+        if min_p:
+            sampling["min_p"] = min_p
+        if stop:  # found in the text, which the engine then has to make
+            sampling |= {"stop": list(stop), "include_stop_str_in_output": True, "detokenize": True}
         body = {"token_ids": [int(t) for t in prompt_tokens], "sampling_params": sampling}
         if self._as_bytes:
             try:

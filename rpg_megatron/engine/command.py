@@ -79,7 +79,8 @@ def engine_command(
     # Sampling parameters come from the request only, not from the checkpoint's generation_config.json (top-k,
     # ...).
     command += ["--generation-config", "vllm"]
-    # With temperature: the trainer recomputes log softmax(logits / temperature).
+    # With temperature: the trainer recomputes log softmax(logits / temperature). Relative to the tokens that
+    # top-p, top-k and min-p keep, as the correction needs them.
     command += ["--logprobs-mode", "processed_logprobs"]
     command += ["--middleware", f"{_PLUGIN}.BearerAuth"]
     command += ["--worker-extension-cls", f"{_PLUGIN}.WorkerExtension"]

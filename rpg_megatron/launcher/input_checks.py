@@ -100,14 +100,14 @@ def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Pat
 
 
 def _group_warnings(settings: Settings) -> list[str]:
-    kind = settings.advantage.type
-    if isinstance(settings.advantage, ImportedSettings):
+    advantage = settings.advantage
+    if isinstance(advantage, ImportedSettings) or advantage.across_groups:
         return []
-    if settings.rollout.samples_per_prompt > 1 or kind in ("batch_mean", "reinforce_plus_plus"):
+    if settings.rollout.samples_per_prompt > 1:
         return []
     return [
-        f"rollout.samples_per_prompt is 1, so advantage.type {kind} has no group to compare with: the "
-        "advantage is the reward itself; raise it, or set advantage.type to batch_mean"
+        f"rollout.samples_per_prompt is 1, so advantage.type {advantage.type} has no group to compare with: "
+        "the advantage is the reward itself; raise it, or set advantage.type to batch_mean"
     ]
 
 
@@ -152,7 +152,7 @@ def own_code(settings: Settings) -> Iterator[Wanted]:
     if isinstance(schedule, ImportedSettings):
         tries = tuple((step, steps) for step in range(1, steps + 1))
         yield Wanted("optimizer.schedule", schedule.type, schedule.keywords, 2, tries=tries)
-    if settings.rollout.dynamic is not None and settings.rollout.dynamic.type != "mixed":
+    if settings.rollout.dynamic is not None and ":" in settings.rollout.dynamic.type:
         dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)
         yield Wanted("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
 

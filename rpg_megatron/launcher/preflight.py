@@ -174,6 +174,12 @@ def check_batch(settings: Settings, shape: ModelShape) -> None:
                 f"({response}) is more than the model's {shape.max_positions} positions "
                 "(max_position_embeddings); lower one of the two"
             )
+    beyond = [token for token in settings.rollout.stop_token_ids if not 0 <= token < shape.vocab_size]
+    if beyond:
+        raise UserError(
+            f"rollout.stop_token_ids: the model has no token {beyond[0]}, its vocabulary has "
+            f"{shape.vocab_size}; correct it"
+        )
     share = (
         settings.rollout.prompts_per_step
         // settings.training.minibatches

@@ -1,6 +1,5 @@
-"""Losses and advantages: pure functions of tensors."""
+"""Losses as pure functions of tensors, and what advantages are made of."""
 
-from rpg_megatron.objectives.advantages import AdvantageKind, group_advantages
 from rpg_megatron.objectives.aggregate import Aggregation, aggregate
 from rpg_megatron.objectives.baselines import (
     cispo_loss,
@@ -13,21 +12,21 @@ from rpg_megatron.objectives.baselines import (
 from rpg_megatron.objectives.clip import Clip
 from rpg_megatron.objectives.corrections import Correction, rollout_correction
 from rpg_megatron.objectives.divergences import DIVERGENCES, Divergence, unnormalised_kl
-from rpg_megatron.objectives.rpg import LossOutput, rpg_loss
+from rpg_megatron.objectives.interface import LossOutput, ResponseTokens
+from rpg_megatron.objectives.rpg import rpg_loss
 from rpg_megatron.objectives.token_metrics import metric_key, takes_maximum
 
 __all__ = [
     "DIVERGENCES",
-    "AdvantageKind",
     "Aggregation",
     "Clip",
     "Correction",
     "Divergence",
     "LossOutput",
+    "ResponseTokens",
     "aggregate",
     "cispo_loss",
     "dapo_loss",
-    "group_advantages",
     "grpo_loss",
     "gspo_loss",
     "metric_key",

@@ -1,80 +1,66 @@
-"""From rewards to advantages."""
+"""What advantages are made of: group means, group deviations, whitening, a KL in the reward. Float64."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-AdvantageKind = Literal[
-    "rpg", "grpo", "leave_one_out", "batch_mean", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-]
+from rpg_megatron.objectives.ratios import LOG_RATIO_LIMIT
+
+Floats = NDArray[np.float64]
+Integers = NDArray[Any]
 
 
-def group_advantages(
-    rewards: Tensor, groups: Tensor, *, kind: AdvantageKind = "rpg", lengths: Tensor | None = None
-) -> Tensor:
-    """Advantage of each response; every token of the response gets it.
+def centre(rewards: Floats, group: Integers) -> tuple[Floats, Integers, Floats]:
+    """Rewards minus their group's mean [N]; each response's group number [N]; each group's size.
 
-    Shapes: rewards [N] float, groups [N] integer labels of the prompts (any values), lengths [N] response
-    tokens (only the whitened kinds need them) -> [N], dtype of rewards.
-
-    - ``rpg``: reward minus group mean, no division by the standard deviation.
-    - ``grpo``: the same, over (unbiased group standard deviation + 1e-6).
-    - ``leave_one_out``: reward minus the mean of the others in the group.
-    - ``batch_mean``: reward minus the batch mean.
-    - ``reinforce_plus_plus``: the reward, whitened over all response tokens of the batch.
-    - ``reinforce_plus_plus_baseline``: reward minus group mean, whitened likewise.
-
-    A group of one has nothing to compare with: its baseline is 0 (and its deviation 1), so the reward counts
-    as it is. A group of equal rewards has advantage exactly 0 with ``rpg``, ``grpo`` and ``leave_one_out``,
-    which compare within a group only.
-    Raises ValueError if shapes differ or lengths are missing.
-    Source: arXiv 2505.17508's released code (its estimator ``rpg`` and its baselines); leave-one-out arXiv
-    2402.14740.
+    group: integer labels [N], any values. A group of one has nothing to compare with: its baseline is 0, so
+    the reward counts as it is. A group of equal rewards gives exactly 0. Raises ValueError if shapes differ.
     """
-    if rewards.dim() != 1 or rewards.shape != groups.shape:
-        raise ValueError(
-            f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must be alike and 1-d"
-        )
-    if kind == "batch_mean":
-        return rewards - rewards.mean()
-    if kind == "reinforce_plus_plus":
-        return _whiten(rewards, lengths)
-    centred, member, count = _centre(rewards, groups)
-    if kind == "rpg":
-        return centred
-    if kind == "reinforce_plus_plus_baseline":
-        return _whiten(centred, lengths)
-    others = (count - 1).clamp(min=1)[member]
-    if kind == "leave_one_out":
-        return centred * count[member] / others
-    if kind == "grpo":
-        variance = torch.zeros_like(count).scatter_add_(0, member, centred.square())[member] / others
-        deviation = torch.where(count[member] > 1, variance.sqrt(), 1.0)
-        return centred / (deviation + 1e-6)
-    raise ValueError(f"advantage kind {kind!r} is not known")
-
-
-def _centre(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards minus their group's mean; each response's group number; each group's size."""
-    _, member = torch.unique(groups, return_inverse=True)
-    count = torch.bincount(member).to(rewards.dtype)
+    if rewards.ndim != 1 or rewards.shape != group.shape:
+        raise ValueError(f"rewards {rewards.shape} and groups {group.shape} must be alike and 1-d")
+    _, member = np.unique(group, return_inverse=True)
+    count = np.bincount(member).astype(np.float64)
     # Differences to one of the group's rewards are averaged: equal rewards then give 0, not a rounding error.
-    some = torch.empty_like(count).scatter_(0, member, rewards)[member]
-    shifted = rewards - some
-    mean = torch.zeros_like(count).scatter_add_(0, member, shifted) / count
-    centred = torch.where(count[member] > 1, shifted - mean[member], rewards)
-    return centred, member, count
+    some = np.empty_like(count)
+    some[member] = rewards
+    shifted = rewards - some[member]
+    mean = np.bincount(member, shifted) / count
+    return np.where(count[member] > 1, shifted - mean[member], rewards), member, count
 
 
-def _whiten(values: Tensor, lengths: Tensor | None) -> Tensor:
-    """Zero mean and unit variance over tokens, each response's value counted once for each of its tokens."""
-    if lengths is None or lengths.shape != values.shape:
-        raise ValueError("whitened advantages need lengths, one for each response")
-    weight = lengths.to(values.dtype)
+def group_deviation(centred: Floats, member: Integers, count: Floats) -> Floats:
+    """Unbiased standard deviation of each response's group, [N]; 1 in a group of one. Of centre's results."""
+    variance = np.bincount(member, np.square(centred))[member] / np.maximum(count - 1, 1)[member]
+    return np.where(count[member] > 1, np.sqrt(variance), 1.0)
+
+
+def whiten(values: Floats, lengths: Integers) -> Floats:
+    """Zero mean and unit variance over tokens, each response's value counted once for each of its tokens.
+
+    Shapes: [N] each, and the result. Raises ValueError if they differ.
+    """
+    if lengths.shape != values.shape:
+        raise ValueError(f"values {values.shape} and lengths {lengths.shape} must be alike")
+    weight = lengths.astype(np.float64)
     tokens = weight.sum()
     mean = (values * weight).sum() / tokens
-    variance = ((values - mean).square() * weight).sum() / (tokens - 1).clamp(min=1)
-    return (values - mean) * torch.rsqrt(variance + 1e-8)
+    variance = (np.square(values - mean) * weight).sum() / max(tokens - 1, 1)
+    whitened: Floats = (values - mean) / np.sqrt(variance + 1e-8)
+    return whitened
+
+
+def response_kl(old: NDArray[Any], anchor: NDArray[Any], estimator: Literal["k1", "k3"]) -> float:
+    """Estimate of the reverse KL(old || anchor) of one response, in nats: the sum over its tokens.
+
+    old, anchor: log-probs of its tokens under the policy that sampled them and the anchor, [R]. With the log-
+    ratio d = old - anchor: ``k1`` is d, and subtracted from the reward it has the gradient of the KL; ``k3``,
+    exp(-d) - 1 + d, is never negative, varies less, and has not.
+    """
+    ratio = old.astype(np.float64) - anchor
+    if estimator == "k1":
+        return float(ratio.sum())
+    ratio = ratio.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return float((np.exp(-ratio) - 1 + ratio).sum())

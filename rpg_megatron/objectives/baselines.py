@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rpg_megatron.objectives.clip import Clip, dual_bounds, dual_clip_loss
 from rpg_megatron.objectives.divergences import unnormalised_kl
+from rpg_megatron.objectives.interface import LossOutput
 from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
-from rpg_megatron.objectives.rpg import LossOutput
 from rpg_megatron.objectives.token_metrics import ratio_metrics
 
 KLEstimator = Literal["k1", "k3", "k3_weighted"]

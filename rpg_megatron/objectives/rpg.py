@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,23 +14,9 @@ from rpg_megatron.objectives.divergences import (
     kl_component,
     kl_penalty,
 )
+from rpg_megatron.objectives.interface import LossOutput
 from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
 from rpg_megatron.objectives.token_metrics import ratio_metrics
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """``per_token``: the loss, unreduced, shaped as the log-probs. ``metrics``: of the same shape, any names.
-
-    No metric is required. A name that ends in ``_max`` is reduced by the maximum over tokens, any other by
-    the mean; ``token_metrics.metric_key`` gives the key in metrics.jsonl. Our losses have ``ratio`` and
-    ``ratio_max`` (w), ``kl`` and ``kl_old`` (unnormalised reverse KL to the anchor and to the old policy,
-    nats), ``clip_high``, ``clip_low``, ``clip_c`` (1 where that bound acted) and ``clamped`` (1 where a
-    log-ratio was beyond the limit).
-    """
-
-    per_token: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 def rpg_loss(

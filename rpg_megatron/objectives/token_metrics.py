@@ -20,6 +20,7 @@ _KEYS = {
     "clip_low": "policy/clip_frac_low",
     "clip_c": "policy/clip_frac_c",
     "clamped": "policy/log_ratio_clamped",
+    "entropy_bonus": "policy/entropy_bonus",
     "correction_ratio": "correction/ratio_mean",
     "correction_hit": "correction/hit_frac",
 }

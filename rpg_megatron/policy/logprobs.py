@@ -165,8 +165,8 @@ def logprob_head(
 ) -> Tensor:
     """The ``output_processor`` of GPTModel.forward, in place of its output layer.
 
-    ``labels`` [1, t]; ``context`` holds temperature, chunk, vocab and label_range. Returns [2, t]: log-probs
-    and, without a gradient, entropies, float32.
+    ``labels`` [1, t]; ``context`` holds temperature, chunk, vocab, label_range and entropy_gradient. Returns
+    [2, t]: log-probs and entropies, float32; the latter without a gradient unless entropy_gradient is set.
     """
     # The output layer is not called, so run its forward pre-hooks here: they wait for the weight where it is
     # still being gathered.
@@ -190,4 +190,4 @@ def logprob_head(
         group=group,
         target_range=context.label_range,
     )
-    return torch.stack([logp, entropy.detach()])
+    return torch.stack([logp, entropy if context.entropy_gradient else entropy.detach()])

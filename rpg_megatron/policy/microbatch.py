@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rpg_megatron.data.packing import fill_length, sequence_multiple
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.context_parallel import zigzag_places
 
 _MOST_PADDING = 4 / 3
@@ -86,24 +87,6 @@ def group_like_lengths(lengths: Sequence[int], device: torch.device) -> LikeLeng
         padded.append(rows.ravel())
         offset += rows.size
     return LikeLengths(shapes, _copy(np.concatenate(padded), device), _copy(restored, device))
-
-
-@dataclass(frozen=True)
-class ResponseTokens:
-    """Inputs of a loss besides the log-probs, for the n response tokens of a micro-batch: [n] each."""
-
-    old: Tensor
-    """float32, nats: the trainer's log-prob before the update."""
-    anchor: Tensor
-    """float32, nats: the log-prob under the KL anchor (reference model)."""
-    behaviour: Tensor
-    """float32, nats: the engine's log-prob when it sampled the token."""
-    advantages: Tensor
-    """float32."""
-    sequences: Tensor
-    """int64: index of the token's response in the micro-batch."""
-    sequence_count: int | None = None
-    """Number of responses; ``sequences`` lie below it. None: unknown, ``sequences`` may be any labels."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from torch import Tensor
 from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_save
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.objectives import LossOutput, takes_maximum
+from rpg_megatron.objectives import LossOutput, ResponseTokens, takes_maximum
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
 from rpg_megatron.policy.logprobs import logprob_head
-from rpg_megatron.policy.microbatch import MicroBatch, ResponseTokens, make_micro_batch
+from rpg_megatron.policy.microbatch import MicroBatch, make_micro_batch
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.policy.optimizer import (
@@ -60,6 +60,8 @@ class _Head:
     vocab: int
     label_range: tuple[int, int] | None = None
     """See ``MicroBatch.label_range``."""
+    entropy_gradient: bool = False
+    """Whether the loss has the entropies."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,12 @@ class Policy:
         )
         gather_weights(self._models)  # otherwise the first forward pass would gather them
         self.vocab = shape.vocab_size
-        self._head = _Head(settings.rollout.temperature, settings.training.logprob_chunk, shape.vocab_size)
+        self._head = _Head(
+            settings.rollout.temperature,
+            settings.training.logprob_chunk,
+            shape.vocab_size,
+            entropy_gradient=settings.objective.entropy_bonus > 0,
+        )
         use_training_point(self._optimizer, False)
         self.offloader = StateOffloader(self._models, self._optimizer)
         self.served = ExportedWeights(self.named_parameters())
@@ -281,8 +288,14 @@ class Policy:
         positions. Megatron sums gradients and counts over them, so only the first one reports a count.
         """
         tokens = micro_batch.response_tokens()
-        logp = gather_places(output[0], micro_batch.packed.places, summed=False)
-        out = loss(logp.index_select(0, micro_batch.learnt), tokens)
+
+        def at_responses(row: int) -> Tensor:
+            whole = gather_places(output[row], micro_batch.packed.places, summed=False)
+            return whole.index_select(0, micro_batch.learnt)
+
+        if self._head.entropy_gradient:
+            tokens = replace(tokens, entropy=at_responses(1))
+        out = loss(at_responses(0), tokens)
         total, count = aggregator(out.per_token, tokens.sequences, tokens.sequence_count)
         report = _report(out, total, count)
         # int: Megatron sums the counts in an integer tensor.

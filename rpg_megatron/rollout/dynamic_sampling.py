@@ -28,15 +28,14 @@ class Group:
 
 
 def keeps(settings: RolloutSettings, scores: GroupScores) -> bool:
-    """Whether a group is trained on: with dynamic sampling, if it has both right and wrong responses, or as
-    the user's function says. Raises UserError if that cannot be imported.
+    """Whether a group is trained on: with dynamic sampling, as its filter says.
+
+    Raises UserError if the user's filter cannot be imported.
     """
     if settings.dynamic is None:
         return True
-    if settings.dynamic.type == "mixed":
-        return 0 < sum(scores.correct) < len(scores.correct)
-    own = settings.dynamic
-    return bool(_load_filter(own.type, json.dumps(own.keywords, sort_keys=True))(scores))
+    filter_ = settings.dynamic
+    return bool(_load_filter(filter_.path, json.dumps(filter_.keywords, sort_keys=True))(scores))
 
 
 @functools.cache

@@ -32,6 +32,9 @@ class GroupTask(msgspec.Struct, frozen=True):
     """Version of the weights that the engines serve, for engines that do not tell it themselves."""
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int | None = None
+    """None: all tokens."""
+    min_p: float = 0.0
     logprobs: bool = True
     interruptible: bool = False
     """A weight update ends its requests; they go on with the new weights."""

@@ -92,6 +92,8 @@ class HeldOut:
             version=0,
             temperature=self._evaluation.temperature,
             top_p=self._evaluation.top_p,
+            top_k=self._evaluation.top_k,
+            min_p=self._evaluation.min_p,
             logprobs=False,
             correctness_only=True,
             context=prompt.context,

@@ -1,8 +1,9 @@
 """Probes: a few prompts that every engine answers after each weight update, for the guard on mismatch.
 
 With ``rollout.ahead`` a batch may have no token that the present weights sampled, and no engine needs to have
-sampled any of it. So the trainer compares its log-probs with those of these answers, of each engine. All
-engines get the same prompts and seeds: answers and differences are alike unless one has other weights.
+sampled any of it; with top-p, top-k or min-p its log-probs are not those of the trained distribution. So the
+trainer compares its log-probs with those of these answers, of each engine. All engines get the same prompts
+and seeds: answers and differences are alike unless one has other weights.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class Probes:
         self._asked[replica.index] = asyncio.create_task(self._ask(replica, version))
         self._begun.set()
 
+    async def finished(self) -> None:
+        """Wait until no engine is being asked; failures are told by ``collect``."""
+        if self._asked:
+            await asyncio.wait(self._asked.values())
+
     async def collect(self) -> tuple[list[Group], BatchIndex]:
         """The answers of all engines that gave them, of at least one; ``group`` is the engine's index.
 
@@ -95,7 +101,7 @@ class Probes:
                     longest,
                     version,
                     rollout.temperature,
-                    interruptible=True,
+                    interruptible=rollout.ahead > 0,
                     graded=False,
                 )
             )

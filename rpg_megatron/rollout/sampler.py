@@ -86,9 +86,9 @@ class Sampler:
         self._probes: Probes | None = None
         if ahead:
             self._producer = RolloutProducer(settings, self.dispatcher, self._stream)
-            if settings.guards.mismatch != "off":
-                self._probes = Probes(settings, self.dispatcher, prompts)
-                pool.on_synced = self._probes.begin
+        if settings.rollout.probed and settings.guards.mismatch != "off":
+            self._probes = Probes(settings, self.dispatcher, prompts)
+            pool.on_synced = self._probes.begin
         self._position: dict[str, Any] = self._stream.position()
         """After the last batch."""
         self._drained_seconds = 0.0
@@ -153,6 +153,8 @@ class Sampler:
 
     async def sleep(self, level: int) -> None:
         """Put the engines to sleep; see ``EnginePool.sleep``."""
+        if self._probes is not None:
+            await self._probes.finished()
         await self._pool.sleep(level)
 
     async def wake(self) -> None:
@@ -204,16 +206,17 @@ class Sampler:
             dynamic.add(groups)
             reward_seconds += seconds
             start += count
+        probed, probes = await self._probes.collect() if self._probes is not None else ([], None)
         groups, surplus, dropped = dynamic.result()
         await self.dispatcher.forget([g.task.ticket for g in dropped])
         await self._carried.put(surplus, step)
         self._position = self._stream.position()
-        self._used = [g.task.ticket for g in groups]
+        self._used = [g.task.ticket for g in (*groups, *probed)]
         index = index_of_groups(groups, self.dispatcher.worker_of)
         seconds = time.monotonic() - started
         metrics = batch_metrics(groups) | dynamic.metrics() | await self.dispatcher.counts()
         metrics |= {"time/rollout": seconds - reward_seconds, "time/reward": reward_seconds}
-        return RolloutBatch(index, metrics, seconds, await self.state())
+        return RolloutBatch(index, metrics, seconds, await self.state(), probes)
 
     async def _next_batch(self, producer: RolloutProducer, step: int) -> RolloutBatch:
         """The step's groups, of those that are sampled ahead."""
@@ -300,7 +303,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
 
     with without_torch():
         tokenizer = load_tokenizer(settings.model.path)
-    stops = stop_tokens(settings.model.path, tokenizer)
+    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     save_decoder(tokenizer, work / DECODER)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ def segment_seed(seed: int, start: int) -> int:
     return seed if start == 0 else seed_of(seed, "segment", 0, start, 0)
 
 
-def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
-    """Token ids that end a response: the tokenizer's end-of-sequence token, and those of the checkpoint's
-    generation_config.json (config.json if there is none). Raises UserError if there is none at all.
+def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = ()) -> list[int]:
+    """Token ids that end a response: the tokenizer's end-of-sequence token, those of the checkpoint's
+    generation_config.json (config.json if there is none), and ``more``. Raises UserError if the first two are
+    none at all.
     """
     found = {tokenizer.eos_token_id}
     listed = None
@@ -43,4 +45,4 @@ def stop_tokens(model: Path, tokenizer: Any) -> list[int]:
             f"model.path: neither the tokenizer nor generation_config.json in {model} names an "
             "end-of-sequence token; set eos_token in tokenizer_config.json"
         )
-    return stops
+    return sorted({*stops, *more})

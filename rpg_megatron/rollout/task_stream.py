@@ -68,5 +68,8 @@ class TaskStream:
             min(rollout.max_response_tokens, self._context - len(prompt.tokens)),
             version,
             rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            rollout.min_p,
             context=prompt.context,
         )

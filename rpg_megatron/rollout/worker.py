@@ -91,6 +91,7 @@ class Worker:
         end a response.
         """
         self._decode, self._engines, self._work, self._stops = decode, engines, work, list(stop_token_ids)
+        self._stop_texts = settings.rollout.stop
         self._max_sequences = settings.engine.max_sequences
         rollout = settings.rollout
         self._scorer = Scorer(settings.reward, rollout.max_response_tokens, rollout.workers)
@@ -116,6 +117,9 @@ class Worker:
                     stop_token_ids=self._stops,
                     temperature=task.temperature,
                     top_p=task.top_p,
+                    top_k=task.top_k,
+                    min_p=task.min_p,
+                    stop=self._stop_texts,
                     logprobs=task.logprobs,
                     interruptible=task.interruptible,
                 )

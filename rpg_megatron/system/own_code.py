@@ -1,5 +1,7 @@
 """Functions and classes of the user, named by import path, with settings that are checked before the call.
 
+Ours are sections of the settings that are called in the same way: ``load_section`` gives either.
+
 ``python -m rpg_megatron.system.own_code`` checks some of them: stdin has a JSON list of ``Wanted``, the last
 line of stdout a JSON list of problems. A process of its own, since the modules may import torch.
 """
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from rpg_megatron.config.base import ImportedSettings, Section
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.import_path import load_function
 
@@ -42,6 +45,18 @@ class Wanted(NamedTuple):
     """Keyword arguments of a call, which are not settings."""
     reserved: tuple[str, ...] = ()
     """Keys of the same section that are not passed on: no setting can have one of these names."""
+
+
+def load_section(
+    section: Section | ImportedSettings, where: str, *, given: int, makes: bool = False
+) -> Callable[..., Any]:
+    """What a section is called as: itself, if it is one of ours, else the user's code that it names.
+
+    Parameters and errors: as in ``Wanted`` and ``load_own``.
+    """
+    if isinstance(section, ImportedSettings):
+        return load_own(Wanted(where, section.type, section.keywords, given, makes=makes))
+    return typing.cast("Callable[..., Any]", section)
 
 
 def load_own(wanted: Wanted) -> Callable[..., Any]:

@@ -1,42 +1,27 @@
-"""Build the loss function and its aggregation from the settings.
-
-The only place where names in a config are mapped to functions of ``objectives``.
-"""
+"""Build the loss function and its aggregation from the settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.base import ImportedSettings
-from rpg_megatron.config.objective import ClipSettings, CorrectionSettings, RPGSettings
-from rpg_megatron.objectives import (
-    Clip,
-    Correction,
-    LossOutput,
-    aggregate,
-    cispo_loss,
-    dapo_loss,
-    grpo_loss,
-    gspo_loss,
-    ppo_loss,
-    reinforce_pp_loss,
-    rollout_correction,
-    rpg_loss,
-)
-from rpg_megatron.policy.microbatch import ResponseTokens
+from rpg_megatron.config.objective import CorrectionSettings
+from rpg_megatron.objectives import Correction, LossOutput, ResponseTokens, aggregate, rollout_correction
 from rpg_megatron.policy.policy import Aggregator, TokenLoss
-from rpg_megatron.system.own_code import Wanted, load_own
+from rpg_megatron.system.own_code import load_section
 
 
 def build_loss(settings: Settings) -> TokenLoss:
-    """The configured loss per response token, times the rollout correction if one is configured."""
+    """The configured loss per response token, times the rollout correction, minus the entropy bonus."""
     loss = _objective(settings)
-    correction = settings.correction
-    return loss if correction is None else _corrected(loss, correction)
+    if settings.correction is not None:
+        loss = _corrected(loss, settings.correction)
+    return _with_entropy(loss, settings.objective.entropy_bonus) if settings.objective.entropy_bonus else loss
 
 
 def build_aggregator(settings: Settings) -> Aggregator:
@@ -55,46 +40,13 @@ def build_aggregator(settings: Settings) -> Aggregator:
 
 
 def _objective(settings: Settings) -> TokenLoss:
-    o = settings.objective
-    anchor_is_old = settings.anchor.type == "old"
-
-    def anchor(t: ResponseTokens) -> Tensor | None:
-        return None if anchor_is_old else t.anchor
-
-    if isinstance(o, ImportedSettings):
-        return _checked(load_own(Wanted("objective", o.type, o.keywords, 0, makes=True)), settings)
-    if isinstance(o, RPGSettings):
-        rpg = partial(
-            rpg_loss,
-            divergence=o.divergence,
-            estimator=o.estimator,
-            beta=o.beta,
-            clip=_clip(o.clip) if o.clip else None,
-            kl_placement=o.kl_placement,
-        )
-        by_sequence = o.ratio == "sequence"
-        return lambda logp, t: rpg(
-            logp,
-            t.old,
-            t.advantages,
-            anchor_logp=anchor(t),
-            sequences=t.sequences if by_sequence else None,
-            sequence_count=t.sequence_count,
-        )
-    if o.type == "grpo":
-        grpo = partial(grpo_loss, clip=_clip(o.clip), beta=o.beta, corrected=o.corrected)
-        return lambda logp, t: grpo(logp, t.old, t.advantages, anchor_logp=anchor(t))
-    if o.type == "reinforce_plus_plus":
-        reinforce = partial(reinforce_pp_loss, clip=_clip(o.clip), beta=o.beta)
-        return lambda logp, t: reinforce(logp, t.old, t.advantages, anchor_logp=anchor(t))
-    if o.type == "cispo":
-        cispo = partial(cispo_loss, low=o.low, high=o.high)
-        return lambda logp, t: cispo(logp, t.old, t.advantages)
-    if o.type == "gspo":
-        gspo = partial(gspo_loss, low=o.low, high=o.high)
-        return lambda logp, t: gspo(logp, t.old, t.advantages, t.sequences, sequence_count=t.sequence_count)
-    plain = partial(dapo_loss if o.type == "dapo" else ppo_loss, clip=_clip(o.clip))
-    return lambda logp, t: plain(logp, t.old, t.advantages)
+    section = settings.objective
+    loss: TokenLoss = load_section(section, "objective", given=0, makes=True)
+    if isinstance(section, ImportedSettings):
+        loss = _checked(loss, settings)
+    if settings.anchor.type != "old":
+        return loss
+    return lambda logp, tokens: loss(logp, tokens and replace(tokens, anchor=tokens.old))
 
 
 def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
@@ -122,10 +74,6 @@ def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
     return checked
 
 
-def _clip(settings: ClipSettings) -> Clip:
-    return Clip(kind=settings.kind, low=settings.low, high=settings.high, c=settings.c)
-
-
 def build_correction(settings: CorrectionSettings) -> Callable[..., Correction]:
     """``rollout_correction`` as configured: of (old, behaviour, sequences), ``sequence_count=``."""
     return partial(
@@ -144,3 +92,15 @@ def _corrected(loss: TokenLoss, settings: CorrectionSettings) -> TokenLoss:
         return LossOutput(out.per_token * correction.factor, out.metrics | correction.metrics)
 
     return corrected
+
+
+def _with_entropy(loss: TokenLoss, coefficient: float) -> TokenLoss:
+    """The entropy depends on the tokens before a token, not on the token: the correction leaves it alone."""
+
+    def with_entropy(logp: Tensor, tokens: ResponseTokens) -> LossOutput:
+        out = loss(logp, tokens)
+        assert tokens.entropy is not None, "the policy's entropy_gradient is off"
+        bonus = coefficient * tokens.entropy
+        return LossOutput(out.per_token - bonus, out.metrics | {"entropy_bonus": bonus.detach()})
+
+    return with_entropy

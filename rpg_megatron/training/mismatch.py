@@ -1,10 +1,11 @@
 """The guard on engine/trainer mismatch: |old - behaviour| in nats, of tokens that the same weights sampled.
 
 Trainer and engine have the same weights for those tokens, so a difference points at weights, positions,
-packing, masks or temperature. Tokens sampled with older weights are expected to differ: they are left out,
-and counted. With ``rollout.ahead`` a batch may have no other tokens; then the guard also compares probes,
-which every engine samples after each sync, and judges the mean of each engine's. Each leader compares its own
-tokens; only counts and sums travel between ranks.
+packing, masks or temperature. With top-p, top-k or min-p the engine's log-probs are relative to the tokens
+that are kept: then only a difference that those cannot explain counts. Tokens sampled with older weights are
+expected to differ: they are left out, and counted. With ``rollout.ahead`` a batch may have no other tokens;
+then the guard also compares probes, which every engine samples after each sync, and judges the mean of each
+engine's. Each leader compares its own tokens; only counts and sums travel between ranks.
 """
 
 from __future__ import annotations
@@ -55,20 +56,25 @@ def check_mismatch(
     leaders: int,
     probes: Sequence[Trajectory] | None = None,
     engines: int = 0,
+    excess: float = 0.0,
 ) -> tuple[dict[str, float], str | None]:
     """Metrics of ``compare_logprobs``, and a message if the guard finds them out of bounds. Collective.
 
     The same on every rank; the message names the worst token of all leaders. probes: with ``rollout.ahead``,
     this leader's, with the engine as ``group``; they are compared like the batch, and as in
-    ``compare_probes``. engines: their number.
+    ``compare_probes``. engines: their number. excess: ``RolloutSettings.log_prob_excess``, of the batch;
+    probes are sampled from the full distribution.
     """
-    row, engine = compare_logprobs([*mine, *(probes or ())], version, leaders=leaders), -1
+    gaps = find_gaps(mine, version, excess), find_gaps(probes or (), version)
+    row, engine = compare_gaps(*gaps, leaders=leaders), -1
     if probes is not None:
         of_probes, engine = compare_probes(probes, version, settings, engines)
         row |= of_probes
     if not out_of_bounds(row, settings, dtype):
         return row, None
-    found = gather_objects([find_worst(mine, version), find_worst(probes or (), version, probes=True)])
+    found = gather_objects(
+        [find_worst(mine, version, excess=excess), find_worst(probes or (), version, probes=True)]
+    )
     worst = max(w for pair in found for w in pair if w)
     return row, describe_mismatch(row, worst, settings, dtype, step=version + 1, engine=engine)
 
@@ -102,22 +108,25 @@ def compare_probes(
     return row, engine
 
 
-def compare_logprobs(mine: Sequence[Trajectory], version: int, *, leaders: int) -> dict[str, float]:
-    """Mean, 99th percentile and maximum of the gap over tokens sampled with weights ``version``. Collective.
+def compare_gaps(*found: tuple[Floats, int], leaders: int) -> dict[str, float]:
+    """Mean, 99th percentile and maximum of the gap over tokens sampled with the same weights. Collective.
 
-    mine: this leader's trajectories in batch order; empty on the other ranks. leaders: their number. Returns
-    the same numbers on every rank.
+    found: of this leader, from ``find_gaps`` of trajectories in batch order; of none on the other ranks.
+    leaders: their number. Returns the same numbers on every rank.
     """
-    gap, stale = find_gaps(mine, version)
+    gap, stale = np.concatenate([gap for gap, _ in found]), sum(stale for _, stale in found)
     if leaders > 1:
         return summarise_sharded(gap, stale, sum_arrays)
     row: dict[str, float] = broadcast_object(summarise(gap, stale))
     return row
 
 
-def find_gaps(mine: Sequence[Trajectory], version: int) -> tuple[Floats, int]:
-    """The gaps of tokens sampled with weights ``version``, float32 [N], and the number of other tokens."""
-    gaps = [np.abs(t.old - t.behaviour)[t.versions == version] for t in mine]
+def find_gaps(mine: Sequence[Trajectory], version: int, excess: float = 0.0) -> tuple[Floats, int]:
+    """The gaps of tokens sampled with weights ``version``, float32 [N], and the number of other tokens.
+
+    excess: how far the engine's log-prob may exceed the trainer's, nats; the gap is what is beyond.
+    """
+    gaps = [_gap(t, excess)[t.versions == version] for t in mine]
     stale = sum(int((t.versions != version).sum()) for t in mine)
     return np.concatenate(gaps) if gaps else np.zeros(0, np.float32), stale
 
@@ -185,15 +194,17 @@ def out_of_bounds(row: dict[str, float], settings: GuardSettings, dtype: str) ->
     return settings.engine_differs(of_engine, row.get("mismatch/logp_engine_ratio", 0.0), dtype)
 
 
-def find_worst(mine: Sequence[Trajectory], version: int, *, probes: bool = False) -> WorstToken | None:
+def find_worst(
+    mine: Sequence[Trajectory], version: int, *, probes: bool = False, excess: float = 0.0
+) -> WorstToken | None:
     """The worst token that weights ``version`` sampled; None without trajectories.
 
-    probes: whether these are probes, with the engine as ``group``.
+    excess: as in ``find_gaps``. probes: whether these are probes, with the engine as ``group``.
     """
     found = []
     for t in mine:
         # Stale tokens are left out; a NaN counts as infinite.
-        gap = np.where(t.versions == version, np.nan_to_num(np.abs(t.old - t.behaviour), nan=np.inf), -1.0)
+        gap = np.where(t.versions == version, np.nan_to_num(_gap(t, excess), nan=np.inf), -1.0)
         at = int(gap.argmax())
         numbers = float(t.behaviour[at]), float(t.old[at])
         order = -t.group, -t.sample
@@ -226,6 +237,13 @@ def describe_mismatch(
         f"{worst.trainer:.5f}. Run rpg-megatron audit RUN to find where they diverge, or set "
         "guards.mismatch=warn to continue"
     )
+
+
+def _gap(t: Trajectory, excess: float) -> Floats:
+    """What engine and trainer differ by, beyond ``excess``; never negative. float32 [R]."""
+    off: Floats = t.old - t.behaviour
+    # The outer abs turns -0.0 into 0.0: gaps are sorted by their bits.
+    return np.abs(np.maximum(np.maximum(off, -off - np.float32(excess)), np.float32(0)) if excess else off)
 
 
 def _count(values: NDArray[Any]) -> NDArray[np.float64]:

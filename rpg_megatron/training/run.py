@@ -245,7 +245,7 @@ class RankRun:
             self.events.write_or_warn(lambda: self._rollouts.prepare(step))
         try:
             batch = self._trainer.prepare_batch(rollouts.index if rollouts else None, self._source)
-            if self.settings.rollout.ahead:
+            if self.settings.rollout.probed:
                 self._trainer.add_probes(batch, rollouts.probes if rollouts else None, self._source)
         except (RuntimeError, UserError, OSError):
             # All ranks raise if a leader cannot fetch: who answers may have exited on the same stop signal.
@@ -295,6 +295,7 @@ class RankRun:
             leaders=self.mesh.data,
             probes=batch.my_probes,
             engines=self.settings.engine.replicas,
+            excess=self.settings.rollout.log_prob_excess,
         )
         batch.metrics |= row
         if message is None:

@@ -18,16 +18,24 @@ import torch.distributed as dist
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config.rollout import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.objectives import metric_key, takes_maximum
+from rpg_megatron.objectives.advantages import response_kl
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy, UpdateStats
 from rpg_megatron.policy.schedules import build_schedule
-from rpg_megatron.system.collectives import barrier, control_group, gather_objects
+from rpg_megatron.system.collectives import (
+    barrier,
+    broadcast_object,
+    control_group,
+    gather_objects,
+    gather_on_first,
+)
 from rpg_megatron.training.advantages import build_advantages
 from rpg_megatron.training.batch_scatter import BatchScatter, Share, each
 from rpg_megatron.training.checkpoint_saver import load_run
@@ -50,11 +58,11 @@ class Batch:
     index: BatchIndex | None
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
     probes: Share = field(default_factory=list)
-    """With ``rollout.ahead``: this rank's share of the responses that only the guard on mismatch compares,
+    """With ``rollout.probed``: this rank's share of the responses that only the guard on mismatch compares,
     as one mini-batch. Like those of ``minibatches``.
     """
     my_probes: list[Trajectory] | None = None
-    """Leaders: the trajectories of ``probes``. Elsewhere empty. None without ``rollout.ahead``."""
+    """Leaders: the trajectories of ``probes``. Elsewhere empty. None without ``rollout.probed``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The step's metrics so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -150,7 +158,10 @@ class Trainer:
         )
 
     def compute_log_probs(self, batch: Batch) -> None:
-        """Set ``old`` and ``anchor`` of this rank's trajectories, and ``old`` of its probes."""
+        """Set ``old`` and ``anchor`` of this rank's trajectories, and ``old`` of its probes.
+
+        With ``reward.kl`` also their advantages, which depend on both.
+        """
         micro_batches = [self.policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
         probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
         scored = self.policy.logprobs([*micro_batches, *probes])
@@ -174,6 +185,29 @@ class Trainer:
                 t.old = logp.numpy()
         dist.all_reduce(entropy)
         batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
+        if self.settings.reward.kl is not None:
+            self._subtract_kl(batch, self.settings.reward.kl)
+
+    def _subtract_kl(self, batch: Batch, settings: KLRewardSettings) -> None:
+        """Set the advantages to those of rewards minus the KL of each response to the anchor.
+
+        ``reward`` of the trajectories stays the grader's.
+        """
+        mine = [(t.group, t.sample, response_kl(t.old, t.anchor, settings.estimator)) for t in batch.mine]
+        found = {(group, sample): kl for part in gather_on_first(mine) for group, sample, kl in part}
+        advantages: dict[tuple[int, int], float] = {}
+        if batch.index is not None:
+            places = list(zip(batch.index.group.tolist(), batch.index.sample.tolist(), strict=True))
+            kl = np.array([found[place] for place in places])
+            penalty = settings.coefficient * kl
+            new = self._advantages(
+                batch.index.reward - penalty, batch.index.group, batch.index.response_length
+            )
+            advantages = dict(zip(places, new.tolist(), strict=True))
+            batch.metrics |= {"kl/response": float(kl.mean()), "reward/kl": float(-penalty.mean())}
+        advantages = broadcast_object(advantages)
+        for t in each(batch.minibatches):
+            t.advantage = advantages[t.group, t.sample]
 
     def _rows_to_score(self, minibatches: Share) -> list[list[Trajectory]]:
         """This rank's trajectories in rows of the token budget, whatever mini-batch they are in.
@@ -190,7 +224,7 @@ class Trainer:
         return rows + [[] for _ in range(int(most) - len(rows))]
 
     def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
-        """One optimizer update for each mini-batch, then the anchor's refresh if it is due.
+        """One update for each mini-batch, ``training.epochs`` times, then the anchor's refresh if it is due.
 
         Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
         Raises TooManySkippedUpdates after ``guards.skipped_updates`` consecutive skipped updates.
@@ -198,11 +232,12 @@ class Trainer:
         lr = self._learning_rate(step)
         updates: list[UpdateStats] = []
         with self.policy.updating():
-            for i, minibatch in enumerate(batch.minibatches):
-                on_update(i, len(batch.minibatches))
+            passes = batch.minibatches * self.settings.training.epochs
+            for i, minibatch in enumerate(passes):
+                on_update(i, len(passes))
                 micro_batches = [self.policy.pack(micro) for micro in minibatch]
                 updates.append(self.policy.update(micro_batches, self._loss, self._aggregator, lr))
-                self._count_skipped(f"step {step}, update {i + 1} of {len(batch.minibatches)}", updates[-1])
+                self._count_skipped(f"step {step}, update {i + 1} of {len(passes)}", updates[-1])
         done = [u for u in updates if not u.skipped]
         if self.anchor and done:
             self.anchor.after_step(len(done), _mean_kl(done, self.settings))

@@ -2,12 +2,12 @@
 
 Proved: real Megatron-Core with our packing, attention, norm, log-prob head and normalisation, in fp32 over
 gloo, against transformers in float64, one sequence at a time: log-probs and entropies of each token, the loss
-of RPG-REINFORCE-URKL with an anchor of its own and of GSPO (whole sequences), every gradient and their norm;
-for TP, PP, virtual stages (VPP), DP, SP and mixtures, 1 to 7 uneven micro-batches, tied and untied
-embeddings, a vocabulary that the layout pads. The Hugging Face export of each, after an update, gives
-transformers the log-probs that Megatron computes; a held anchor still gives those from before the update, and
-the weights come back bit for bit. Several updates by each optimizer end at the weights of the same optimizer
-on the float64 model.
+of RPG-REINFORCE-URKL with an anchor of its own and of GSPO (whole sequences) with an entropy bonus, every
+gradient and their norm; for TP, PP, virtual stages (VPP), DP, SP and mixtures, 1 to 7 uneven micro-batches,
+tied and untied embeddings, a vocabulary that the layout pads. The Hugging Face export of each, after an
+update, gives transformers the log-probs that Megatron computes; a held anchor still gives those from before
+the update, and the weights come back bit for bit. Several updates by each optimizer end at the weights of the
+same optimizer on the float64 model.
 Not covered here: GPUs, bfloat16, the other losses (their gradients: tests/unit), the engine's side.
 """
 
@@ -65,6 +65,8 @@ TIED = ("TP1", "PP2", "DP2, 7 micro-batches", "PP2xVPP2", "TP2xPP2", "TP2xPP2xVP
 """What ties could break; the rest is looked at untied."""
 SEQUENCES = ("TP2+SP", "DP2, 7 micro-batches", "CP2")
 """What whole sequences could break."""
+ENTROPIES = ("TP1, 2 micro-batches", "TP2+SP", "CP2")
+"""What the entropy's gradient could break: a vocabulary and a sequence that are split over ranks."""
 
 
 def run_layouts(
@@ -90,10 +92,11 @@ def run_layouts(
         (False, "rpg", [name for name in LAYOUTS if name not in REPEATED]),
         (True, "rpg", TIED),
         (False, "gspo", SEQUENCES),
-        # Each of these is also part of a larger layout, or another number of micro-batches.
+        # Each layout below is also part of a larger layout, or another number of micro-batches.
         pytest.param(False, "rpg", REPEATED, marks=pytest.mark.long),
+        pytest.param(False, "rpg, entropy bonus", ENTROPIES, marks=pytest.mark.long),
     ],
-    ids=["untied", "tied", "gspo", "untied, repeated"],
+    ids=["untied", "tied", "gspo", "untied, repeated", "entropy bonus"],
 )
 def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str, names: Sequence[str]) -> None:
     model = make_layout_model(tmp_path / "model", tied=tied)

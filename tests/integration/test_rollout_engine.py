@@ -22,13 +22,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.engine.command import TOKEN_VARIABLE
@@ -37,6 +38,7 @@ from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from rpg_megatron.system.process_groups import members
+from rpg_megatron.training.mismatch import find_gaps
 from tests.support.engine import Engine, running_engines
 from tests.support.runs import find_core
 
@@ -149,6 +151,58 @@ def test_logprobs_are_those_of_the_sampled_tokens(
             np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4, rtol=0)
             ends.append(sample.finish)
     assert "stop" in ends, "no response ended: the log-prob of the end-of-sequence token went untested"
+
+
+@pytest.mark.parametrize("restriction", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.2}])
+def test_what_top_p_does_to_logprobs(engine: Engine, checkpoint: Path, restriction: dict[str, float]) -> None:
+    """They are of the kept tokens alone, and differ from the trainer's by no more than the guard allows."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    rollout = RolloutSettings(**restriction)
+    for sample in ask(engine, request(PROMPTS[0], temperature=0.7, seed=5, **restriction))[0]:
+        ids = torch.tensor([PROMPTS[0] + sample.tokens.tolist()])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(PROMPTS[0]) - 1 : -1].double() / 0.7
+        p = logits.softmax(-1)
+        ranked, order = p.sort(descending=True)
+        kept = torch.ones_like(ranked, dtype=torch.bool)
+        if rollout.top_p < 1:
+            kept = ranked.cumsum(-1) - ranked < rollout.top_p
+        elif rollout.top_k:
+            kept[:, rollout.top_k :] = False
+        else:
+            kept = ranked >= rollout.min_p * ranked[:, :1]
+        p = torch.zeros_like(p).scatter(1, order, ranked * kept)
+        chosen = torch.as_tensor(sample.tokens, dtype=torch.long)[:, None]
+        np.testing.assert_allclose(
+            sample.logprobs, (p / p.sum(-1, keepdim=True)).gather(1, chosen)[:, 0].log(), atol=1e-4, rtol=0
+        )
+        old = reference(model, PROMPTS[0], sample.tokens, 0.7)
+        assert (sample.logprobs - old).max() > 1e-2, "nothing was left out"
+        gap, _ = find_gaps([trajectory_of(sample, old)], 0, rollout.log_prob_excess)
+        assert gap.max() < 1e-4
+
+
+def trajectory_of(sample: Sample, old: np.ndarray) -> Trajectory:
+    versions = np.zeros(len(sample.tokens), np.int32)
+    prompt = np.array(PROMPTS[0], np.int32)
+    return Trajectory(
+        0, 0, prompt, sample.tokens, sample.logprobs, versions, sample.finish, "", old=old.astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_a_text_ends_a_response_and_stays_in_it(engine: Engine, exported: Path, as_bytes: bool) -> None:
+    decode = AutoTokenizer.from_pretrained(exported).decode
+    free = ask(engine, request(PROMPTS[0], n=1), as_bytes=as_bytes)[0][0]
+    # Two tokens that are a character each: bytes that are none are not text.
+    texts = [decode(free.tokens[i : i + 2]) for i in range(len(free.tokens))]
+    text = next(text for text in texts if len(text) == 2 and text.isascii() and text.isprintable())
+    (stopped,) = ask(engine, request(PROMPTS[0], n=1, stop=[text]), as_bytes=as_bytes)[0]
+    assert stopped.finish == "stop"
+    assert text in decode(stopped.tokens)
+    assert text not in decode(stopped.tokens[:-1])
+    assert stopped.tokens.tolist() == free.tokens[: len(stopped.tokens)].tolist()
+    np.testing.assert_allclose(stopped.logprobs, free.logprobs[: len(stopped.tokens)], atol=1e-5, rtol=0)
 
 
 def test_a_seed_gives_the_same_responses_again(engine: Engine) -> None:

@@ -19,8 +19,9 @@ TEMPERATURE = 0.7
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "rpg": {"objective": {"beta": 0.05}, "anchor": {"type": "fixed"}},
+    "rpg, entropy bonus": {"objective": {"beta": 0.05, "entropy_bonus": 0.5}, "anchor": {"type": "fixed"}},
     "gspo": {
-        "objective": {"type": "gspo", "low": 0.1, "high": 0.1},
+        "objective": {"type": "gspo", "low": 0.1, "high": 0.1, "entropy_bonus": 0.3},
         "advantage": {"type": "grpo"},
         "aggregation": {"type": "sequence_mean"},
     },
@@ -82,20 +83,21 @@ def reference_logprobs(
 def reference_update(model: PreTrainedModel, batch: list[Trajectory], kind: str) -> dict[str, Any]:
     """In float64, with the losses written out anew: loss, mean |loss| of a token, and every gradient."""
     per_token, per_sequence = [], []
-    for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
+    bonus = OBJECTIVES[kind]["objective"].get("entropy_bonus", 0.0)
+    for t, (logp, entropy) in zip(batch, reference_logprobs(model, batch), strict=True):
         log_w, log_u = logp - torch.tensor(t.old).double(), logp - torch.tensor(t.anchor).double()
-        if kind == "rpg":  # REINFORCE-URKL, dual clip, an anchor of its own
+        if kind != "gspo":  # REINFORCE-URKL, dual clip, an anchor of its own
             w = log_w.detach().exp()
             weight = w * t.advantage - 0.05 * w * log_u.detach()
             keep = torch.where(weight >= 0, w < 1.28, (w > 0.8) & (w < 10))
-            per_token.append(-(keep * weight) * logp)
+            per_token.append(-(keep * weight) * logp - bonus * entropy)
         else:  # GSPO
             s = log_w.mean().exp()
             loss = torch.maximum(-s * t.advantage, -s.clamp(0.9, 1.1) * t.advantage)
-            per_sequence.append(loss)
-            per_token.append(loss.detach().expand(len(logp)))
+            per_sequence.append(loss - bonus * entropy.mean())
+            per_token.append((loss - bonus * entropy).detach())
     flat = torch.cat(per_token)
-    loss = flat.mean() if kind == "rpg" else torch.stack(per_sequence).mean()
+    loss = flat.mean() if kind != "gspo" else torch.stack(per_sequence).mean()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     norm = torch.sqrt(sum(g.square().sum() for g in gradients.values()))

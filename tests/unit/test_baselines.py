@@ -3,26 +3,29 @@
 Proved in float64 over an enumerated vocabulary: which KL terms have the gradient of which divergence, and
 which have not (GRPO's k3 without a ratio, the correction with a detached ratio, k1 as a loss); CISPO, GSPO
 and the corrections against formulas written out here; advantages against hand-made numbers; aggregation cut
-any way gives one gradient. Not covered: training with them (benchmarks), Megatron (tests/distributed).
+any way gives one gradient; a KL in the reward with group baselines. Not covered: training with them
+(benchmarks), Megatron (tests/distributed).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import get_args
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from rpg_megatron.config.advantages import AdvantageSettings, AnyAdvantageSettings
 from rpg_megatron.objectives import (
-    AdvantageKind,
     Clip,
     aggregate,
     cispo_loss,
     dapo_loss,
-    group_advantages,
     grpo_loss,
     gspo_loss,
     ppo_loss,
@@ -30,8 +33,19 @@ from rpg_megatron.objectives import (
     rollout_correction,
     rpg_loss,
 )
+from rpg_megatron.objectives.advantages import response_kl
 
 BETA = 0.3
+KINDS = [s.model_fields["type"].annotation.__args__[0] for s in AdvantageSettings.__subclasses__()]
+
+
+def group_advantages(
+    rewards: torch.Tensor, groups: torch.Tensor, *, kind: str = "rpg", lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The advantages that ``advantage.type`` names."""
+    settings: Any = TypeAdapter(AnyAdvantageSettings).validate_python({"type": kind})
+    lengths = torch.ones(len(rewards)) if lengths is None else lengths
+    return torch.from_numpy(settings(rewards.numpy(), groups.numpy(), lengths.numpy()))
 
 
 def policies(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -193,8 +207,8 @@ def test_advantages_within_the_group() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", get_args(AdvantageKind))
-def test_a_group_of_equal_rewards_has_no_advantage_where_only_its_group_counts(kind: AdvantageKind) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_of_equal_rewards_has_no_advantage_where_only_its_group_counts(kind: str) -> None:
     found = group_advantages(REWARDS, GROUPS, kind=kind, lengths=torch.arange(1, len(REWARDS) + 1))[3:6]
     assert (found.tolist() == [0.0] * 3) == (kind in ("rpg", "grpo", "leave_one_out"))
 
@@ -209,8 +223,8 @@ def test_advantages_over_the_batch() -> None:
         tokens = values.repeat_interleave(LENGTHS)
         wanted = (values - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
         torch.testing.assert_close(group_advantages(REWARDS, GROUPS, kind=kind, lengths=LENGTHS), wanted)
-    with pytest.raises(ValueError, match="need lengths"):
-        group_advantages(REWARDS, GROUPS, kind="reinforce_plus_plus")
+    with pytest.raises(ValueError, match="must be alike"):
+        group_advantages(REWARDS, GROUPS, kind="reinforce_plus_plus", lengths=LENGTHS[1:])
 
 
 @given(
@@ -241,3 +255,42 @@ def test_aggregation_does_not_depend_on_the_cut(lengths: list[int], cuts: list[i
         assert known[1].equal(number)
         total, count = total + part, count + number
     torch.testing.assert_close(total / count, wanted)
+
+
+@pytest.mark.parametrize("kind", ["leave_one_out", "rpg"])
+def test_k1_in_the_reward_has_the_gradient_of_the_reverse_kl(kind: str) -> None:
+    """With a baseline from the group: exactly, over all groups of two responses; k3 in the reward has not."""
+    logits, _, anchor = policies(4)
+    rewards = torch.tensor([0.3, -1.0, 0.7, 0.0, 1.0, -0.2, 0.5], dtype=torch.float64)
+    logp = torch.log_softmax(logits, 0)
+    (wanted,) = torch.autograd.grad(
+        (logp.exp() * (rewards - BETA * (logp - anchor))).sum(), logits, retain_graph=True
+    )
+    share = {"leave_one_out": 1.0, "rpg": 0.5}[kind]  # a mean that includes the response itself: 1 - 1/2
+
+    def gradient(estimator: Any) -> torch.Tensor:
+        # A response of one token; log-probs as the trainer keeps them, before the update.
+        kl = [
+            response_kl(a, b, estimator) for a, b in zip(logp.detach().numpy(), anchor.numpy(), strict=True)
+        ]
+        total = torch.zeros_like(logits)
+        for i, j in itertools.product(range(7), repeat=2):
+            pair = torch.tensor([i, j])
+            penalised = rewards[pair] - BETA * torch.tensor(kl, dtype=torch.float64)[pair]
+            advantages = group_advantages(penalised, torch.zeros(2), kind=kind)
+            chance = (logp[i] + logp[j]).exp().detach()
+            total += torch.autograd.grad(
+                chance * (advantages * logp[pair]).mean(), logits, retain_graph=True
+            )[0]
+        return total
+
+    torch.testing.assert_close(gradient("k1"), share * wanted, rtol=0, atol=1e-12)
+    assert (gradient("k3") - share * wanted).abs().max() > 1e-2
+
+
+def test_the_kl_of_a_response_is_a_sum_over_its_tokens() -> None:
+    old, anchor = np.array([-1.0, -2.0, -0.5], np.float32), np.array([-1.5, -1.0, -0.5], np.float32)
+    assert response_kl(old, anchor, "k1") == pytest.approx(-0.5)
+    ratios = np.array([0.5, -1.0, 0.0])
+    assert response_kl(old, anchor, "k3") == pytest.approx((np.exp(-ratios) - 1 + ratios).sum())
+    assert math.isfinite(response_kl(np.array([-500.0], np.float32), np.array([0.0], np.float32), "k3"))

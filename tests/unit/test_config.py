@@ -153,7 +153,8 @@ def test_every_key_is_read_somewhere():
     """A setting that nobody reads is a promise not kept. By attribute name, so a namesake may hide one."""
     files = [f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] != "config"]
     files += [
-        PACKAGE / "config" / f"{name}.py" for name in ("policy", "objective", "data", "evaluation", "reward")
+        PACKAGE / "config" / f"{name}.py"
+        for name in ("losses", "schedules", "policy", "objective", "data", "evaluation", "reward")
     ]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -181,6 +182,26 @@ def test_every_key_is_read_somewhere():
         ("objective={type: reinforce_plus_plus}", "set advantage.type to reinforce_plus_plus"),
         ("aggregation.constant=5", "no effect unless aggregation.type is constant"),
         ("correction={type: truncate, low: 0.1}", "correction.low has no effect"),
+        ("rollout.top_p=0.9", "rollout.top_p needs a correction, since responses are sampled from a part"),
+        ("rollout={top_k: 5, min_p: 0.1}", "rollout.top_k needs a correction"),
+        (
+            "rollout.min_p=0.1; correction={type: truncate, level: sequence}",
+            "excludes correction.level sequence",
+        ),
+        ("guards.uncorrected=true", "guards.uncorrected has no effect: rollout.ahead is 0"),
+        (
+            "rollout.top_p=0.9; guards.uncorrected=true; correction={type: icepop}",
+            "no effect: correction is set",
+        ),
+        ("rollout={stop: [x], ahead: 1}; correction={type: icepop}", "stop needs inflight drain with ahead"),
+        ("rollout.stop=['']", "stop: a text is empty"),
+        ("reward.kl={}", "reward.kl needs a reference model: set anchor.type to fixed or every"),
+        ("reward.kl={estimator: k2}", "k1"),
+        (
+            "objective={type: ppo}; reward.kl={}; anchor.type=kl_trigger",
+            "kl_trigger needs a loss with a KL term",
+        ),
+        ("objective={type: ppo}; anchor.type=fixed", "has no KL term, so anchor.type has no effect"),
         ("rollout.temperature=0", "greater than or equal to 0.01"),
         ("evaluation={data: {path: d}, temperature: 0, samples: 2}", "set samples to 1"),
         ("evaluation={every: 5}", "either data (one held-out set) or sets"),
@@ -195,7 +216,7 @@ def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str,
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\ndata: {path: d}\n")
     with pytest.raises(UserError) as caught:
-        load_settings(file, [override])
+        load_settings(file, override.split("; "))
     assert told in str(caught.value)
 
 
@@ -244,6 +265,9 @@ def test_explained_settings_are_the_settings_with_each_keys_meaning(config_file:
         ["objective.type=reinforce_plus_plus", "advantage.type=reinforce_plus_plus_baseline"],
         ["objective.type=ppo"],
         ["advantage.type=leave_one_out"],
+        ["objective.type=ppo", "reward.kl={coefficient: 0.1, estimator: k3}", "anchor.type=every"],
+        ["rollout.top_p=0.9", "rollout.stop=['\n\n']", "correction={type: truncate}"],
+        ["rollout.top_k=20", "guards.uncorrected=true"],
     ],
 )
 def test_a_whole_baseline_is_accepted(tmp_path: Path, overrides: list[str]) -> None:

@@ -107,6 +107,7 @@ def test_request_and_answer() -> None:
         8,
     )
     assert sampling["stop_token_ids"] == [9]
+    assert not {"top_k", "min_p", "stop"} & set(sampling)
     assert sampling["logprobs"] == 0
     assert [s.tokens.tolist() for s in samples] == [[5, 9], [7]]  # by index
     assert [s.logprobs.tolist() for s in samples] == [[-0.25, -2.0], [-1.5]]

@@ -274,13 +274,16 @@ def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
 
 EVALUATED = """
 seed: 7
-reward: {type: boxed}
+reward: {type: boxed, kl: {}}
+anchor: {type: fixed}
 evaluation:
   data: {path: DATA, template: 'Q {prompt}', limit: 3, max_prompt_tokens: 64}
   name: mine
   samples: 2
   temperature: 0.5
   top_p: 0.9
+  top_k: 7
+  min_p: 0.1
 """
 
 
@@ -302,7 +305,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(
         assert settings.evaluation is not None
         assert trained.evaluation is not None
         assert settings.evaluation.heldout == trained.evaluation.heldout, "with the seeds of the run"
-        for key in ("samples", "temperature", "top_p"):
+        for key in ("samples", "temperature", "top_p", "top_k", "min_p"):
             assert getattr(settings.evaluation, key) == getattr(trained.evaluation, key)
         assert (settings.seed, settings.rollout.max_response_tokens) == (7, 16)
         assert settings.engine.max_sequences == trained.engine.max_sequences

@@ -65,7 +65,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         write_files(tmp_path, "math", None)
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="give a folder that you can write to"):
+    with pytest.raises(UserError, match="choose a folder that is writable"):
         write_files(tmp_path / "file" / "below", "math", None)
 
 

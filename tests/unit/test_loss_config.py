@@ -8,6 +8,7 @@ on plain tensors. Not covered: the numbers themselves (test_objectives, test_bas
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -204,3 +205,16 @@ def test_an_anchor_moves_when_the_kl_has_grown() -> None:
     assert moved == [False, False, True, False, True]
     assert anchor.refreshes == 2
     assert read(anchor, weight) == [5.0] * 3
+
+
+def test_the_entropy_bonus_is_outside_the_correction() -> None:
+    logp, t = tokens()
+    entropy = torch.linspace(0.1, 2.0, len(logp))
+    corrected = {"correction": {"type": "icepop"}}
+    plain = build_loss(settings(**corrected))(logp, t)
+    found = build_loss(settings(objective={"entropy_bonus": 0.3}, **corrected))(
+        logp, replace(t, entropy=entropy)
+    )
+    torch.testing.assert_close(found.per_token, plain.per_token - 0.3 * entropy, rtol=0, atol=0)
+    torch.testing.assert_close(found.metrics.pop("entropy_bonus"), 0.3 * entropy, rtol=0, atol=0)
+    assert found.metrics.keys() == plain.metrics.keys()

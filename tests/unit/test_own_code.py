@@ -21,6 +21,7 @@ from rpg_megatron.config import Settings, UserError, load_settings, read_model_s
 from rpg_megatron.config.policy import OptimizerSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.launcher.input_checks import check_own_code
+from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.schedules import build_schedule
 from rpg_megatron.rollout.dynamic_sampling import keeps
 from rpg_megatron.rollout.groups import GroupScores
@@ -208,6 +209,15 @@ def test_what_a_loss_returns_is_checked(what: str, anchor: str, told: str) -> No
     with pytest.raises(UserError, match=told):
         call(what, anchor)
     call("good", "fixed")
+
+
+def test_a_loss_of_the_user_gets_the_entropy_bonus_of_ours() -> None:
+    own = make("objective={type: 'own_module_of_test:Returns', what: good, entropy_bonus: 0.5}")
+    check_own_code(own)  # the class has no such setting
+    zeros, entropy = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+    given = ResponseTokens(*[zeros] * 5, entropy=entropy)
+    without = build_loss(make("objective={type: 'own_module_of_test:Returns', what: good}"))(zeros, given)
+    assert (without.per_token - build_loss(own)(zeros, given).per_token).tolist() == [0.5, 1.0, 1.5]
 
 
 def test_a_filter_of_the_user_sees_dense_rewards() -> None:

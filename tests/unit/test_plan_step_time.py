@@ -146,6 +146,10 @@ def test_an_update_takes_at_least_one_longest_response() -> None:
     assert phase.seconds == pytest.approx(longest / 2, rel=0.1)
 
 
+def test_every_pass_over_the_batch_takes_its_time() -> None:
+    assert seconds("update", overrides=("training.epochs=3",)) == pytest.approx(3 * seconds("update"))
+
+
 def test_a_sync_takes_as_long_as_the_busiest_end() -> None:
     """Engines take turns with the replicas; a replica's ranks share the work; a worker receives its own."""
     whole = WEIGHTS / 1e9

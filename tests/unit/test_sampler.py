@@ -154,6 +154,38 @@ def test_a_step_is_the_same_whatever_the_timing(settings: Settings) -> None:
         assert t.reward == (1.0 if t.correct else -1.0)
 
 
+def test_restricted_sampling_is_asked_of_rollouts_and_not_of_probes(config_file: Path) -> None:
+    """Each engine's probes come with the batch, from the full distribution, for the guard."""
+    rollout = "rollout={prompts_per_step: 2, samples_per_prompt: 2, top_p: 0.9, min_p: 0.1, stop: ['.']}"
+    settings = load_settings(
+        config_file,
+        [rollout, "training.minibatches=1", "correction={type: icepop}", "guards.probe_prompts=3"],
+    )
+
+    async def run() -> tuple[RolloutBatch, list[FakeEngine]]:
+        fakes = engines(1)
+        sampler = LocalSampler(settings, fakes)
+        for replica in sampler._pool.replicas:
+            replica.version = 4
+            sampler._pool.on_synced(replica, 4)
+        found = await sampler.rollout(5, 4)
+        assert isinstance(found, RolloutBatch)
+        assert found.probes is not None
+        probes = await sampler.worker.fetch(found.probes.ticket.tolist(), found.probes.sample.tolist())
+        assert all((t.versions == 4).all() and len(t.behaviour) == len(t.response) for t in probes)
+        sampler.close()
+        return found, fakes
+
+    found, fakes = asyncio.run(run())
+    assert found.probes is not None
+    assert found.probes.group.tolist() == [0, 0, 0, 1, 1, 1]
+    requests = [request for fake in fakes for request in fake.requests]
+    asked = [(r["top_p"], r["min_p"], r["max_tokens"] == 8) for r in requests]
+    assert sorted(set(asked)) == [(0.9, 0.1, False), (1.0, 0.0, True)]
+    assert asked.count((1.0, 0.0, True)) == 6
+    assert {r["stop"] for r in requests} == {(".",)}
+
+
 def test_other_steps_and_seeds_draw_others(settings: Settings) -> None:
     async def two_steps() -> tuple[RolloutBatch, Batch]:
         sampler = LocalSampler(settings, engines(1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import threading
@@ -137,6 +138,18 @@ def test_of_equal_gaps_the_first_is_named() -> None:
         t.behaviour = np.array([-1, -1.5 if number else -1.25], np.float32)
     assert "of prompt 1, sample 1" in message_of(batch, 7)
     assert max(w for t in reversed(batch) if (w := find_worst([t], 7))) == find_worst(batch, 7)
+
+
+@pytest.mark.parametrize(("excess", "gap"), [(0.1, [0.0, 0.02, 2e-3]), (math.inf, [0.0, 0.0, 2e-3])])
+def test_what_top_p_explains_is_no_mismatch(excess: float, gap: list[float]) -> None:
+    """The engine's log-prob may exceed the trainer's by minus the log of the kept mass, not fall below it."""
+    batch = [trajectory([0.08, 0.12, -2e-3], [7] * 3)]
+    found, _ = find_gaps(batch, 7, excess)
+    assert found.tolist() == pytest.approx(gap, abs=1e-6)
+    assert not np.signbit(found).any()  # they are sorted by their bits
+    worst = find_worst(batch, 7, excess=excess)
+    assert worst
+    assert worst.position == int(np.argmax(gap))
 
 
 def test_guard_is_quiet_within_bounds() -> None:

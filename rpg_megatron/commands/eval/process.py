@@ -66,7 +66,7 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
     total = sum(map(len, prompts.values()))
     events = EventSender(work / EVENTS)
     engines = engine_clients(settings, work, token)
-    stops = stop_tokens(settings.model.path, tokenizer)
+    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     worker = Worker(settings, decoder_of(tokenizer), engines, work, stops)
 
     def keep(result: EvalResult) -> None:
@@ -115,6 +115,8 @@ def _conclude(
         "samples": evaluation.samples,
         "temperature": evaluation.temperature,
         "top_p": evaluation.top_p,
+        "top_k": evaluation.top_k,
+        "min_p": evaluation.min_p,
         "max_response_tokens": settings.rollout.max_response_tokens,
         "seed": settings.seed,
         "sets": sets,

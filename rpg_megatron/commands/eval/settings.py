@@ -82,6 +82,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
             f"{shape.max_positions} positions (max_position_embeddings)"
         )
     reward: dict[str, Any] = {"type": "auto"}
+    rollout: dict[str, Any] = {"max_response_tokens": response}
     engine: dict[str, Any] = {"replicas": request.engines, "tensor": request.tensor}
     data: dict[str, Any] = {"max_prompt_tokens": min(_PROMPT, shape.max_positions - response)}
     if trained is not None:
@@ -90,6 +91,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
         if own is not None:
             data = heldout.model_dump(exclude={"name"})
         reward = _reward(trained.reward, request.overrides)
+        rollout |= {"stop": trained.rollout.stop, "stop_token_ids": trained.rollout.stop_token_ids}
         engine["max_sequences"] = trained.engine.max_sequences
     if sets:
         data |= {key: value for key, value in sets[0].items() if key != "name"}
@@ -99,7 +101,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
         "device": request.device or _device(),
         "model": {"path": str(model.absolute())},
         "precision": {"dtype": "float32" if shape.dtype == "float32" else "bfloat16"},
-        "rollout": {"max_response_tokens": response},
+        "rollout": rollout,
         "engine": engine,
         "reward": reward,
         "data": data,
@@ -124,9 +126,9 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
 
 def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]:
     """The run's reward; of several terms the first one, which decides what is correct. Another type on the
-    command line replaces it, with its settings.
+    command line replaces it, with its settings. Without the KL: no responses are trained on.
     """
-    reward = trained.model_dump(mode="json")
+    reward = trained.model_dump(mode="json") | {"kl": None}
     if any(item.startswith("reward.type=") for item in overrides):
         return {key: reward[key] for key in RewardSettings.model_fields if key != "terms"}
     terms = list(reward["terms"].items())[:1]
@@ -151,10 +153,10 @@ def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSetti
 
 
 def _sampling(trained: Settings | None, request: EvalRequest) -> dict[str, Any]:
-    """Responses per problem, temperature and top-p: as given, else the run's, else the defaults."""
+    """Responses per problem and sampling: as given, else the run's, else the defaults."""
     base = (trained and trained.evaluation) or EvaluationSettings.model_construct()
     fields = ("samples", "temperature", "top_p")
-    given = {key: getattr(request, key) for key in fields}
+    given = {key: getattr(request, key) for key in fields} | {"top_k": None, "min_p": None}
     return {key: getattr(base, key) if value is None else value for key, value in given.items()}
 
 

@@ -58,5 +58,5 @@ def write_files(folder: Path, task: Task, model: str | None) -> list[str]:
             shutil.copyfile(_TEMPLATES / REWARD, folder / REWARD)
         (folder / CONFIG).write_text(text)
     except OSError as e:
-        raise UserError(f"{e.filename or folder}: {e.strerror}; give a folder that you can write to") from None
+        raise UserError(f"{e.filename or folder}: {e.strerror}; choose a folder that is writable") from None
     return names

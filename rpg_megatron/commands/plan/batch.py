@@ -16,8 +16,8 @@ class BatchPlan:
     prompts: int
     sequences: int
     """Responses per step."""
-    minibatches: int
-    """Optimizer updates per step."""
+    updates: int
+    """Optimizer updates per step: mini-batches x epochs."""
     sequences_per_update: int
     sequences_per_rank: int
     """Responses of one mini-batch on the data-parallel replica with the most."""
@@ -58,7 +58,7 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     return BatchPlan(
         prompts=rollout.prompts_per_step,
         sequences=sequences,
-        minibatches=training.minibatches,
+        updates=training.minibatches * training.epochs,
         sequences_per_update=update,
         sequences_per_rank=per_rank,
         longest=longest,

@@ -265,7 +265,7 @@ def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase
     and the new weight of each parameter in a ring; with optimizer.overlap only what exceeds a micro-batch's
     time counts. Communication of tensor and context parallelism is part of ``train_mfu``.
     """
-    settings, parallel, updates = plan.settings, plan.settings.parallel, plan.batch.minibatches
+    settings, parallel, updates = plan.settings, plan.settings.parallel, plan.batch.updates
     tokens, squares = _replica_work(lengths, plan.batch.sequences_per_update, data)
     again = recomputation(settings)
     gpus = parallel.world / parallel.data

@@ -211,12 +211,14 @@ def _facts(plan: Plan) -> Table:
     table.add_row(
         "step",
         f"{batch.prompts:,} prompts x {plan.settings.rollout.samples_per_prompt} = {batch.sequences:,} "
-        f"responses, in {batch.minibatches} updates of {batch.sequences_per_update:,}",
+        f"responses, in {batch.updates} updates of {batch.sequences_per_update:,}"
+        + (f" ({epochs} passes)" if (epochs := plan.settings.training.epochs) > 1 else ""),
     )
     table.add_row(
         "update",
         f"{batch.sequences_per_rank:,} responses a replica, up to {batch.longest:,} tokens: at most "
         f"{batch.microbatches:,} {pieces} of {batch.tokens_per_microbatch:,} tokens"
+        + (", gradients accumulated" if batch.microbatches > 1 else "")
         + (f"; pipeline idle {batch.pipeline_idle:.0%}" if parallel.pipeline > 1 else ""),
     )
     return table

@@ -1,0 +1,270 @@
+"""Our losses. Each is a section of settings whose instance is called as a loss of a user's is.
+
+The classes below ``LossSettings`` are all there are: a new one needs no entry anywhere. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from rpg_megatron.config.base import ImportedSettings, Section, one_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rpg_megatron.objectives import Clip, LossOutput, ResponseTokens
+
+
+class ClipSettings(Section):
+    """RPG-style clip of the ratio w = pi / pi_old."""
+
+    kind: Literal["dual", "truncate"] = "dual"
+    """dual: tokens outside the bounds get no gradient; truncate: they keep it, with the clamped ratio."""
+    low: float = Field(0.2, ge=0, lt=1)
+    """Lower bound 1 - low, for tokens with a negative regularised advantage."""
+    high: float = Field(0.28, ge=0)
+    """Upper bound 1 + high, for tokens with a positive regularised advantage."""
+    c: float = Field(10.0, gt=1)
+    """Dual-clip bound: tokens with a negative regularised advantage and w >= c get no gradient."""
+
+    @model_validator(mode="after")
+    def _cut_off_lies_beyond_the_upper_bound(self) -> ClipSettings:
+        if self.c <= 1 + self.high:
+            raise ValueError(f"c ({self.c}) must be greater than 1 + high ({1 + self.high})")
+        return self
+
+    def build(self) -> Clip:
+        """The bounds as the losses take them."""
+        from rpg_megatron.objectives import Clip
+
+        return Clip(kind=self.kind, low=self.low, high=self.high, c=self.c)
+
+
+class LossSettings(Section):
+    """A loss: its settings, and what its published algorithm has in other sections."""
+
+    has_kl: ClassVar[bool] = False
+    """Whether the loss has a KL term to the anchor."""
+    advantages: ClassVar[tuple[str, ...]] = ()
+    """Values of ``advantage.type`` of the published algorithm, the usual one first; empty: any."""
+    aggregation: ClassVar[str | None] = None
+    """The only value of ``aggregation.type`` that the loss is right with; None: any."""
+
+    type: str
+    """The loss."""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """Coefficient of the policy's entropy (nats) at each response token, which is added to the objective and
+    keeps the policy from becoming certain early. Temperature included, top-p and the like not. 0: none."""
+
+    @property
+    def needs_anchor(self) -> bool:
+        """Whether the published algorithm has a KL term to another policy than the old one."""
+        return False
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
+        """The loss of each response token; see docs/extend.md."""
+        raise NotImplementedError
+
+
+class RPGSettings(LossSettings):
+    """KL-regularised policy gradient (arXiv 2505.17508)."""
+
+    has_kl: ClassVar[bool] = True
+
+    type: Literal["rpg"] = "rpg"
+    """The loss."""
+    divergence: Literal["fkl", "ufkl", "rkl", "urkl"] = "urkl"
+    """KL to the anchor (reference policy): forward, unnormalised forward, reverse, unnormalised reverse."""
+    estimator: Literal["reinforce", "differentiable"] = "reinforce"
+    """REINFORCE-style (detached weight times log-prob) or fully differentiable."""
+    beta: float = Field(1e-4, ge=0)
+    """KL coefficient."""
+    clip: ClipSettings | None = ClipSettings()
+    """Clipping of the ratio; null: none."""
+    kl_placement: Literal["folded", "additive"] | None = None
+    """folded: KL inside the clip; additive: outside. null: folded for reinforce, additive for differentiable.
+    """
+    ratio: Literal["token", "sequence"] = "token"
+    """token: one ratio per token. sequence: one per response, exact off-policy for every divergence, but with
+    a far higher variance."""
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+        from rpg_megatron.objectives import rpg_loss
+
+        return rpg_loss(
+            logp,
+            tokens.old,
+            tokens.advantages,
+            divergence=self.divergence,
+            estimator=self.estimator,
+            beta=self.beta,
+            clip=self.clip.build() if self.clip else None,
+            kl_placement=self.kl_placement,
+            anchor_logp=tokens.anchor,
+            sequences=tokens.sequences if self.ratio == "sequence" else None,
+            sequence_count=tokens.sequence_count,
+        )
+
+
+class GRPOSettings(LossSettings):
+    """GRPO (arXiv 2402.03300). Needs advantage.type grpo, and an anchor unless beta is 0."""
+
+    has_kl: ClassVar[bool] = True
+    advantages: ClassVar[tuple[str, ...]] = ("grpo",)
+
+    type: Literal["grpo"]
+    """The loss."""
+    clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
+    """Clipping of the ratio."""
+    beta: float = Field(1e-3, ge=0)
+    """Coefficient of the additive k3 KL term."""
+    corrected: bool = False
+    """Weight k3 by the importance ratio: its gradient is then that of the reverse KL."""
+
+    @property
+    def needs_anchor(self) -> bool:  # noqa: D102
+        return self.beta > 0
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+        from rpg_megatron.objectives import grpo_loss
+
+        return grpo_loss(
+            logp,
+            tokens.old,
+            tokens.advantages,
+            clip=self.clip.build(),
+            beta=self.beta,
+            corrected=self.corrected,
+            anchor_logp=tokens.anchor,
+        )
+
+
+class DAPOSettings(LossSettings):
+    """DAPO (arXiv 2503.14476): raised upper bound, no KL. Needs advantage.type grpo."""
+
+    advantages: ClassVar[tuple[str, ...]] = ("grpo",)
+
+    type: Literal["dapo"]
+    """The loss."""
+    clip: ClipSettings = ClipSettings()
+    """Clipping of the ratio."""
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+        from rpg_megatron.objectives import ppo_loss
+
+        clip = self.clip.build()
+        return ppo_loss(logp, tokens.old, tokens.advantages, clip=clip, anchor_logp=tokens.anchor)
+
+
+class PPOSettings(LossSettings):
+    """PPO's dual-clip loss without critic and KL; also Dr.GRPO, with its advantage and aggregation."""
+
+    type: Literal["ppo"]
+    """The loss."""
+    clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
+    """Clipping of the ratio."""
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+        from rpg_megatron.objectives import ppo_loss
+
+        clip = self.clip.build()
+        return ppo_loss(logp, tokens.old, tokens.advantages, clip=clip, anchor_logp=tokens.anchor)
+
+
+class ReinforcePlusPlusSettings(LossSettings):
+    """REINFORCE++ as in the scripts of arXiv 2505.17508: additive k1, which pushes away from the anchor.
+
+    Needs advantage.type reinforce_plus_plus or reinforce_plus_plus_baseline.
+    """
+
+    has_kl: ClassVar[bool] = True
+    advantages: ClassVar[tuple[str, ...]] = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+    type: Literal["reinforce_plus_plus"]
+    """The loss."""
+    clip: ClipSettings = ClipSettings()
+    """Clipping of the ratio."""
+    beta: float = Field(1e-4, ge=0)
+    """Coefficient of the additive k1 KL term."""
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+        from rpg_megatron.objectives import reinforce_pp_loss
+
+        return reinforce_pp_loss(
+            logp,
+            tokens.old,
+            tokens.advantages,
+            clip=self.clip.build(),
+            beta=self.beta,
+            anchor_logp=tokens.anchor,
+        )
+
+
+class CISPOSettings(LossSettings):
+    """CISPO (arXiv 2506.13585): clamped and detached ratio; every token keeps its gradient.
+
+    Needs advantage.type grpo.
+    """
+
+    advantages: ClassVar[tuple[str, ...]] = ("grpo",)
+
+    type: Literal["cispo"]
+    """The loss."""
+    low: float = Field(1.0, ge=0, le=1)
+    """The ratio is at least 1 - low."""
+    high: float = Field(0.28, ge=0)
+    """The ratio is at most 1 + high."""
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+        from rpg_megatron.objectives import cispo_loss
+
+        return cispo_loss(logp, tokens.old, tokens.advantages, low=self.low, high=self.high)
+
+
+class GSPOSettings(LossSettings):
+    """GSPO (arXiv 2507.18071): one length-normalised ratio per sequence.
+
+    Needs advantage.type grpo and aggregation.type sequence_mean.
+    """
+
+    advantages: ClassVar[tuple[str, ...]] = ("grpo",)
+    aggregation: ClassVar[str | None] = "sequence_mean"
+
+    type: Literal["gspo"]
+    """The loss."""
+    low: float = Field(3e-4, ge=0, lt=1)
+    """Lower bound of the sequence's ratio is 1 - low."""
+    high: float = Field(4e-4, ge=0)
+    """Upper bound of the sequence's ratio is 1 + high."""
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+        from rpg_megatron.objectives import gspo_loss
+
+        return gspo_loss(
+            logp,
+            tokens.old,
+            tokens.advantages,
+            tokens.sequences,
+            low=self.low,
+            high=self.high,
+            sequence_count=tokens.sequence_count,
+        )
+
+
+class ImportedLossSettings(ImportedSettings):
+    """A loss of your own, by import path. The other keys are its settings; docs/extend.md."""
+
+    has_kl: ClassVar[bool] = True
+    """It may have one."""
+
+    entropy_bonus: float = Field(0.0, ge=0)
+    """Coefficient of the entropy (nats) that is added to the objective, as for our losses; not passed on."""
+
+
+if TYPE_CHECKING:
+    ObjectiveSettings = LossSettings | ImportedLossSettings
+else:
+    ObjectiveSettings = one_of(LossSettings, ImportedLossSettings, default="rpg")
+"""One of the losses, chosen by ``type``, or a class of your own; the default is rpg."""

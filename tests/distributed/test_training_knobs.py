@@ -1,0 +1,63 @@
+"""What users set of a step's batch beside the loss: a KL in the reward, several passes over the batch.
+
+Proved with real Megatron on two data-parallel ranks in fp32: with ``reward.kl`` the advantages on every rank
+are those of rewards minus the KL of the response, in its group; two epochs are the same updates, bit for bit,
+as a batch whose mini-batches come twice, with the old policy of before the first. Not covered: the gradient
+of a KL in the reward (tests/unit/test_baselines.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.ranks import run_ranks
+
+
+def test_kl_in_the_reward_and_several_passes(tmp_path: Path) -> None:
+    make_layout_model(tmp_path / "model", tied=False)
+    batch = make_batch()
+    for i, t in enumerate(batch):
+        t.reward, t.group, t.sample = math.sin(i), i // 3, i % 3
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    case = make_case(
+        tmp_path / "model",
+        {"data": 2},
+        0,
+        {
+            "objective": {"beta": 0.0},
+            "anchor": {"type": "fixed"},
+            "reward": {"kl": {"coefficient": 0.5}},
+            "training": {
+                "minibatches": 2,
+                "epochs": 2,
+                "tokens_per_microbatch": 100,
+                "logprob_chunk": 17,
+            },
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3},
+            "optimizer": {"lr": 1e-2, "warmup_steps": 0, "distributed": False},
+        },
+    )
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    result = run_ranks("tests.distributed.training_knobs_worker", 2, tmp_path)
+
+    found = {(group, sample): rest for part in result["ranks"] for group, sample, *rest in part}
+    assert len(found) == len(batch)
+    kl = np.array([found[t.group, t.sample][0] for t in batch])
+    assert np.abs(kl).min() > 1e-6
+    rewards = np.array([t.reward for t in batch]) - 0.5 * kl
+    wanted = (rewards.reshape(4, 3) - rewards.reshape(4, 3).mean(1, keepdims=True)).ravel()
+    advantages = [found[t.group, t.sample][1] for t in batch]
+    assert advantages == pytest.approx(wanted, abs=1e-6)
+    row = result["row"]
+    assert row["kl/response"] == pytest.approx(kl.mean(), rel=1e-9)
+    assert row["reward/kl"] == pytest.approx(-0.5 * kl.mean(), rel=1e-9)
+
+    assert result["calls"] == [[i, 4] for i in range(4)]
+    assert result["epochs"] == result["twice"] != result["once"]
