@@ -46,24 +46,25 @@ class ImportedSettings(BaseModel):
         return dict(self.model_extra or {})
 
 
+def tag_of(value: Any, default: str) -> str | None:
+    """The ``type`` of a section, for a union with code of the user; default: where the key is missing."""
+    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
+
+
 def one_of(ours: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
     """Annotation of a section that is a subclass of ``ours``, by its ``type``, or code of the user.
 
     The subclasses are found, not listed: define them before the call. default: ``type`` where the key is
     missing.
     """
-
-    def tag_of(value: Any) -> str | None:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
-
     tagged: list[Any] = [
         Annotated[section, Tag(name)]
         for section in ours.__subclasses__()
         for name in get_args(section.model_fields["type"].annotation)
     ]
     tagged.append(Annotated[imported, Tag(IMPORTED)])
-    return Annotated[reduce(or_, tagged), Discriminator(tag_of)]
+    return Annotated[reduce(or_, tagged), Discriminator(lambda value: tag_of(value, default))]
 
 
 @dataclass(frozen=True)
