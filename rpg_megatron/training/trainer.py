@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.run_folder import MODEL
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
@@ -100,6 +101,11 @@ class Trainer:
         state = load_run(checkpoint, self.policy, self.anchor)
         self.skipped_updates = state.get("skipped_updates", 0)
         return state
+
+    def load_weights_of(self, checkpoint: Path) -> None:
+        """Load a checkpoint's weights in order to export them; training cannot go on after that."""
+        self.policy.load(checkpoint / MODEL)
+        self.policy.served.refresh()
 
     def write_checkpoint(self, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
         """Write the weights as a Hugging Face checkpoint."""
