@@ -15,6 +15,9 @@ from rpg_megatron.config.trackers import TensorBoardSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training.trackers.client import Trackers
 
+_TRACKER_SECONDS = 30.0
+"""How long trackers may take to deliver what is left when a run ends."""
+
 
 class MetricsWriter:
     """Appends rows to ``metrics.jsonl`` and to TensorBoard files; hands them to trackers."""
@@ -70,13 +73,14 @@ class MetricsWriter:
         os.fsync(self._file.fileno())
         return self._file.tell()
 
-    def close_trackers(self, seconds: float) -> None:
-        """Let trackers deliver what is left, at most so long; they get no more rows."""
+    def close_trackers(self) -> None:
+        """Let trackers deliver what is left, for half a minute at most; they get no more rows."""
         if self._trackers is not None:
-            self._trackers.close(seconds)
+            self._trackers.close(_TRACKER_SECONDS)
 
     def close(self) -> None:
-        """Flush and close the files."""
+        """Flush and close all."""
+        self.close_trackers()
         self._file.close()
         if self._board is not None:
             self._board.close()

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from rpg_megatron.checkpoints.run_folder import read_state, step_folder
+from rpg_megatron.checkpoints.run_folder import read_state
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
 from rpg_megatron.system.collectives import barrier, broadcast_object, gather_objects
-from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.system.events import EVENTS
 from rpg_megatron.system.timeline import TIMELINE, Timeline
 from rpg_megatron.training.batch_scatter import open_source
@@ -40,8 +39,6 @@ from rpg_megatron.training.weight_sync import open_weight_sync
 
 _ENGINES_END_SECONDS = 60.0
 """How long engines on the same GPUs may take to free their memory when a run is stopped."""
-_TRACKER_SECONDS = 30.0
-"""How long trackers may take to deliver what is left when a run ends."""
 
 
 class RankRun:
@@ -171,7 +168,7 @@ class RankRun:
         self._saver.wait(timeout)
         self._report_saves()
         if self.mesh.rank == 0:
-            self._metrics.close_trackers(_TRACKER_SECONDS)
+            self._metrics.close_trackers()
 
     def _save(self) -> None:
         def run_state() -> dict[str, Any]:  # called on rank 0 only
@@ -352,7 +349,10 @@ class RankRun:
         """Write the final Hugging Face checkpoint, that of the best step, and the summary that the launcher
         prints.
         """
-        exported = self._export(self.steps) if self.settings.export.enabled else None
+        exported: Path | None = None
+        if self.settings.export.enabled:
+            self.events.phase("export")
+            exported = self._trainer.export(self._run_dir, self.steps)
         self._saver.wait()
         barrier()  # a save that failed since another rank died is no result of the run
         saves = self._report_saves()
@@ -368,14 +368,6 @@ class RankRun:
         seconds = time.monotonic() - self._started
         write_summary(self._run_dir, self._summary, self.steps, exported, seconds)
 
-    def _export(self, step: int) -> Path:
-        self.events.phase("export")
-        settings, out = self.settings.export, self._run_dir / "hf" / f"step_{step:06d}"
-        out.parent.mkdir(exist_ok=True)
-        shard_bytes = int(settings.max_shard_gib * 1024**3)
-        self.write_checkpoint(out, dtype=settings.dtype, max_shard_bytes=shard_bytes)
-        return out
-
     def _export_best(self) -> dict[str, Any] | None:
         """Export the best checkpoint unless it is the last; returns what the summary says of it."""
         wanted = self.settings.checkpoint.keep_best
@@ -387,16 +379,12 @@ class RankRun:
             return best
         if wanted.export and self.settings.export.enabled and best["step"] != self.steps:
             with self._weight_sync.state_on_gpu(self.policy.offloader):
-                self._trainer.load_weights_of(step_folder(self._run_dir, best["step"]))
-                best["export"] = str(self._export(best["step"]))
+                best["export"] = str(self._trainer.export(self._run_dir, best["step"], saved=True))
         return best
 
-    def write_checkpoint(
-        self, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
-    ) -> None:
-        """Write the weights as a Hugging Face checkpoint. dtype: float32 or bfloat16; None: the policy's."""
-        written = torch_dtype(dtype or self.settings.precision.dtype)
-        self._trainer.write_checkpoint(out, written, max_shard_bytes)
+    def write_checkpoint(self, out: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint, in the policy's dtype."""
+        self._trainer.write_checkpoint(out)
 
     def close(self) -> None:
         """Finish saving, then free shared memory and close connections."""
@@ -406,6 +394,5 @@ class RankRun:
             self._source.close()
         self._efficiency.close()
         if self.mesh.rank == 0:
-            self._metrics.close_trackers(_TRACKER_SECONDS)
             self._metrics.close()
         self.events.close()
