@@ -28,6 +28,8 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    # By default the last 15 seconds of an offline run are lost when it is killed.
+    "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",
 }
 
 
