@@ -92,7 +92,6 @@ class Fails:
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
     (tmp_path / "my_trackers.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    monkeypatch.syspath_prepend(tmp_path)
 
     def settings(trackers: str, *more: str) -> Settings:
         return load_settings(QUICKSTART, [f"trackers={trackers}", f"runs={tmp_path / 'runs'}", *more])
