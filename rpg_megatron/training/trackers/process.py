@@ -19,7 +19,7 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.trackers import MLflowSettings, OwnTrackerSettings, WandbSettings
 from rpg_megatron.data.tokenizer_file import FileTokenizer, open_tokenizer
 from rpg_megatron.system.own_code import Wanted, load_own
-from rpg_megatron.training.trackers.tracker import TrackedRun, Tracker
+from rpg_megatron.training.trackers.tracker import FOLDER, TrackedRun, Tracker
 
 _LONGEST = 8000
 """Characters of a text in the table of responses; longer ones lose their middle."""
@@ -85,6 +85,7 @@ def main() -> None:
         try:
             if tracker is None or texts is None:
                 settings = load_settings(folder / "config.yaml")
+                (folder / FOLDER).mkdir(exist_ok=True)
                 texts = _Texts(settings.model.path)
                 tracker = open_tracker(settings, place, folder)
             elif item == "close":
