@@ -1,6 +1,7 @@
 """The checkpoint folders of a run: names, completeness, and pruning of old ones. Without torch.
 
     checkpoints/latest.json              {"step": 50, "folder": "step_000050"}: the newest, for other tools
+    checkpoints/best.json                with checkpoint.keep_best: which ones are the best
     checkpoints/step_000050/
         model/                           weights and optimizer state, in Megatron-Core's torch_dist format
         anchor/                          the held anchor's weights, if there is one
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +109,12 @@ def remove_parts(run: Path) -> None:
         shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
-def remove_old(run: Path, keep: int, milestone: int | None) -> None:
-    """Remove all but the ``keep`` newest checkpoints and those at multiples of ``milestone`` steps."""
+def remove_old(run: Path, keep: int, milestone: int | None, best: Container[int] = ()) -> None:
+    """Remove all but the ``keep`` newest checkpoints, those at multiples of ``milestone`` steps and those of
+    the steps in ``best``.
+    """
     for step, folder in list(list_steps(run).items())[keep:]:
-        if milestone is None or step % milestone:
+        if step not in best and (milestone is None or step % milestone):
             # Renamed first: if this is killed, ``remove_parts`` removes the rest.
             os.replace(folder, part_folder(folder))
             shutil.rmtree(part_folder(folder), ignore_errors=True)

@@ -85,3 +85,11 @@ class EvaluationSettings(Section):
             for place, part in enumerate(self.sets)
             if (name := part.name or part.preset)
         )
+
+    def metric_names(self) -> list[str]:
+        """Keys of the metrics in metrics.jsonl; the first is avg@k of the first set."""
+        k = self.samples
+        sizes = [*(2**i for i in range(k.bit_length()) if 2**i < k), k]
+        keys = [f"avg@{k}", *(f"pass@{j}" for j in sizes), f"maj@{k}", "truncated_frac"]
+        keys += ["length_mean", "length_p50", "length_p99"]
+        return [f"eval/{part.name}/{key}" for part in self.heldout for key in keys]

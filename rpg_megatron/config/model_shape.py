@@ -61,14 +61,31 @@ class ModelShape:
         return -(-self.vocab_size // step) * step
 
     @property
+    def matmul_parameters(self) -> tuple[int, int]:
+        """Parameters of all layers' matrices, and of the output layer."""
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * heads + 2 * kv + 3 * self.ffn_hidden_size)
+        return self.num_layers * layer, self.hidden_size * self.vocab_size
+
+    @property
     def attention_length(self) -> float:
         """Tokens of a sequence at which its causal attention costs as much arithmetic as everything else.
 
         The work on a sequence of n tokens then goes as n + n^2 / attention_length.
         """
-        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * heads + 2 * kv + 3 * self.ffn_hidden_size)
-        return (layer + self.hidden_size * self.vocab_size / self.num_layers) / heads
+        in_layers, in_head = self.matmul_parameters
+        layers = self.num_layers
+        return (in_layers // layers + in_head / layers) / (self.num_heads * self.head_dim)
+
+    def forward_flops(self, tokens: float, squares: float) -> float:
+        """FLOPs of a forward pass over sequences of n tokens with these sums of n and n^2; a backward pass
+        takes twice that.
+
+        2 P n for products with the P parameters of matrices (Kaplan et al. 2020, arXiv 2001.08361, 2.1), and
+        2 n^2 heads head_dim layers for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv
+        2104.04473, appendix).
+        """
+        return 2 * sum(self.matmul_parameters) * (tokens + squares / self.attention_length)
 
     def stage_layers(self, stages: int) -> list[int]:
         """Number of layers on each of ``stages`` stages, in the order of the layers, at least one each.

@@ -229,6 +229,21 @@ class ExportSettings(Section):
     """Maximum size of one safetensors file, in GiB."""
 
 
+class KeepBestSettings(Section):
+    """The best checkpoints by a metric of the evaluation. A step that is among them is saved at once, whether
+    or not ``checkpoint.every`` is due.
+    """
+
+    metric: str | None = None
+    """Metric of the evaluation, such as eval/heldout/avg@1; null: avg@k of the first held-out set."""
+    k: int = Field(1, ge=1)
+    """Number of best checkpoints to keep, besides ``checkpoint.keep`` and ``milestone``."""
+    mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller value is better. Of equal values the earlier step is better."""
+    export: bool = True
+    """With export.enabled: write the best one as <run>/hf/step_NNNNNN too when training ends."""
+
+
 class CheckpointSettings(Section):
     """Training checkpoints, to resume from: <run>/checkpoints/step_NNNNNN."""
 
@@ -238,6 +253,9 @@ class CheckpointSettings(Section):
     """Number of newest checkpoints to keep."""
     milestone: int | None = Field(None, ge=1)
     """Keep every checkpoint whose step is a multiple of this; null: none."""
+    keep_best: KeepBestSettings | None = None
+    """Also keep the best checkpoints by a metric of the evaluation; null: none. checkpoints/best.json names
+    them."""
     asynchronous: bool = True
     """Write in the background, from a copy in host memory, while training continues. false: training waits,
     and no copy is made."""

@@ -42,8 +42,10 @@ from rpg_megatron.config.rollout import (
     CheckpointSettings,
     EngineSettings,
     ExportSettings,
+    KeepBestSettings,
     RolloutSettings,
 )
+from rpg_megatron.config.trackers import NamedTracker, TensorBoardSettings
 
 
 class Settings(Section):
@@ -104,6 +106,9 @@ class Settings(Section):
     """Multi-node placement and network."""
     profile: ProfileSettings = ProfileSettings()
     """Profiler traces."""
+    trackers: tuple[NamedTracker, ...] = (TensorBoardSettings(),)
+    """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb and mlflow, or of sections such as
+    {type: wandb, project: math}; your own by import path; docs/trackers.md. []: nowhere."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:
@@ -152,6 +157,11 @@ class Settings(Section):
             yield f"profile.{'memory' if self.profile.memory else 'nvtx'} needs device cuda; set it to false"
         if (rank := max(self.profile.ranks)) >= self.parallel.world:
             yield f"profile.ranks: there is no rank {rank}; the last one is {self.parallel.world - 1}"
+        kinds = [tracker.type for tracker in self.trackers]
+        if twice := next((kind for place, kind in enumerate(kinds) if kind in kinds[:place]), None):
+            yield f"trackers has {twice} twice; remove one of the two"
+        if self.checkpoint.keep_best is not None:
+            yield from self._problems_of_keep_best(self.checkpoint.keep_best)
         if self.device == "cpu" and self.engine.quantization is not None:
             yield f"engine.quantization {self.engine.quantization} needs device cuda; set it to null"
         yield from self._what_sampling_ahead_needs()
@@ -166,6 +176,19 @@ class Settings(Section):
         unused = CorrectionSettings.model_fields["low"].default
         if correction is not None and correction.type == "truncate" and correction.low != unused:
             yield "correction.low has no effect with type truncate; remove it, or use icepop"
+
+    def _problems_of_keep_best(self, best: KeepBestSettings) -> Iterator[str]:
+        if self.evaluation is None:
+            yield "checkpoint.keep_best needs an evaluation, which decides; add one, or set it to null"
+            return
+        if self.checkpoint.every is None:
+            yield "checkpoint.keep_best needs checkpoints; set checkpoint.every, or keep_best to null"
+        known = self.evaluation.metric_names()
+        if best.metric is not None and best.metric not in known:
+            yield (
+                f"checkpoint.keep_best.metric: the evaluation has no metric {best.metric!r}; it has "
+                f"{', '.join(known)}"
+            )
 
     def _what_sampling_ahead_needs(self) -> Iterator[str]:
         ahead = self.rollout.ahead

@@ -1,18 +1,22 @@
 """Checks of a run's inputs before anything is started: data, lengths of prompts, reward function and other
-code of the user, disk space.
+code of the user, trackers, disk space.
 
 They import no torch. Each raises UserError for what would end the run, and returns warnings for the rest.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import netrc
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.base import ImportedSettings
@@ -20,6 +24,7 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.files import read_text
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
+from rpg_megatron.config.trackers import PACKAGES, OwnTrackerSettings, WandbSettings
 from rpg_megatron.data.problems import Problem, read_counted
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.models.registry import mapping_for
@@ -152,9 +157,43 @@ def own_code(settings: Settings) -> Iterator[Wanted]:
     if isinstance(schedule, ImportedSettings):
         tries = tuple((step, steps) for step in range(1, steps + 1))
         yield Wanted("optimizer.schedule", schedule.type, schedule.keywords, 2, tries=tries)
+    for place, tracker in enumerate(settings.trackers):
+        if isinstance(tracker, OwnTrackerSettings):
+            yield Wanted(f"trackers[{place}]", tracker.type, tracker.keywords, 1)
     if settings.rollout.dynamic is not None and ":" in settings.rollout.dynamic.type:
         dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)
         yield Wanted("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
+
+
+def check_trackers(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Check that the trackers' packages are installed; returns a warning if a key seems to be missing."""
+    for place, tracker in enumerate(settings.trackers):
+        package = PACKAGES.get(tracker.type)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"trackers[{place}]: the python package {package} is not installed; install it with pip "
+                f"install {package} (the extra 'rpg-megatron[{package}]'), or remove it from trackers"
+            )
+    for tracker in settings.trackers:
+        if isinstance(tracker, WandbSettings) and not tracker.offline and not _has_wandb_key(environment):
+            return [
+                "trackers: wandb finds no API key; set WANDB_API_KEY, run `wandb login`, or set offline: true"
+            ]
+    return []
+
+
+def _has_wandb_key(environment: Mapping[str, str]) -> bool:
+    """Whether Weights & Biases finds a key in the environment or in .netrc, or needs none."""
+    if environment.get("WANDB_MODE") in ("offline", "disabled", "shared"):
+        return True
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        file = environment.get("NETRC") or Path.home() / ".netrc"
+        return netrc.netrc(str(file)).authenticators(host) is not None
+    except (OSError, RuntimeError, netrc.NetrcParseError):
+        return False
 
 
 def check_disk(settings: Settings, shape: ModelShape) -> list[str]:
@@ -183,7 +222,10 @@ def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = 
     if settings.checkpoint.every is None:
         one = 0
     export = numbers * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
-    return one * (checkpoints or settings.checkpoint.keep + 1) + (export if settings.export.enabled else 0)
+    best = settings.checkpoint.keep_best
+    kept = settings.checkpoint.keep + 1 + (best.k if best is not None else 0)
+    exports = 2 if best is not None and best.export else 1
+    return one * (checkpoints or kept) + (exports * export if settings.export.enabled else 0)
 
 
 def nearest_folder(path: Path) -> Path:

@@ -19,7 +19,13 @@ from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.launcher.input_checks import check_data, check_disk, check_own_code, check_reward
+from rpg_megatron.launcher.input_checks import (
+    check_data,
+    check_disk,
+    check_own_code,
+    check_reward,
+    check_trackers,
+)
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
 from rpg_megatron.models.registry import check_layout, mapping_for
 from rpg_megatron.system import process_groups
@@ -61,6 +67,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
     slow.start()
     try:
         warnings = [*check_disk(settings, shape), *check_data(settings)]
+        warnings += check_trackers(settings)
         check_reward(settings.reward)
         check_own_code(settings)
     finally:

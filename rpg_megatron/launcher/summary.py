@@ -34,6 +34,8 @@ def summarise(run: Path) -> str:
         rows.append(("steps", f"{facts['steps']}" + (f" in {clock(seconds)}" if seconds is not None else "")))
     if facts.get("tokens_per_second") is not None:
         rows.append(("tokens/s", f"{facts['tokens_per_second']:,.0f}"))
+    if best := facts.get("best"):
+        rows.append(("best", f"step {best['step']}: {best['metric']} {best['value']:.4g}"))
     if facts.get("unsaved"):
         newest = next((shown(folder) for folder in list_steps(run).values()), "the beginning")
         rows.append(("last checkpoint", f"NOT WRITTEN: {facts['unsaved']}"))
@@ -46,6 +48,8 @@ def summarise(run: Path) -> str:
     export = facts.get("export")
     if export:
         rows.append(("checkpoint", shown(Path(export))))
+    if best and best.get("export"):
+        rows.append(("best checkpoint", shown(Path(best["export"]))))
     width = max(len(name) for name, _ in rows)
     lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
     return "\n".join(lines + _next_command(run, Path(export)) if export else lines)

@@ -93,9 +93,19 @@ class Saver:
     """Saves this rank's part of the checkpoints, one at a time."""
 
     def __init__(
-        self, run_dir: Path, policy: Policy, anchor: HeldAnchor | None, settings: CheckpointSettings
+        self,
+        run_dir: Path,
+        policy: Policy,
+        anchor: HeldAnchor | None,
+        settings: CheckpointSettings,
+        prune: Callable[[], None] | None = None,
     ) -> None:
-        """Collective, like ``start``; the other methods are not."""
+        """Collective, like ``start``; the other methods are not.
+
+        prune: removes old checkpoints after each save, on rank 0 and the saving thread; may raise OSError.
+        None: removes those that ``keep`` and ``milestone`` do not name.
+        """
+        self._prune = prune or (lambda: remove_old(run_dir, settings.keep, settings.milestone))
         self._run_dir, self._policy, self._anchor, self._settings = run_dir, policy, anchor, settings
         self._first = policy.mesh.rank == 0
         # A group of its own: messages of the saving thread must not mix with those of the main thread.
@@ -223,7 +233,7 @@ class Saver:
         except Exception as e:
             return _reason(e)
         with suppress(OSError):  # removal is tried again after the next save
-            remove_old(self._run_dir, self._settings.keep, self._settings.milestone)
+            self._prune()
         return None
 
     def _clean(self) -> None:

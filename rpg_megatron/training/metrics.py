@@ -1,29 +1,53 @@
-"""The writer for metrics.jsonl and TensorBoard."""
+"""The writer for metrics.jsonl, TensorBoard and the trackers."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from rpg_megatron.config import UserError
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.trackers import TensorBoardSettings
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.training.trackers.client import Trackers
+
+_TRACKER_SECONDS = 30.0
+"""How long trackers may take to deliver what is left when a run ends."""
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and to TensorBoard files in the run's folder."""
+    """Appends rows to ``metrics.jsonl`` and to TensorBoard files; hands them to trackers."""
 
-    def __init__(self, run_dir: Path, done: int | None = None):
-        """done: completed steps of a resumed run; TensorBoard then hides later ones."""
+    def __init__(
+        self,
+        run_dir: Path,
+        done: int | None = None,
+        *,
+        board: bool = True,
+        trackers: Trackers | None = None,
+    ):
+        """done: completed steps of a resumed run; TensorBoard then hides later ones. board: whether to write
+        TensorBoard files.
+        """
         self._file: IO[str] = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=None if done is None else done + 1
-        )
+        self._board: SummaryWriter | None = None
+        if board:
+            self._board = SummaryWriter(
+                str(run_dir / "tensorboard"), purge_step=None if done is None else done + 1
+            )
+        self._trackers = trackers
+
+    def add_responses(self, trajectories: Sequence[Trajectory]) -> None:
+        """Trackers get some of these with the next row."""
+        if self._trackers is not None:
+            self._trackers.add_responses(trajectories)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Write one row; numbers go to TensorBoard as well, under the row's ``step``.
+        """Write one row; numbers go to TensorBoard and trackers as well, under the row's ``step``.
 
         Raises OSError if it cannot be written, UserError if the file has been removed.
         """
@@ -31,8 +55,14 @@ class MetricsWriter:
             raise UserError(
                 f"{self._file.name} has been removed during the run; start a new run, and keep its folder"
             )
+        if self._trackers is not None:
+            row = row | self._trackers.metrics()
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        if self._trackers is not None:
+            self._trackers.put(row)
+        if self._board is None:
+            return
         for key, value in row.items():
             if key != "step" and isinstance(value, int | float):
                 self._board.add_scalar(key, value, row["step"])
@@ -43,7 +73,23 @@ class MetricsWriter:
         os.fsync(self._file.fileno())
         return self._file.tell()
 
+    def close_trackers(self) -> None:
+        """Let trackers deliver what is left, for half a minute at most; they get no more rows."""
+        if self._trackers is not None:
+            self._trackers.close(_TRACKER_SECONDS)
+
     def close(self) -> None:
-        """Flush and close both."""
+        """Flush and close all."""
+        self.close_trackers()
         self._file.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def open_metrics(
+    settings: Settings, run_dir: Path, done: int | None, warn: Callable[[str], None]
+) -> MetricsWriter:
+    """The writer that ``trackers`` asks for. warn: told of problems of trackers, from their threads."""
+    boards = [isinstance(tracker, TensorBoardSettings) for tracker in settings.trackers]
+    trackers = None if all(boards) else Trackers(settings, run_dir, warn)
+    return MetricsWriter(run_dir, done, board=any(boards), trackers=trackers)

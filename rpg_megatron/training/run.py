@@ -6,7 +6,6 @@ the connection to the sampler and writes files.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,29 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rpg_megatron.checkpoints.run_folder import read_state
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.evaluation.metrics import score_sets, write_results
-from rpg_megatron.policy.device import peak_memory_bytes
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
-from rpg_megatron.system.collectives import barrier, gather_objects
-from rpg_megatron.system.dtypes import torch_dtype
+from rpg_megatron.system.collectives import barrier, broadcast_object, gather_objects
 from rpg_megatron.system.events import EVENTS
-from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.system.timeline import TIMELINE, Timeline
 from rpg_megatron.training.batch_scatter import open_source
+from rpg_megatron.training.best_checkpoints import BestCheckpoints
 from rpg_megatron.training.checkpoint_saver import Saver
-from rpg_megatron.training.metrics import MetricsWriter
+from rpg_megatron.training.efficiency import Efficiency
+from rpg_megatron.training.metrics import open_metrics
 from rpg_megatron.training.mismatch import check_mismatch
 from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.profiling import Profiler
 from rpg_megatron.training.reporter import Reporter
 from rpg_megatron.training.rollout_saver import RolloutSaver
+from rpg_megatron.training.summary import add_accuracy, write_summary
 from rpg_megatron.training.trainer import Batch, TooManySkippedUpdates, Trainer
-from rpg_megatron.training.weight_sync import WeightSync, open_publisher
+from rpg_megatron.training.weight_sync import open_weight_sync
 
 _ENGINES_END_SECONDS = 60.0
 """How long engines on the same GPUs may take to free their memory when a run is stopped."""
@@ -77,25 +75,18 @@ class RankRun:
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
         self._trainer = Trainer(settings, mesh, device)
         self.policy = self._trainer.policy
-        publisher = open_publisher(
-            settings.bridge,
-            bridge,
-            mesh.coordinates(settings.model.vocab_multiple),
-            self.policy.served.tensors,
-            self._trainer.layout,
-            torch_dtype(settings.precision.dtype),
-            adopt=not settings.optimizer.distributed,  # the distributed one keeps views of the parameters
-            colocated=settings.engine.colocated,
-        )
-        self._saver = Saver(run_dir, self.policy, self._trainer.anchor, settings.checkpoint)
+        self._efficiency = Efficiency(settings, self._trainer.shape, device)
+        self._best = BestCheckpoints(settings, run_dir)
+        self._saver = Saver(run_dir, self.policy, self._trainer.anchor, settings.checkpoint, self._best.prune)
         sampler: SamplerClient | None = None
         if mesh.rank == 0:
-            self._metrics = MetricsWriter(run_dir, read_state(checkpoint)["step"] if checkpoint else None)
+            done = read_state(checkpoint)["step"] if checkpoint else None
+            self._metrics = open_metrics(settings, run_dir, done, self.events.warn)
             sampler = SamplerClient(
                 work / SOCKET, token, timeout=settings.engine.start_timeout, while_waiting=self._stop.check
             )
         self._source = open_source(sampler, token, mesh, self._stop)
-        self._weight_sync = WeightSync(publisher, sampler, self._stop)
+        self._weight_sync = open_weight_sync(settings, bridge, self._trainer, sampler, self._stop)
         if settings.engine.colocated and checkpoint is None:  # a checkpoint is loaded before the state leaves
             self.policy.offloader.offload()
         # What a checkpoint would hold now: the last step whose updates are done, its row of metrics until
@@ -141,8 +132,11 @@ class RankRun:
 
     def save(self, step: int) -> None:
         """Start a checkpoint if one is due after this step; it is written while training continues."""
-        every = self.settings.checkpoint.every
-        if every is not None and (step % every == 0 or step == self.steps):
+        checkpoint = self.settings.checkpoint
+        due = checkpoint.every is not None and (step % checkpoint.every == 0 or step == self.steps)
+        if checkpoint.keep_best is not None and not due and self.evaluation_due(step):
+            due = broadcast_object(self._best.includes(step))
+        if due:
             self._save()
 
     def save_before_exit(self) -> None:
@@ -173,6 +167,8 @@ class RankRun:
             self.events.warn_unwritten(failure)
         self._saver.wait(timeout)
         self._report_saves()
+        if self.mesh.rank == 0:
+            self._metrics.close_trackers()
 
     def _save(self) -> None:
         def run_state() -> dict[str, Any]:  # called on rank 0 only
@@ -187,20 +183,8 @@ class RankRun:
 
         self._finish_rollouts()
         self.events.phase("checkpoint")
-        with self.time("checkpoint"), self._state_on_gpu():
+        with self.time("checkpoint"), self._weight_sync.state_on_gpu(self.policy.offloader):
             self._saver.start(self._step, run_state)
-
-    @contextmanager
-    def _state_on_gpu(self) -> Iterator[None]:
-        """Within the block an offloaded state is back on the GPU, and the colocated engines sleep."""
-        offloaded = self.policy.offloader.is_offloaded
-        if offloaded:
-            self._weight_sync.sleep(1)
-            self.policy.offloader.reload()
-        yield
-        if offloaded:
-            self.policy.offloader.offload()
-            self._weight_sync.wake()
 
     def _report_saves(self) -> dict[str, float]:
         """Metrics of the saves that ended since the last call; warns of those that failed. Not collective."""
@@ -276,6 +260,8 @@ class RankRun:
         """Begin to write the step's rollouts, each leader its own. Row and checkpoint wait for all."""
         self._finish_rollouts()
         self._rollouts.start(step, batch.mine)
+        if self.mesh.rank == 0:
+            self._metrics.add_responses(batch.mine)
 
     def _finish_rollouts(self) -> None:
         for failure in self._rollouts.finish():
@@ -322,7 +308,7 @@ class RankRun:
             raise
         self._step, self._row = step, dict(batch.metrics)
         if batch.index is not None:
-            self._row["step/tokens"] = float((batch.index.prompt_length + batch.index.response_length).sum())
+            self._row |= self._efficiency.of_batch(batch.index)
         self._sampler_state = batch.sampler
 
     def evaluation_due(self, step: int) -> bool:
@@ -333,70 +319,73 @@ class RankRun:
     def evaluate(self, step: int) -> None:
         """Evaluate the weights that the engines serve on the held-out sets. May stop while it waits."""
         evaluation = self.settings.evaluation
-        with self._timeline.phase("evaluation", step):
+        with self.time("evaluation"):
             results = self._weight_sync.call_with_resync(lambda sampler: sampler.evaluate())
         if evaluation is None or results is None or self._row is None:
             return
         file = self._run_dir / "evaluation" / f"step_{step:06d}.jsonl"
         self.events.write_or_warn(lambda: write_results(file, results))
         row = score_sets(results)
-        accuracy = {s.name: row[f"eval/{s.name}/avg@{evaluation.samples}"] for s in evaluation.heldout}
-        self._summary.setdefault("accuracy_before", accuracy)
-        self._summary["accuracy_after"] = accuracy
+        add_accuracy(self._summary, evaluation, row)
         self._row |= row
 
     def log_metrics(self, step: int) -> None:
         """Write the step's row of metrics and display it. May stop before that."""
         counts = self._weight_sync.call_with_resync(lambda sampler: sampler.counts())
-        peak = torch.tensor([peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         self._finish_rollouts()
         row, self._row = (self._row or {}) | self._times | (counts or {}) | self._report_saves(), None
         self._times.clear()
+        row |= self._efficiency.metrics(row)
         if self.mesh.rank:
             return
         if step:
-            rate = row["step/tokens"] / max(row["time/step"], 1e-9)
-            row |= {"throughput/tokens_per_second": rate, "memory/peak_bytes": peak.item()}
-            self._summary.setdefault("rates", []).append(rate)
+            self._summary.setdefault("rates", []).append(row["throughput/tokens_per_second"])
+        self._best.add({"step": step, **row})
         self._metrics.write({"step": step, **row})
         self.events.send({"kind": "step", "row": {"step": step, **row}, "steps": self.steps})
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def export(self) -> None:
-        """Write the final Hugging Face checkpoint and the summary that the launcher prints."""
-        settings = self.settings.export
-        out = self._run_dir / "hf" / f"step_{self.steps:06d}"
-        if settings.enabled:
+        """Write the final Hugging Face checkpoint, that of the best step, and the summary that the launcher
+        prints.
+        """
+        exported: Path | None = None
+        if self.settings.export.enabled:
             self.events.phase("export")
-            out.parent.mkdir(exist_ok=True)
-            shard_bytes = int(settings.max_shard_gib * 1024**3)
-            self.write_checkpoint(out, dtype=settings.dtype, max_shard_bytes=shard_bytes)
+            exported = self._trainer.export(self._run_dir, self.steps)
         self._saver.wait()
         barrier()  # a save that failed since another rank died is no result of the run
         saves = self._report_saves()
-        if self.mesh.rank == 0:
-            if saves["checkpoint/failed"]:  # the last step's row is written already
-                self._metrics.write({"step": self.steps, **saves})
-            rates = self._summary.pop("rates")
-            self._summary |= {
-                "steps": self.steps,
-                "tokens_per_second": sum(rates) / len(rates),
-                "export": str(out) if settings.enabled else None,
-                "metrics": str(self._run_dir / "metrics.jsonl"),
-                "seconds": time.monotonic() - self._started,
-            }
-            if self.settings.checkpoint.every is not None and self._saved_step != self._step:
-                self._summary["unsaved"] = self._save_problem
-            atomic_write_text(self._run_dir / "summary.json", json.dumps(self._summary, indent=2) + "\n")
+        best = self._export_best()
+        if self.mesh.rank:
+            return
+        if saves["checkpoint/failed"]:  # the last step's row is written already
+            self._metrics.write({"step": self.steps, **saves})
+        if best is not None:
+            self._summary["best"] = best
+        if self.settings.checkpoint.every is not None and self._saved_step != self._step:
+            self._summary["unsaved"] = self._save_problem
+        seconds = time.monotonic() - self._started
+        write_summary(self._run_dir, self._summary, self.steps, exported, seconds)
 
-    def write_checkpoint(
-        self, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
-    ) -> None:
-        """Write the weights as a Hugging Face checkpoint. dtype: float32 or bfloat16; None: the policy's."""
-        written = torch_dtype(dtype or self.settings.precision.dtype)
-        self._trainer.write_checkpoint(out, written, max_shard_bytes)
+    def _export_best(self) -> dict[str, Any] | None:
+        """Export the best checkpoint unless it is the last; returns what the summary says of it."""
+        wanted = self.settings.checkpoint.keep_best
+        if wanted is None:
+            return None
+        best: dict[str, Any] | None = broadcast_object(self._best.summary())
+        # Without a checkpoint of the last step, the weights in memory are its only copy.
+        if best is None or self._saved_step != self._step:
+            return best
+        if wanted.export and self.settings.export.enabled and best["step"] != self.steps:
+            with self._weight_sync.state_on_gpu(self.policy.offloader):
+                best["export"] = str(self._trainer.export(self._run_dir, best["step"], saved=True))
+        return best
+
+    def write_checkpoint(self, out: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint, in the policy's dtype."""
+        self._trainer.write_checkpoint(out)
 
     def close(self) -> None:
         """Finish saving, then free shared memory and close connections."""
@@ -404,6 +393,7 @@ class RankRun:
         self._weight_sync.close()
         if self._source is not None:
             self._source.close()
+        self._efficiency.close()
         if self.mesh.rank == 0:
             self._metrics.close()
         self.events.close()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.run_folder import MODEL, step_folder
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.rollout import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
@@ -36,6 +37,7 @@ from rpg_megatron.system.collectives import (
     gather_objects,
     gather_on_first,
 )
+from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.advantages import build_advantages
 from rpg_megatron.training.batch_scatter import BatchScatter, Share, each
 from rpg_megatron.training.checkpoint_saver import load_run
@@ -109,15 +111,30 @@ class Trainer:
         self.skipped_updates = state.get("skipped_updates", 0)
         return state
 
-    def write_checkpoint(self, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-        """Write the weights as a Hugging Face checkpoint."""
+    def export(self, run_dir: Path, step: int, *, saved: bool = False) -> Path:
+        """Write the weights of a step to ``hf/step_NNNNNN``, as ``export`` says; returns the folder.
+
+        saved: load that step's checkpoint first; training cannot go on after that.
+        """
+        if saved:
+            self.policy.load(step_folder(run_dir, step) / MODEL)
+            self.policy.served.refresh()
+        settings, out = self.settings.export, run_dir / "hf" / f"step_{step:06d}"
+        out.parent.mkdir(exist_ok=True)
+        self.write_checkpoint(out, settings.dtype, int(settings.max_shard_gib * 1024**3))
+        return out
+
+    def write_checkpoint(
+        self, out: Path, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
+    ) -> None:
+        """Write the weights as a Hugging Face checkpoint. dtype: float32 or bfloat16; None: the policy's."""
         export_hf(
             out,
             self.settings.model.path,
             self.policy.served.tensors,
             self.layout,
             self.mesh.coordinates(self.settings.model.vocab_multiple),
-            dtype=dtype,
+            dtype=torch_dtype(dtype or self.settings.precision.dtype),
             max_shard_bytes=max_shard_bytes,
             replace=True,  # a run that was killed right after its export exports again when resumed
         )

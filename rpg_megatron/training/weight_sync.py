@@ -6,7 +6,8 @@ All ranks publish weights together. Rank 0 alone is connected to the sampler, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ import torch
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.publisher import Publisher, published
-from rpg_megatron.config import UserError
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE
 from rpg_megatron.config.rollout import BridgeSettings
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.rollout.sampler_client import ResyncRequired, SamplerClient, SyncResult
 from rpg_megatron.system.collectives import broadcast_object, gather_objects
+from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.preemption import Stopped, StopRequest
+from rpg_megatron.training.trainer import Trainer
 
 
 class WeightSync:
@@ -66,6 +70,18 @@ class WeightSync:
     def wake(self) -> None:
         """Wake engines that sleep at level 1."""
         _broadcast(False, isinstance(self._call(lambda sampler: sampler.wake()), Stopped))
+
+    @contextmanager
+    def state_on_gpu(self, offloader: StateOffloader) -> Iterator[None]:
+        """Within the block an offloaded state is back on the GPU, and the colocated engines sleep."""
+        offloaded = offloader.is_offloaded
+        if offloaded:
+            self.sleep(1)
+            offloader.reload()
+        yield
+        if offloaded:
+            offloader.offload()
+            self.wake()
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if any of them got a stop signal."""
@@ -138,6 +154,26 @@ class WeightSync:
                 f"{', '.join(changed[:5])}{more}. Other code wrote into the trainers' memory, "
                 f"or the memory is faulty. {' '.join(refused)}".rstrip()
             )
+
+
+def open_weight_sync(
+    settings: Settings, folder: Path, trainer: Trainer, sampler: SamplerClient | None, stop: StopRequest
+) -> WeightSync:
+    """The sync of a trainer's weights over the configured transport. Collective. sampler: on rank 0.
+
+    folder: RPG_BRIDGE_DIR of this node's engines.
+    """
+    publisher = open_publisher(
+        settings.bridge,
+        folder,
+        trainer.mesh.coordinates(settings.model.vocab_multiple),
+        trainer.policy.served.tensors,
+        trainer.layout,
+        torch_dtype(settings.precision.dtype),
+        adopt=not settings.optimizer.distributed,  # the distributed one keeps views of the parameters
+        colocated=settings.engine.colocated,
+    )
+    return WeightSync(publisher, sampler, stop)
 
 
 def open_publisher(

@@ -5,8 +5,9 @@ place in the data) nobody looks for. Proved with real ranks, whose sampler is a 
 the signal is exact: in a rollout, in a sync, in an evaluation and when the row is about to be written. What
 is saved says which step it is of and what is still due; rows and weights at the end are those of ranks that
 nobody stopped, and so are the rollouts; and each step trained again from the journal is the same bit for bit,
-with one leader and with two. A warning before there is anything to save just ends the ranks. Not covered:
-engines, the launcher, random moments (tests/integration).
+with one leader and with two. A warning before there is anything to save just ends the ranks. The best
+checkpoints are kept and exported, also by a run that was stopped. Not covered: engines, the launcher, random
+moments (tests/integration).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class StandIn:
 class Ranks:
     """One run's ranks, started again and again."""
 
-    def __init__(self, folder: Path, config: Path, layout: str):
+    def __init__(self, folder: Path, config: Path, layout: str, *more: str):
         self.run, self.work, self.bridge = folder / "run", folder / "work", folder / "bridge"
         for place in (self.run, self.work, self.bridge):
             place.mkdir(0o700, parents=True)
@@ -138,6 +139,7 @@ class Ranks:
                 "anchor={type: every, updates: 4}",
                 "checkpoint.every=100",
                 "optimizer.lr=1e-3",
+                *more,
             ],
         )
         (self.run / "config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
@@ -252,3 +254,33 @@ def check_replay(ranks: Ranks) -> None:
     assert [(step["step"], step["exact"]) for step in report["steps"]] == [
         (s, True) for s in range(1, STEPS + 1)
     ]
+
+
+@pytest.mark.long
+def test_the_best_checkpoint_is_kept_and_exported(tmp_path: Path, config_file: Path) -> None:
+    """The stand-in's accuracy is 1 in even steps; of equal values the earlier step, 2, is better."""
+    best = "checkpoint={every: 100, keep: 1, keep_best: {k: 1}}"
+    runs = {
+        "stopped": Ranks(tmp_path / "stopped", config_file, "data", best),
+        "short": Ranks(tmp_path / "short", config_file, "data", "training.steps=2"),
+    }
+    stopped, short = runs.values()
+    try:
+        assert stopped.go(("evaluate", 4)) == [75] * WORLD, stopped.log()
+        assert list(list_steps(stopped.run)) == [3, 2]  # in the evaluation of step 3
+        assert stopped.go() == [0] * WORLD, stopped.log()
+        assert short.go() == [0] * WORLD, short.log()
+    finally:
+        for one in runs.values():
+            for rank in one.sampler.ranks:
+                rank.kill()
+                rank.wait()
+    assert list(list_steps(stopped.run)) == [5, 2]
+    found = json.loads((stopped.run / "checkpoints" / "best.json").read_text())
+    wanted = {"step": 2, "folder": "step_000002", "value": 1.0}
+    assert found == {"metric": "eval/heldout/avg@1", "mode": "max", "best": [wanted]}
+    assert sorted(folder.name for folder in (stopped.run / "hf").iterdir()) == ["step_000002", "step_000005"]
+    exported, trained = (load_file(one.run / "hf/step_000002/model.safetensors") for one in (stopped, short))
+    assert all(torch.equal(weight, trained[key]) for key, weight in exported.items())
+    summary = json.loads((stopped.run / "summary.json").read_text())
+    assert (summary["best"]["step"], summary["export"]) == (2, str(stopped.run / "hf" / "step_000005"))

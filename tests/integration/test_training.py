@@ -27,6 +27,7 @@ from rpg_megatron.config import load_settings
 from rpg_megatron.data.rollout_files import read_rollouts
 from rpg_megatron.engine.client import EngineClient, Sample
 from tests.support.engine import Service, running_engines
+from tests.support.metrics_page import missing_from_page
 from tests.support.runs import QUICKSTART, SERVED
 
 LAYOUTS = {
@@ -53,7 +54,10 @@ def train(service: Service, name: str, overrides: list[str]) -> list[dict]:
     """Train one layout to its end; the rows of metrics.jsonl."""
     codes, logs = start_ranks(service, name, overrides)
     assert set(codes) == {0}, logs
-    return [json.loads(line) for line in (service.folder / name / "metrics.jsonl").read_text().splitlines()]
+    lines = (service.folder / name / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert missing_from_page(rows) == set()
+    return rows
 
 
 @pytest.mark.parametrize(

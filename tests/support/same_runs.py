@@ -17,7 +17,7 @@ from rpg_megatron.data.rollout_files import read_rollouts, rollouts_complete, ro
 from rpg_megatron.data.trajectory import to_row
 
 VARIES = (
-    *("time/", "throughput/", "memory/", "engine/", "mismatch/logp_"),
+    *("time/", "throughput/", "memory/", "gpu/", "engine/", "mismatch/logp_", "trackers/"),
     *("sync/seconds", "checkpoint/seconds"),
 )
 """Keys of a row that depend on time, or on how the engines happened to batch requests."""

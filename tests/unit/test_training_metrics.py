@@ -39,6 +39,7 @@ from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.rollout.batch_metrics import batch_metrics
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.groups import GroupTask, scores_of
+from rpg_megatron.training.best_checkpoints import BestCheckpoints
 from rpg_megatron.training.checkpoint_saver import SaveResult
 from rpg_megatron.training.metrics import MetricsWriter
 from rpg_megatron.training.mismatch import (
@@ -402,6 +403,7 @@ def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
     run.mesh = SimpleNamespace(rank=0)
     run.events = SimpleNamespace(warn=lambda text: None)
     results = [SaveResult(4, tmp_path / "step_000004", 1.0, problem)]
+    run._best = BestCheckpoints(run.settings, tmp_path)
     run._saver = SimpleNamespace(wait=lambda timeout=None: True, outcomes=lambda: results)
     run._metrics = MetricsWriter(tmp_path)
     run.export()

@@ -113,7 +113,7 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     # The engines answer one request at a time: nothing is sampled ahead.
     rollout = settings.rollout.model_copy(update={"ahead": 0, "inflight": "continue"})
     guards = settings.guards.model_copy(update={"uncorrected": False})
-    own = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards}
+    own = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards, "trackers": ()}
     return settings.model_copy(update=own), request
 
 

@@ -21,7 +21,14 @@ from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_appli
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count, gib
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launcher.input_checks import check_data, check_own_code, check_reward, disk_bytes, own_code
+from rpg_megatron.launcher.input_checks import (
+    check_data,
+    check_own_code,
+    check_reward,
+    check_trackers,
+    disk_bytes,
+    own_code,
+)
 from rpg_megatron.launcher.preflight import check_batch, check_head_dim, check_model, check_parallel
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 
@@ -96,6 +103,19 @@ def probe_own_code(subject: Subject) -> Iterator[Check]:
         yield ok("own code", ", ".join(item.path for item in own_code(subject.settings)) or "none")
     except UserError as e:
         yield of_error("own code", e)
+
+
+def probe_trackers(subject: Subject) -> Iterator[Check]:
+    """The packages of the trackers are installed, and find a key."""
+    if subject.settings is None:
+        yield not_applicable("trackers", ONLY_WITH_CONFIG)
+        return
+    try:
+        for text in check_trackers(subject.settings):
+            yield warning("trackers", text, "")
+        yield ok("trackers", ", ".join(tracker.type for tracker in subject.settings.trackers) or "none")
+    except UserError as e:
+        yield of_error("trackers", e)
 
 
 def probe_run_folder(subject: Subject) -> Iterator[Check]:

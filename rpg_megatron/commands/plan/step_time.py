@@ -14,7 +14,7 @@ from rpg_megatron.commands.plan.assumptions import Assumptions
 from rpg_megatron.commands.plan.fused_activations import in_fp8
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import engines_of_a_replica, recomputation, state_bytes
-from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.config import Settings
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -153,13 +153,6 @@ class _Lengths:
         return cls(prompt, response, limit, mean, mean**2 + variance, longest)
 
 
-def matmul_parameters(shape: ModelShape) -> tuple[int, int]:
-    """Parameters of all layers' matrices, and of the output layer."""
-    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = shape.hidden_size * (2 * heads + 2 * kv + 3 * shape.ffn_hidden_size)
-    return shape.num_layers * layer, shape.hidden_size * shape.vocab_size
-
-
 def _pass_seconds(
     plan: Plan, a: Assumptions, tokens: float, squares: float, *, layers: float, mlp: float, head: float
 ) -> float:
@@ -171,7 +164,7 @@ def _pass_seconds(
     mlp: additional ones of the MLPs alone.
     """
     shape, settings = plan.shape, plan.settings
-    in_layers, in_head = matmul_parameters(shape)
+    in_layers, in_head = shape.matmul_parameters
     in_mlp = 3 * shape.num_layers * shape.hidden_size * shape.ffn_hidden_size
     quantised = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
     share = quantised / shape.num_layers
@@ -206,7 +199,7 @@ def _rollout(plan: Plan, a: Assumptions, lengths: _Lengths, replicas: float) -> 
     rollout = settings.rollout
     prompts = rollout.prompts_per_step / (a.kept_groups if rollout.dynamic is not None else 1)
     sequences = max(1.0, prompts * rollout.samples_per_prompt / replicas)  # of an engine
-    in_layers, in_head = matmul_parameters(shape)
+    in_layers, in_head = shape.matmul_parameters
     item = ITEM_BYTES[settings.precision.dtype]
     fp8 = engine.quantization == "fp8"
     weights = (in_layers * (1 if fp8 else item) + in_head * item) / engine.tensor

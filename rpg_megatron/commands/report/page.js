@@ -262,6 +262,8 @@ function catalogue() {
       one("Engines' tokens", "engine/tokens_per_second", "count", { note: "tokens/s, all engines" }),
       one("KV cache in use", "engine/kv_use_max", "percent", { note: "fullest engine" }),
       one("Waiting requests", "engine/waiting_max", "count", { note: "longest queue", whenNonzero: true }),
+      many("GPUs of the trainer", "percent", [["gpu/utilization", "busy"], ["gpu/mfu_update", "MFU of updates"],
+        ["gpu/mfu", "MFU of the step"]]),
       one("Memory", "memory/peak_bytes", "bytes", { note: "peak, largest rank" }),
       one("Weight sync", "sync/seconds", "seconds")]],
   ];
@@ -279,7 +281,7 @@ function grid(specs) {
 }
 
 function buildCharts() {
-  const shown = new Set(several ? [] : ["time/step"]), known = catalogue();
+  const shown = new Set(["time/unix", ...(several ? [] : ["time/step"])]), known = catalogue();
   const nonzero = (key) => data.runs.some((run) => run.metrics[key]?.some((value) => value));
   const shows = (spec, key) => (spec.whenNonzero ? nonzero(key) : has(key));
   const present = (spec) => spec.series.some(

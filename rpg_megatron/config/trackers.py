@@ -1,0 +1,107 @@
+"""Settings of trackers: where metrics, settings and responses are logged besides the run's folder."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from rpg_megatron.config.base import IMPORTED, ImportedSettings, Section, tag_of
+
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
+"""Type -> Python package, also the name of the extra."""
+RESPONSES = 16
+"""Default number of responses in a step's table."""
+_SECRET = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+
+
+class TensorBoardSettings(Section):
+    """TensorBoard files in <run>/tensorboard: numbers only."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+    """tensorboard, wandb, mlflow, or the import path module:name of your own; docs/trackers.md."""
+
+
+class WandbSettings(Section):
+    """Weights & Biases. The API key comes from WANDB_API_KEY or `wandb login`, never from the settings."""
+
+    type: Literal["wandb"]
+    """The tracker."""
+    project: str = Field("rpg-megatron", min_length=1)
+    """Project of the run."""
+    entity: str | None = None
+    """User or team; null: your default."""
+    group: str | None = None
+    """Group of the run; null: none."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run."""
+    offline: bool = False
+    """Write to <run>/trackers/wandb only; `wandb sync` uploads it later."""
+    responses: int = Field(RESPONSES, ge=0, le=1000)
+    """Responses in the table of each step; 0: no table."""
+    system: bool = True
+    """Log CPU, memory and GPU use of the first node."""
+
+
+class MLflowSettings(Section):
+    """MLflow. User name, password or token come from MLFLOW_TRACKING_* variables, never from the settings."""
+
+    type: Literal["mlflow"]
+    """The tracker."""
+    uri: str | None = None
+    """Tracking server, such as https://mlflow.example.org, or a file, such as sqlite:////data/mlflow.db.
+    null: MLFLOW_TRACKING_URI, and without it the file mlflow.db in the folder of the runs (offline)."""
+    experiment: str = Field("rpg-megatron", min_length=1)
+    """Experiment of the run; created if it does not exist."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run."""
+    responses: int = Field(RESPONSES, ge=0, le=1000)
+    """Responses in the table of each step; 0: no table."""
+    system: bool = True
+    """Log CPU, memory and GPU use of the first node."""
+
+    @model_validator(mode="after")  # a field's validator would show the value in its message
+    def _uri_holds_no_password(self) -> MLflowSettings:
+        if self.uri is not None and urlsplit(self.uri).password:
+            raise ValueError(
+                "uri must not hold a password, since settings are written to the run's folder; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+            )
+        return self
+
+
+class OwnTrackerSettings(ImportedSettings):
+    """A tracker of your own, by import path. The other keys are its settings; docs/trackers.md."""
+
+    @model_validator(mode="after")
+    def _holds_no_secret(self) -> OwnTrackerSettings:
+        for key in self.keywords:
+            if _SECRET.search(key):
+                raise ValueError(
+                    f"{key} looks like a secret, and settings are written to the run's folder; let your "
+                    "class read it from an environment variable"
+                )
+        return self
+
+
+def _from_name(value: Any) -> Any:
+    """``wandb`` is short for ``{type: wandb}``."""
+    if isinstance(value, str):
+        return {"type": value}
+    if not isinstance(value, dict | BaseModel):
+        raise ValueError("must be a name such as wandb, or a section such as {type: wandb, project: math}")
+    return value
+
+
+TrackerSettings = Annotated[
+    Annotated[TensorBoardSettings, Tag("tensorboard")]
+    | Annotated[WandbSettings, Tag("wandb")]
+    | Annotated[MLflowSettings, Tag("mlflow")]
+    | Annotated[OwnTrackerSettings, Tag(IMPORTED)],
+    Discriminator(lambda value: tag_of(value, "tensorboard")),
+]
+"""A tracker chosen by ``type``, or a class of your own."""
+NamedTracker = Annotated[TrackerSettings, BeforeValidator(_from_name)]
+"""The same; a plain name is enough where there are no other settings."""

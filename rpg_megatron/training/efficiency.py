@@ -1,0 +1,124 @@
+"""Speed, memory, GPU utilisation and MFU of a step, for its row of metrics."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.data.batch_index import BatchIndex
+from rpg_megatron.policy.device import peak_memory_bytes
+
+_PEAKS = {
+    r"A[18]00": 312e12,
+    r"L40S": 362e12,
+    r"H100 PCIe": 756e12,
+    r"H[12]00 NVL": 835e12,
+    r"H[128]00": 989e12,
+    r"B200": 2250e12,
+}
+"""Name of a GPU -> dense bfloat16 FLOP/s, of NVIDIA's data sheets. The first that fits counts."""
+_SAMPLE_SECONDS = 1.0
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU by the name that torch reports; None: unknown, or a part (MIG)."""
+    if "MIG" in name:
+        return None
+    return next((peak for words, peak in _PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+class UtilizationSampler:
+    """Samples how busy this rank's GPU is, once a second, on a thread; on a CPU it does nothing."""
+
+    def __init__(self, device: torch.device, read: Callable[[torch.device], int] = torch.cuda.utilization):
+        """read: percent of the last moments in which a kernel ran; raises where the driver does not tell."""
+        self._device, self._read = device, read
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._sum, self._count = 0.0, 0
+        if device.type == "cuda":
+            threading.Thread(target=self._run, name="gpu utilization", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_SAMPLE_SECONDS):
+            try:
+                share = self._read(self._device) / 100
+            except Exception:  # no nvidia-ml-py, or a GPU that does not tell (MIG): the metric is absent
+                return
+            with self._lock:
+                self._sum, self._count = self._sum + share, self._count + 1
+
+    def pop(self) -> tuple[float, int]:
+        """Sum of the shares, 0 to 1, and number of samples, since the last call."""
+        with self._lock:
+            found = self._sum, self._count
+            self._sum, self._count = 0.0, 0
+        return found
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self._over.set()
+
+
+class Efficiency:
+    """The figures of one rank; ``metrics`` is collective."""
+
+    def __init__(self, settings: Settings, shape: ModelShape, device: torch.device):
+        self._shape, self._device = shape, device
+        self._world = settings.parallel.world
+        self._passes = 1 if settings.anchor.type == "old" else 2
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        # The peak is that of bfloat16.
+        self._peak = peak if settings.precision.dtype == "bfloat16" else None
+        self._sampler = UtilizationSampler(device)
+
+    def of_batch(self, index: BatchIndex) -> dict[str, float]:
+        """``step/*`` of a batch: prompt and response tokens, and FLOPs of a forward pass over them."""
+        lengths = (index.prompt_length + index.response_length).astype(np.float64)
+        flops = self._shape.forward_flops(lengths.sum(), np.square(lengths).sum())
+        return {"step/tokens": float(lengths.sum()), "step/forward_flops": float(flops)}
+
+    def metrics(self, row: dict[str, float]) -> dict[str, float]:
+        """``time/unix``, and of a step ``throughput/*``, ``memory/*`` and on a GPU ``gpu/*``. Collective.
+
+        row: of the step, with ``step/*`` and ``time/*``; used on rank 0 only.
+        """
+        peak = torch.tensor([peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        found = {"time/unix": round(time.time(), 3)}
+        if self._device.type == "cuda":
+            busy = torch.tensor(self._sampler.pop(), dtype=torch.float64, device=self._device)
+            dist.all_reduce(busy)
+            total, count = busy.tolist()
+            found |= {"gpu/utilization": total / count} if count else {}
+        if "step/tokens" not in row or "time/step" not in row:
+            return found
+        rate = row["step/tokens"] / max(row["time/step"], 1e-9)
+        found |= {"throughput/tokens_per_second": rate, "memory/peak_bytes": peak.item()}
+        return found | self.mfu(row)
+
+    def mfu(self, row: dict[str, float]) -> dict[str, float]:
+        """``gpu/mfu*``: share of the GPUs' peak that the model's FLOPs are; nothing where it is unknown.
+
+        An update is three forward passes; what is recomputed does not count, nor what the engines do.
+        """
+        if self._peak is None or "step/forward_flops" not in row:
+            return {}
+        one = row["step/forward_flops"] / (self._peak * self._world)
+        work = {"update": 3 * one, "logprobs": self._passes * one, "step": (3 + self._passes) * one}
+        keys = {"update": "gpu/mfu_update", "logprobs": "gpu/mfu_logprobs", "step": "gpu/mfu"}
+        return {
+            key: work[phase] / row[f"time/{phase}"]
+            for phase, key in keys.items()
+            if row.get(f"time/{phase}", 0) > 0
+        }
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self._sampler.close()

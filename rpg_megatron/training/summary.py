@@ -1,0 +1,38 @@
+"""``summary.json``: the results of a run, which the launcher prints. Its values are kept in checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config.evaluation import EvaluationSettings
+from rpg_megatron.system.files import atomic_write_text
+
+
+def add_accuracy(summary: dict[str, Any], evaluation: EvaluationSettings, row: dict[str, float]) -> None:
+    """Take the accuracies of an evaluation: ``accuracy_before`` of the first, ``accuracy_after`` of the last.
+
+    row: metrics of the evaluation.
+    """
+    accuracy = {s.name: row[f"eval/{s.name}/avg@{evaluation.samples}"] for s in evaluation.heldout}
+    summary.setdefault("accuracy_before", accuracy)
+    summary["accuracy_after"] = accuracy
+
+
+def write_summary(
+    run_dir: Path, summary: dict[str, Any], steps: int, export: Path | None, seconds: float
+) -> None:
+    """Write the file at the end of a run. summary: has ``rates``, tokens per second of each step.
+
+    export: folder of the final Hugging Face checkpoint. seconds: of the whole run, all starts together.
+    """
+    rates = summary.pop("rates")
+    summary |= {
+        "steps": steps,
+        "tokens_per_second": sum(rates) / len(rates),
+        "export": None if export is None else str(export),
+        "metrics": str(run_dir / "metrics.jsonl"),
+        "seconds": seconds,
+    }
+    atomic_write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,294 @@
+"""Rank 0's side of the trackers: a bounded queue and a thread for each, which talks to the tracker's process.
+
+Nothing here blocks or fails the training: rows are dropped when a tracker is slow, and counted; a process
+that dies or hangs is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGKILL
+from typing import IO, Any
+
+from rpg_megatron.config import Settings
+from rpg_megatron.config.trackers import RESPONSES, MLflowSettings, TensorBoardSettings, WandbSettings
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.system.parent_death import with_parent_death_signal
+from rpg_megatron.training.trackers.tracker import file_name
+
+_QUEUED = 256
+"""Rows that wait for a slow tracker; beyond that the oldest is dropped."""
+_WAITS = (2.0, 10.0, 60.0)
+"""Seconds before a row is sent again; after the last one it is dropped."""
+_START_WAITS = (10.0, 60.0, 300.0)
+"""Seconds before a tracker is started again; the last one is repeated."""
+_SILENT = 60.0
+"""Seconds without an answer after which a warning says so."""
+_HUNG = 600.0
+"""Seconds without an answer after which its process is killed and started again."""
+_HINTS = {
+    "wandb": "check the network and WANDB_API_KEY (or `wandb login`), or set offline: true",
+    "mlflow": "check the server of trackers.uri or MLFLOW_TRACKING_URI",
+}
+
+
+class TrackerClient:
+    """One tracker, by place in ``settings.trackers``."""
+
+    def __init__(self, run_dir: Path, place: int, kind: str, warn: Callable[[str], None]) -> None:
+        """Start it, without waiting. warn: told once of problems, from a thread, and once at the end."""
+        self.kind = kind
+        self._command = [
+            *(sys.executable, "-P", "-m", "rpg_megatron.training.trackers.process"),
+            *(str(run_dir), str(place)),
+        ]
+        self._log, self._warn = run_dir / "logs" / f"tracker_{file_name(kind)}.log", warn
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._given, self._delivered, self._dropped, self._told = 0, 0, 0, 0
+        self._warned = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"tracker {kind}", daemon=True)
+        self._thread.start()
+
+    def put(self, item: dict[str, Any]) -> None:
+        """Hand over a row, which must not change afterwards. Never blocks or raises."""
+        with self._changed:
+            self._given += 1
+            if len(self._waiting) >= _QUEUED:
+                self._waiting.popleft()
+                self._dropped += 1
+            self._waiting.append(item)
+            self._changed.notify()
+
+    def pop_dropped(self) -> int:
+        """Rows dropped since the last call."""
+        with self._changed:
+            new, self._told = self._dropped - self._told, self._dropped
+        return new
+
+    def begin_to_close(self) -> None:
+        """Ask it to deliver what waits, without further retries, and to end."""
+        with self._changed:
+            self._closing.set()
+            self._changed.notify()
+
+    def close(self, seconds: float) -> None:
+        """Wait for that, at most so long; then end its process. Warns of rows that were not delivered."""
+        self.begin_to_close()
+        self._thread.join(seconds)
+        late = self._thread.is_alive()
+        self._end_process()
+        self._thread.join(1.0)
+        lost = self._given - self._delivered
+        if lost or late:
+            what = f"{lost} of {self._given} rows were" if lost else "the end of the run was"
+            self._warn(f"trackers: {what} not delivered to {self.kind}; metrics.jsonl has all rows")
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._keep_starting()  # at once, so that its problems are known before the first row
+        while (item := self._next()) is not None:
+            done = self._deliver(item)
+            with self._changed:
+                self._delivered += done
+                self._dropped += not done
+            if not done and self._closing.is_set():
+                return
+        if self._process is not None and self._ask("close") is None:
+            self._end_process(patience=5.0)
+
+    def _next(self) -> dict[str, Any] | None:
+        """The oldest row; None at the end."""
+        with self._changed:
+            while not self._waiting and not self._closing.is_set():
+                self._changed.wait()
+            return self._waiting.popleft() if self._waiting else None
+
+    def _deliver(self, item: dict[str, Any]) -> bool:
+        """Send a row, a few times if need be; returns whether it was taken."""
+        for wait in (*_WAITS, None):
+            if not self._keep_starting():
+                return False
+            problem = self._ask(item)
+            if problem is None:
+                return True
+            self._report(problem)
+            if wait is None or self._closing.wait(wait):
+                break
+        return False
+
+    def _keep_starting(self) -> bool:
+        """Start the process unless it is there; False if the run ends before that succeeds."""
+        waits = iter(_START_WAITS)
+        while self._process is None:
+            problem = self._start()
+            if problem is None:
+                return True
+            self._report(problem)
+            self._end_process()
+            if self._closing.wait(next(waits, _START_WAITS[-1])):
+                return False
+        return True
+
+    def _start(self) -> str | None:
+        try:
+            with self._open_log() as log:
+                # From this thread, which outlives it: the signal is sent when the thread ends.
+                self._process = subprocess.Popen(
+                    with_parent_death_signal(self._command, SIGKILL),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    bufsize=0,
+                )
+        except OSError as e:
+            return str(e)
+        return self._ask(None)
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            return self._log.open("ab")
+        except OSError:  # a full disk
+            return Path("/dev/null").open("ab")
+
+    def _ask(self, item: Any) -> str | None:
+        """Send a line and wait for the answer; returns what is wrong."""
+        process = self._process
+        if process is None:
+            return "it has ended"
+        began = time.monotonic()
+        answer = bytearray()
+        try:
+            for _ in self._exchange(process, json.dumps(item).encode() + b"\n", answer):
+                seconds = time.monotonic() - began
+                if seconds > _SILENT:
+                    self._report(f"no answer for {_SILENT:.0f} seconds")
+                if seconds > _HUNG:
+                    self._end_process()
+                    return f"no answer for {_HUNG:.0f} seconds"
+        except OSError:
+            answer.clear()
+        if not answer.endswith(b"\n"):
+            self._end_process()
+            process.wait()
+            return f"its process ended (exit code {process.returncode})"
+        problem: str | None = json.loads(answer)
+        return problem
+
+    def _exchange(self, process: subprocess.Popen[bytes], line: bytes, answer: bytearray) -> Iterator[None]:
+        """Send the line and fill the answer; yields about once a second until it is whole."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)  # a tracker that hangs does not read either
+        while not answer.endswith(b"\n"):
+            writing = [process.stdin] if line else []
+            readable, writable, _ = select.select([process.stdout], writing, [], 1.0)
+            if writable:
+                line = line[os.write(process.stdin.fileno(), line) :]
+            if readable:
+                part = os.read(process.stdout.fileno(), 1 << 16)
+                if not part:
+                    break
+                answer += part
+            yield
+
+    def _end_process(self, patience: float = 0.0) -> None:
+        """End the process; patience: seconds to wait for it to end by itself."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if patience and process.stdin is not None:
+            process.stdin.close()  # nothing is buffered: this does not block
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+        process.kill()
+        process.wait()
+
+    def _report(self, problem: str) -> None:
+        if self._warned or self._closing.is_set():
+            return
+        self._warned = True
+        hint = _HINTS.get(self.kind, f"correct {self.kind}")
+        self._warn(
+            f"trackers: {self.kind}: {problem}; {hint}. Training continues, and it is tried again; "
+            f"{self._log.parent.name}/{self._log.name} has more"
+        )
+
+
+class Trackers:
+    """The trackers of a run besides TensorBoard."""
+
+    def __init__(self, settings: Settings, run_dir: Path, warn: Callable[[str], None]) -> None:
+        """Start them, without waiting."""
+        chosen = [(i, t) for i, t in enumerate(settings.trackers) if not isinstance(t, TensorBoardSettings)]
+        self._clients = [TrackerClient(run_dir, place, t.type, warn) for place, t in chosen]
+        self._counts = [
+            t.responses if isinstance(t, WandbSettings | MLflowSettings) else RESPONSES for _, t in chosen
+        ]
+        self._responses: list[dict[str, Any]] = []
+
+    def add_responses(self, trajectories: Sequence[Trajectory]) -> None:
+        """Keep some of a step's responses for the next ``put``."""
+        self._responses = sample_responses(trajectories, max(self._counts, default=0))
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Hand over a row of metrics, with its ``step``. Never blocks or raises."""
+        responses, self._responses = self._responses, []
+        metrics = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
+        for client, count in zip(self._clients, self._counts, strict=True):
+            client.put({"step": row["step"], "metrics": metrics, "responses": spread(responses, count)})
+
+    def metrics(self) -> dict[str, float]:
+        """``trackers/dropped``: rows dropped since the last call; nothing without trackers."""
+        if not self._clients:
+            return {}
+        return {"trackers/dropped": float(sum(client.pop_dropped() for client in self._clients))}
+
+    def close(self, seconds: float) -> None:
+        """Deliver what is left, at most so long for all together."""
+        end = time.monotonic() + seconds
+        for client in self._clients:
+            client.begin_to_close()
+        for client in self._clients:
+            client.close(max(0.0, end - time.monotonic()))
+        self._clients, self._counts = [], []
+
+
+def spread[T](items: Sequence[T], count: int) -> list[T]:
+    """At most ``count`` items, evenly spread over them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def sample_responses(trajectories: Sequence[Trajectory], count: int) -> list[dict[str, Any]]:
+    """Rows of the table of responses, of at most ``count`` trajectories; ``prompt`` as token ids."""
+    return [
+        {
+            "prompt": t.prompt.tolist(),
+            "response": t.text,
+            "reward": t.reward,
+            "correct": t.correct,
+            "advantage": float(t.advantage),
+            "tokens": len(t.response),
+            "finish": t.finish,
+            "answer": t.answer,
+            "extracted": t.extracted,
+            "prompt_id": t.prompt_id,
+            "sample": t.sample,
+        }
+        for t in spread(trajectories, count)
+    ]

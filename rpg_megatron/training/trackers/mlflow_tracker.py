@@ -1,0 +1,98 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import mlflow
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+
+from rpg_megatron.config.trackers import MLflowSettings
+from rpg_megatron.training.trackers.tracker import COLUMNS, TrackedRun
+
+_LONGEST = 500
+"""Characters of a parameter's value: the limit of older servers."""
+_AT_ONCE = 100
+"""Parameters in a request: MLflow's limit."""
+_FORBIDDEN = re.compile(r"[^\w\-. /:]")
+"""Characters that MLflow refuses in names, after ``@``."""
+
+
+class MLflowTracker:
+    """A run of MLflow; see ``Tracker``. Settings are its parameters and the artifact ``config.json``."""
+
+    def __init__(self, run: TrackedRun, settings: MLflowSettings) -> None:
+        """Start or resume it. Raises what the package raises: no connection, no permission."""
+        uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = uri or f"sqlite:///{run.folder.parent.absolute() / 'mlflow.db'}"
+        mlflow.set_tracking_uri(uri)
+        self._client = mlflow.MlflowClient()
+        experiment = self._experiment(settings.experiment, uri)
+        where = f"{uri} {settings.experiment}"
+        known = run.known_id(where)
+        # The fluent interface for its thread of system metrics only; all else names the run.
+        started = mlflow.start_run(
+            run_id=known,
+            experiment_id=None if known else experiment,
+            run_name=None if known else run.name,
+            tags=settings.tags or None,
+            log_system_metrics=settings.system,
+        )
+        self._id = started.info.run_id
+        run.keep_id(self._id, where)
+        self._client.log_dict(self._id, run.config, "config.json")
+        # A parameter cannot be changed: those of the first start stay.
+        missing = {key: value for key, value in _flat(run.config).items() if key not in started.data.params}
+        parameters = [Param(key, value) for key, value in missing.items()]
+        for start in range(0, len(parameters), _AT_ONCE):
+            self._client.log_batch(self._id, params=parameters[start : start + _AT_ONCE])
+
+    def _experiment(self, name: str, uri: str) -> str:
+        """Id of the experiment, which is created if need be."""
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            file = urlsplit(uri).path.removeprefix("/") if uri.startswith("sqlite:") else ""
+            # By default a file's artifacts would be in the working directory.
+            artifacts = (Path(file).absolute().parent / "mlartifacts").as_uri() if file else None
+            try:
+                return str(self._client.create_experiment(name, artifact_location=artifacts))
+            except MlflowException:  # another run has just created it
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def log(self, step: int, metrics: dict[str, float], responses: list[dict[str, Any]]) -> None:
+        """See ``Tracker``; a step's table is the artifact ``responses/step_NNNNNN.json``."""
+        now = int(time.time() * 1000)
+        values = [Metric(metric_name(key), value, now, step) for key, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
+        if responses:
+            # The form of MLflow's log_table, which would append the rows of a step that is repeated.
+            rows = [[row[column] for column in COLUMNS] for row in responses]
+            table = {"columns": list(COLUMNS), "data": rows}
+            self._client.log_dict(self._id, table, f"responses/step_{step:06d}.json")
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        mlflow.end_run()
+
+
+def metric_name(key: str) -> str:
+    """A key of metrics.jsonl in the characters that MLflow allows: ``avg@4`` becomes ``avg_at_4``."""
+    return _FORBIDDEN.sub("_", key.replace("@", "_at_"))
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {prefix: str(value)[:_LONGEST]}
+    found: dict[str, str] = {}
+    for key, inner in value.items():
+        found |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return found

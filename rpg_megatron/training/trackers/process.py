@@ -1,0 +1,109 @@
+"""The process of one tracker: ``python -m rpg_megatron.training.trackers.process RUN_DIR NUMBER``.
+
+NUMBER: place in ``trackers``. Reads JSON lines from stdin: null starts the tracker, an object logs a step,
+``"close"`` ends. Answers each line with null or the text of an error. What the tracker's package prints goes
+to stderr. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, cast
+
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.trackers import MLflowSettings, OwnTrackerSettings, WandbSettings
+from rpg_megatron.data.tokenizer_file import FileTokenizer, open_tokenizer
+from rpg_megatron.system.own_code import Wanted, load_own
+from rpg_megatron.training.trackers.tracker import FOLDER, TrackedRun, Tracker
+
+_LONGEST = 8000
+"""Characters of a text in the table of responses; longer ones lose their middle."""
+_DEFAULTS = {
+    # MLflow would otherwise try for a quarter of an hour before it raises.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    # By default the last 15 seconds of an offline run are lost when it is killed.
+    "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",
+}
+
+
+def open_tracker(settings: Settings, place: int, folder: Path) -> Tracker:
+    """Start or resume the tracker at a place of ``trackers``. Raises whatever its package raises."""
+    chosen = settings.trackers[place]
+    run = TrackedRun(folder.name, folder, settings.model_dump(mode="json"), chosen.type)
+    if isinstance(chosen, WandbSettings):
+        from rpg_megatron.training.trackers.wandb_tracker import WandbTracker
+
+        return WandbTracker(run, chosen)
+    if isinstance(chosen, MLflowSettings):
+        from rpg_megatron.training.trackers.mlflow_tracker import MLflowTracker
+
+        return MLflowTracker(run, chosen)
+    assert isinstance(chosen, OwnTrackerSettings)
+    return cast(Tracker, load_own(Wanted(f"trackers[{place}]", chosen.type, chosen.keywords, 1))(run))
+
+
+class _Texts:
+    """Decodes prompts, and makes texts short and valid UTF-8."""
+
+    def __init__(self, model: Path) -> None:
+        self._tokenizer: FileTokenizer | None = open_tokenizer(model, chat=False)
+
+    def readable(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row of the table of responses, its prompt as text instead of token ids."""
+        prompt = self._tokenizer.decode(row["prompt"]) if self._tokenizer else str(row["prompt"])
+        row = row | {"prompt": prompt}
+        return {key: _short(value) if isinstance(value, str) else value for key, value in row.items()}
+
+
+def _short(text: str) -> str:
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def main() -> None:
+    """Serve stdin until it ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler's warning reaches all: the rank ends this process
+    for key, value in _DEFAULTS.items():
+        os.environ.setdefault(key, value)
+    folder, place = Path(sys.argv[1]), int(sys.argv[2])
+    tracker: Tracker | None = None
+    texts: _Texts | None = None
+    for line in sys.stdin:
+        item = json.loads(line)
+        problem = None
+        try:
+            if tracker is None or texts is None:
+                settings = load_settings(folder / "config.yaml")
+                (folder / FOLDER).mkdir(exist_ok=True)
+                texts = _Texts(settings.model.path)
+                tracker = open_tracker(settings, place, folder)
+            elif item == "close":
+                if hasattr(tracker, "close"):
+                    tracker.close()
+            else:
+                responses = [texts.readable(row) for row in item["responses"]]
+                tracker.log(item["step"], item["metrics"], responses)
+        except UserError as e:
+            problem = str(e)
+        except (Exception, SystemExit) as e:
+            traceback.print_exc()
+            problem = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        answers.write(json.dumps(problem) + "\n")
+        answers.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the packages' threads and exit handlers may wait for a server
+
+
+if __name__ == "__main__":
+    main()

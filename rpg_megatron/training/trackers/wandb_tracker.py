@@ -1,0 +1,52 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import wandb
+
+from rpg_megatron.config.trackers import WandbSettings
+from rpg_megatron.training.trackers.tracker import COLUMNS, FOLDER, TrackedRun
+
+
+class WandbTracker:
+    """A run of Weights & Biases; see ``Tracker``. The key ``step`` is the x axis of all metrics.
+
+    Their own step counter only grows, and would refuse the steps that a resumed run repeats.
+    """
+
+    def __init__(self, run: TrackedRun, settings: WandbSettings) -> None:
+        """Start or resume it. Raises what the package raises: no key, no connection."""
+        # Chosen here and kept first: a run that is killed while it connects continues the same one.
+        number = run.known_id() or uuid.uuid4().hex[:8]
+        run.keep_id(number)
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
+            tags=settings.tags or None,
+            name=run.name,
+            id=number,
+            resume="allow",
+            dir=str(run.folder / FOLDER),
+            mode="offline" if settings.offline else None,  # None: as WANDB_MODE says
+            config=run.config,
+            allow_val_change=True,
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=not settings.system),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: dict[str, float], responses: list[dict[str, Any]]) -> None:
+        """See ``Tracker``; the table is the key ``responses``."""
+        values: dict[str, Any] = {"step": step, **metrics}
+        if responses:
+            rows = [[row[column] for column in COLUMNS] for row in responses]
+            values["responses"] = wandb.Table(columns=list(COLUMNS), data=rows)
+        self._run.log(values)
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
