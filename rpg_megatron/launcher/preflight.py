@@ -21,7 +21,7 @@ from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.launcher.input_checks import check_data, check_disk, check_own_code, check_reward
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
-from rpg_megatron.models.registry import check_layout, mapping_for
+from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -115,12 +115,14 @@ def check_model(path: Path) -> ModelShape:
 def check_parallel(settings: Settings, shape: ModelShape) -> None:
     """Check that the layouts of trainer and engines divide the model's heads, columns and layers."""
     parallel = settings.parallel
-    for tensor, pipeline, virtual, where in (
-        (parallel.tensor, parallel.pipeline, parallel.virtual, "parallel"),
-        (settings.engine.tensor, 1, 1, "engine"),
+    for tensor, pipeline, virtual, expert_tensor, where in (
+        (parallel.tensor, parallel.pipeline, parallel.virtual, parallel.expert_tensor, "parallel"),
+        (settings.engine.tensor, 1, 1, None, "engine"),
     ):
         try:
-            check_layout(shape, tensor, pipeline, virtual)
+            check_layout(shape, tensor, pipeline, virtual, expert_tensor=expert_tensor)
+            if where == "parallel":
+                check_experts(shape, parallel, device=settings.device)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
 
@@ -139,6 +141,8 @@ def check_precision(settings: Settings, shape: ModelShape) -> None:
     fp8, parallel = settings.precision.fp8, settings.parallel
     if fp8 is None:
         return
+    if shape.experts is not None:
+        raise UserError("precision.fp8 is not supported for mixtures of experts; set it to null")
     heads = shape.num_heads * shape.head_dim
     rows = heads + 2 * shape.num_kv_heads * shape.head_dim
     sizes = {
