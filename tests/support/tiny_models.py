@@ -113,8 +113,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
     "llama": {"family": "llama", "qk_norm": False, "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64)},
 }
-MOE = {"family": "qwen3_moe", "experts": ExpertShape(8, 2, 24, True, (1, 2, 3))}
-"""Changes of TINY for a mixture of experts; its first layer is dense."""
+TINY_MOE = replace(TINY, family="qwen3_moe", experts=ExpertShape(8, 2, 24, True, (1, 2, 3)))
+"""A mixture of experts whose first layer is dense."""
 """What differs from TINY in each family."""
 
 
