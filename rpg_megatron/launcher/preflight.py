@@ -34,6 +34,8 @@ FP8_EMULATED = (
 )
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on a CPU. With another one an engine starts, and dies at each request."""
+CPU_EXPERT_COLUMNS = 32
+"""vLLM's experts on a CPU have a multiple of so many columns. Others fail at the first request."""
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
 
@@ -47,6 +49,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
     check_head_dim(settings, shape)
+    check_expert_columns(settings, shape)
     check_precision(settings, shape)
     check_batch(settings, shape)
     if settings.device == "cuda":
@@ -133,6 +136,19 @@ def check_head_dim(settings: Settings, shape: ModelShape) -> None:
         raise UserError(
             f"model.path: {settings.model.path} has heads of {shape.head_dim} (head_dim in config.json); on "
             f"a CPU vLLM supports {', '.join(map(str, CPU_HEAD_DIMS))}; use another model, or device=cuda"
+        )
+
+
+def check_expert_columns(settings: Settings, shape: ModelShape) -> None:
+    """Check that engines on a CPU support the size of an expert on each worker."""
+    if settings.device != "cpu" or shape.experts is None:
+        return
+    columns = shape.experts.ffn_hidden_size
+    if columns % (settings.engine.tensor * CPU_EXPERT_COLUMNS):
+        raise UserError(
+            f"engine.tensor: {settings.engine.tensor} workers share the {columns} feed-forward columns of an "
+            f"expert (moe_intermediate_size in config.json); on a CPU vLLM needs a multiple of "
+            f"{CPU_EXPERT_COLUMNS} on each; use another size or model, or device=cuda"
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rpg_megatron.bridge import publisher
 from rpg_megatron.checkpoints.hf_export import group_shards
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.policy import ParallelSettings
@@ -125,6 +126,30 @@ def test_ranks_with_other_experts_are_not_replicas():
         MappingError, match=r"experts\.4\.gate_proj\.weight: 576 of 576 elements are held by no"
     ):
         assign_owners(layout, [h for h in holdings if h.coordinates.experts.rank != 2])
+
+
+def test_replicas_of_a_publish_plan_hold_the_same_experts(monkeypatch):
+    """Two tensor, four data, four expert-parallel ranks: rank r + 4 holds what rank r holds, and no other."""
+    layout = mapping_for(TINY_MOE)
+    places = grid(layout.shape, 2, 1, data=4, expert=4)
+    values = [stage_values(layout, p, 1, random_state_dict(layout)) for p in places]
+    shards = [
+        RankShards(p, tuple((n, tuple(v.shape)) for n, v in params.items()))
+        for p, params in zip(places, values, strict=True)
+    ]
+    monkeypatch.setattr(publisher, "gather_objects", lambda mine: [(s, "") for s in shards])
+    monkeypatch.setattr(publisher, "run_together", lambda step: step())
+    plan = publisher.make_publish_plan(places[5], values[5], layout)
+    assert plan.replicas == {0: (0, 4), 1: (1, 5), 2: (2, 6), 3: (3, 7)}
+    assert plan.ranks == [0, 1, 2, 3]
+    sent = {rank: sum(piece.hf.numel for *_, piece in plan.slices_of(rank)) for rank in plan.ranks}
+    assert sum(sent.values()) == sum(Box.whole(s).numel for s in layout.hf_tensors().values())
+    one = 3 * 24 * 24 * 2 * 3  # two experts in each of three layers
+    assert sent[2] == sent[3] == one < sent[0]
+    # Everything but experts lies on ranks 2 and 3, too, and may be read there.
+    others = plan.shared["model.layers.1.self_attn.o_proj.weight", 1]
+    assert [s.rank for s in others] == [3]
+    assert not any(".experts." in name for name, _ in plan.shared)
 
 
 @pytest.mark.parametrize(

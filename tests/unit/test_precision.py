@@ -7,6 +7,7 @@ Not covered: Transformer Engine itself and every number it gives (tests/gpu).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from rpg_megatron.launcher.preflight import check, check_precision
 from rpg_megatron.policy import optimizer, precision
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
+from tests.support.tiny_models import TINY_MOE
 
 CUDA = torch.device("cuda")
 
@@ -214,6 +216,29 @@ def test_emulation_is_announced_once(config_file: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.splitlines() == [f"warning: {preflight.FP8_EMULATED}"]
     check(load_settings(config_file, []))
     assert "emulated" not in capsys.readouterr().err
+
+
+def test_fp8_is_refused_with_experts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"precision\.fp8 is not supported for mixtures of experts"):
+        check_precision(settings_of(tmp_path, "precision.fp8={}"), TINY_MOE)
+    check_precision(settings_of(tmp_path), TINY_MOE)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "modules"),
+    [("none", ["core_attn"]), ("selective", ["mlp", "moe"]), ("full", ["core_attn"])],
+)
+def test_what_megatron_is_told_of_experts(recompute: str, modules: list[str]) -> None:
+    parallel = ParallelSettings(data=4, expert=2)
+    config = transformer_config(TINY_MOE, parallel, PrecisionSettings(), recompute, device=CUDA)
+    assert (config.moe_token_dispatcher_type, config.moe_router_dtype) == ("alltoall", "fp32")
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (2, 1)
+    assert config.moe_layer_freq == [0, 1, 1, 1]
+    assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.0, "none")
+    assert config.moe_router_pre_softmax is False
+    assert config.recompute_modules == modules
+    unscaled = replace(TINY_MOE, experts=replace(TINY_MOE.experts, normalised=False))
+    assert transformer_config(unscaled, parallel, PrecisionSettings()).moe_router_pre_softmax is True
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
