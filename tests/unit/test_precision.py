@@ -16,6 +16,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from megatron.core.extensions import transformer_engine_spec_provider as te_specs
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from rpg_megatron.commands.doctor.probe import has_gpu
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
@@ -29,7 +33,7 @@ from rpg_megatron.config.policy import (
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher import preflight
 from rpg_megatron.launcher.preflight import check, check_precision
-from rpg_megatron.policy import optimizer, precision
+from rpg_megatron.policy import model, optimizer, precision
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
 from tests.support.tiny_models import TINY_MOE
@@ -239,6 +243,34 @@ def test_what_megatron_is_told_of_experts(recompute: str, modules: list[str]) ->
     assert config.recompute_modules == modules
     unscaled = replace(TINY_MOE, experts=replace(TINY_MOE.experts, normalised=False))
     assert transformer_config(unscaled, parallel, PrecisionSettings()).moe_router_pre_softmax is True
+
+
+class NamedSpecs(te_specs.TESpecProvider):
+    """Megatron's provider of Transformer Engine's layers with names in place of those, which are not here."""
+
+    def __getattribute__(self, name: str) -> Any:
+        real = super().__getattribute__(name)
+        if name.startswith("__") or name in ("grouped_mlp_modules", "fuse_layernorm_and_linear"):
+            return real
+        return lambda *_, **__: name
+
+
+def test_layers_of_experts_ask_transformer_engine_for_grouped_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And for a norm of its own before the router, under the local layers' name, unlike dense layers."""
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", NamedSpecs)
+    monkeypatch.setattr(te_specs, "TEColumnParallelGroupedLinear", "grouped column")
+    monkeypatch.setattr(te_specs, "TERowParallelGroupedLinear", "grouped row")
+    layer = model._fused_layer(TINY_MOE, experts=True).submodules
+    experts = layer.mlp.keywords["submodules"].experts
+    assert experts.func is TEGroupedMLP
+    assert experts.keywords["submodules"].linear_fc1 == "grouped column"
+    assert experts.keywords["submodules"].linear_fc2 == "grouped row"
+    assert layer.pre_mlp_layernorm == "layer_norm"
+    dense = model._fused_layer(TINY_MOE, experts=False).submodules
+    assert dense.pre_mlp_layernorm is IdentityOp
+    assert dense.mlp.keywords["submodules"].linear_fc1 == "column_parallel_layer_norm_linear"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
