@@ -110,6 +110,12 @@ def check_experts(shape: ModelShape, parallel: ParallelSettings, *, device: str)
                 f"tensor={tensor} without sequence parallelism is not possible with experts: "
                 "each rank would send every token, which Megatron refuses; set sequence to true"
             )
+        if bare := _ranks_without_experts(shape, parallel):
+            problems.append(
+                f"pipeline={parallel.pipeline}: all layers of pipeline rank {bare[0]} are dense; its "
+                "optimizer would have other parts than the rest, and no checkpoint could be resumed; lower "
+                "pipeline, or raise virtual"
+            )
         if device == "cpu" and cut > 1 and (expert > 1 or tensor % cut):
             # Ranks that share an expert then have different numbers of tokens, which gloo cannot gather.
             problems.append(
@@ -117,3 +123,15 @@ def check_experts(shape: ModelShape, parallel: ParallelSettings, *, device: str)
             )
     if problems:
         raise UserError("; ".join(problems))
+
+
+def _ranks_without_experts(shape: ModelShape, parallel: ParallelSettings) -> list[int]:
+    """Pipeline ranks that hold no layer with experts; none if there are fewer layers than stages."""
+    stages = parallel.pipeline * parallel.virtual
+    if stages > shape.num_layers:
+        return []
+    held, first = [False] * parallel.pipeline, 0
+    for stage, count in enumerate(shape.stage_layers(stages)):
+        held[stage % parallel.pipeline] |= any(map(shape.has_experts, range(first, first + count)))
+        first += count
+    return [rank for rank, some in enumerate(held) if not some]

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 x VPP2 x DP2, EP2": {"pipeline": 2, "virtual": 2, "data": 2, "expert": 2},
     "CP2 x DP2, EP4": {"context": 2, "data": 2, "expert": 4},
 }
+SAVED = ["TP2+SP x DP2, EP2", "DP4", "TP2+SP x PP2, ETP2"]
 SIZES = {
     "num_hidden_layers": 4,
     "vocab_size": 251,
@@ -77,7 +78,7 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["distributed", "plain", "schedule-free"])
-@pytest.mark.parametrize("dense", [[], [0, 1]], ids=["experts", "first two layers dense"])
-def test_every_layout_loads_every_checkpoint(tmp_path: Path, kind: str, dense: list[int]) -> None:
+@pytest.mark.parametrize("dense", [[], [0]], ids=["experts", "first layer dense"])
+def test_every_layout_loads_each_kind_of_checkpoint(tmp_path: Path, kind: str, dense: list[int]) -> None:
     write_batch(tmp_path, make_model(tmp_path / "model", "qwen3_moe", **SIZES, mlp_only_layers=dense))
-    run_all(tmp_path, kind, list(LAYOUTS), list(LAYOUTS))
+    run_all(tmp_path, kind, SAVED, list(LAYOUTS))

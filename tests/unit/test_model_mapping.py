@@ -172,6 +172,16 @@ def test_layouts_that_experts_do_not_allow(parallel, device, says):
         check_experts(shape, ParallelSettings(**parallel), device=device)
 
 
+def test_a_pipeline_rank_without_experts_is_refused():
+    shape = replace(TINY_MOE, experts=replace(TINY_MOE.experts, layers=(2, 3)))
+    with pytest.raises(UserError, match="pipeline=2: all layers of pipeline rank 0 are dense"):
+        check_experts(shape, ParallelSettings(pipeline=2), device="cpu")
+    check_experts(shape, ParallelSettings(pipeline=2, virtual=2), device="cpu")
+    check_experts(TINY_MOE, ParallelSettings(pipeline=2), device="cpu")
+    with pytest.raises(UserError, match="pipeline rank 0 are dense"):
+        check_experts(TINY_MOE, ParallelSettings(pipeline=4), device="cpu")
+
+
 def test_expert_parallelism_of_a_dense_model_is_refused():
     with pytest.raises(UserError, match=r"expert=2: the model has no experts; set it to 1"):
         check_experts(TINY, ParallelSettings(data=2, expert=2), device="cuda")
