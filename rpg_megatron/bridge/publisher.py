@@ -127,9 +127,9 @@ def make_publish_plan(
     gathered = gather_objects((shards, node))
     peers = [s for s, where in gathered if where == node]
     owners = run_together(lambda: assign_owners(mapping, peers))
-    replicas: dict[tuple[int, int], list[int]] = {}
+    replicas: dict[tuple[int, ...], list[int]] = {}
     for c in (s.coordinates for s in peers):
-        replicas.setdefault((c.pipeline_rank, c.tensor_rank), []).append(c.rank)
+        replicas.setdefault(c.shard, []).append(c.rank)
     firsts = {min(ranks) for ranks in replicas.values()}
     return PublishPlan(
         coordinates.rank,

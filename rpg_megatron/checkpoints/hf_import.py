@@ -14,6 +14,7 @@ from rpg_megatron.checkpoints.hf_files import StoredTensor, verify_hf_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.boxes import MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 __all__ = ["load_hf_weights", "verify_hf_checkpoint"]
@@ -28,12 +29,13 @@ def load_hf_weights(
     tensor: int,
     tensor_rank: int,
     vocab_multiple: int,
+    experts: ExpertShard = ALL_EXPERTS,
 ) -> int:
     """Fill parameters in place from a checkpoint; returns the bytes read from its files.
 
     params: (name, tensor) as from ``Policy.named_parameters()``, on any device, with any floating-point
-    dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. Vocabulary padding rows become
-    zero. Not collective. Extra memory is one slice at a time.
+    dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. experts: the rank's part of
+    them. Vocabulary padding rows become zero. Not collective. Extra memory is one slice at a time.
     Raises UserError if the checkpoint does not match the model (see ``verify_hf_checkpoint``) or cannot be
     read, MappingError if a parameter's name is unknown or its shape is wrong.
     """
@@ -44,7 +46,9 @@ def load_hf_weights(
         # are reopened for each parameter. Reading some columns touches the pages of the whole tensor.
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
-            expected = mapping.local_shape(name, tensor=tensor, vocab_multiple=vocab_multiple)
+            expected = mapping.local_shape(
+                name, tensor=tensor, vocab_multiple=vocab_multiple, experts=experts
+            )
             if tuple(param.shape) != expected:
                 raise MappingError(
                     f"tensor rank {tensor_rank}: {name} has shape {tuple(param.shape)}, but {expected} by "
@@ -55,6 +59,7 @@ def load_hf_weights(
                 tensor=tensor,
                 tensor_rank=tensor_rank,
                 vocab_multiple=vocab_multiple,
+                experts=experts,
             )
             if sum(p.local.numel for p in pieces) == param.numel():
                 check_cover(name, expected, [p.local for p in pieces])

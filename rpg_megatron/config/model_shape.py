@@ -10,7 +10,12 @@ from typing import Any
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import read_json
 
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 """HF architecture name -> family; each family is one file in ``models``."""
 
 ROPE_TYPES = {"llama": ("default", "llama3")}
@@ -34,6 +39,22 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """The experts of a mixture-of-experts model; every layer that has some has as many."""
+
+    count: int
+    """Experts in a layer."""
+    per_token: int
+    """Experts that the router chooses for a token."""
+    ffn_hidden_size: int
+    """Feed-forward columns of one expert."""
+    normalised: bool
+    """Whether the weights of a token's chosen experts sum to 1 (norm_topk_prob)."""
+    layers: tuple[int, ...]
+    """Indices of the layers with experts, ascending; the other layers are dense."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model, from which layouts, memory and the Megatron configuration follow."""
 
@@ -54,6 +75,17 @@ class ModelShape:
     dtype: str
     """dtype of the weights in the checkpoint: float32, bfloat16 or float16."""
     rope_scaling: Llama3Rope | None = None
+    experts: ExpertShape | None = None
+    """None: every layer is dense. Otherwise ``ffn_hidden_size`` is that of the dense layers, if any."""
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has a plain feed-forward block."""
+        return self.experts is None or len(self.experts.layers) < self.num_layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer ``layer``, counted from 0, has experts in place of a dense feed-forward block."""
+        return self.experts is not None and layer in self.experts.layers
 
     def padded_vocab(self, tensor: int, multiple: int = 1) -> int:
         """Vocabulary rows, padded so that each of ``tensor`` ranks holds a multiple of ``multiple``."""
@@ -62,9 +94,9 @@ class ModelShape:
 
     @property
     def matmul_parameters(self) -> tuple[int, int]:
-        """Parameters of all layers' matrices, and of the output layer."""
+        """Parameters that a token is multiplied with: in all layers' matrices, and in the output layer."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * heads + 2 * kv + 3 * self.ffn_hidden_size)
+        layer = int(self.hidden_size * (2 * heads + 2 * kv + 3 * self._ffn_columns_of_a_token))
         return self.num_layers * layer, self.hidden_size * self.vocab_size
 
     @property
@@ -86,6 +118,18 @@ class ModelShape:
         2104.04473, appendix).
         """
         return 2 * sum(self.matmul_parameters) * (tokens + squares / self.attention_length)
+
+    @property
+    def _ffn_columns_of_a_token(self) -> float:
+        """Feed-forward columns that a token passes in a layer, the router's outputs included; the mean over
+        layers.
+        """
+        e = self.experts
+        if e is None:
+            return self.ffn_hidden_size
+        dense = self.num_layers - len(e.layers)
+        chosen = e.per_token * e.ffn_hidden_size + e.count / 3  # an expert has 3 matrices, the router one
+        return (dense * self.ffn_hidden_size + len(e.layers) * chosen) / self.num_layers
 
     def stage_layers(self, stages: int) -> list[int]:
         """Number of layers on each of ``stages`` stages, in the order of the layers, at least one each.
@@ -133,7 +177,7 @@ def read_model_shape(path: Path) -> ModelShape:
             f"{file}: architecture {name} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     try:
-        sizes = {key: _size(key, raw[key]) for key in _LARGEST if raw.get(key) is not None}
+        sizes = {key: _size(key, raw[key]) for key in _SIZES if raw.get(key) is not None}
         _refuse_variants(file, raw, family)
         rope = _rope(raw)
         heads = sizes["num_attention_heads"]
@@ -154,13 +198,14 @@ def read_model_shape(path: Path) -> ModelShape:
             head_dim=sizes.get("head_dim", head_dim),
             vocab_size=sizes["vocab_size"],
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             qkv_bias=family == "qwen2",
             rope_theta=_positive("rope_theta", rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
             norm_eps=_positive("rms_norm_eps", raw["rms_norm_eps"]),
             max_positions=sizes["max_position_embeddings"],
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             rope_scaling=_llama3_rope(file, raw),
+            experts=_experts(raw, sizes["num_hidden_layers"]) if family == "qwen3_moe" else None,
         )
     except KeyError as e:
         raise UserError(f"{file}: the key {e.args[0]!r} is missing; copy the checkpoint again") from None
@@ -177,8 +222,17 @@ _LARGEST = {
     "head_dim": 2**16,
     "vocab_size": 2**31 - 1,  # token ids are int32
     "max_position_embeddings": 2**31 - 1,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "num_experts_per_tok": 2**16,
+    "moe_intermediate_size": 2**22,
+    "decoder_sparse_step": 10_000,
 }
 """Key -> its largest value, far beyond that of any model."""
+
+
+_SIZES = list(_LARGEST)[:8]
+"""Keys of every family; the rest are those of experts."""
 
 
 def _size(key: str, value: Any) -> int:
@@ -257,3 +311,33 @@ def _llama3_rope(file: Path, raw: dict[str, Any]) -> Llama3Rope | None:
             "copy the checkpoint again"
         )
     return scaling
+
+
+def _experts(raw: dict[str, Any], layers: int) -> ExpertShape:
+    """The experts of a Qwen3-MoE model, with transformers' defaults for keys that the file lacks."""
+    # transformers writes num_local_experts; published files have num_experts.
+    counts = {key: _size(key, raw[key]) for key in ("num_experts", "num_local_experts") if key in raw}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"num_experts is {raw['num_experts']}, but num_local_experts {raw['num_local_experts']}"
+        )
+    count = next(iter(counts.values()), 128)
+    per_token = _size("num_experts_per_tok", raw.get("num_experts_per_tok", 8))
+    normalised = bool(raw.get("norm_topk_prob", False))
+    if per_token > count:
+        raise ValueError(f"num_experts_per_tok is {per_token}, more than num_experts ({count})")
+    if per_token == 1 and normalised:
+        raise ValueError(
+            "num_experts_per_tok is 1 with norm_topk_prob true: the router would have no gradient, and "
+            "Megatron does not support it"
+        )
+    step = _size("decoder_sparse_step", raw.get("decoder_sparse_step", 1))
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise ValueError(f"mlp_only_layers is {repr(dense)[:80]}; it must be a list of layer indices")
+    found = tuple(i for i in range(layers) if i not in set(dense) and (i + 1) % step == 0)
+    if not found:
+        raise ValueError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
+    return ExpertShape(
+        count, per_token, _size("moe_intermediate_size", raw["moe_intermediate_size"]), normalised, found
+    )

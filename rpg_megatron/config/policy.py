@@ -49,7 +49,14 @@ class ParallelSettings(Section):
     data: int = Field(1, ge=1)
     """Data-parallel size (DP): replicas of the policy, which share each mini-batch."""
     sequence: bool = False
-    """Sequence parallelism (SP): splits norms and residuals along the tokens over the TP ranks."""
+    """Sequence parallelism (SP): splits norms and residuals along the tokens over the TP ranks. Mixtures of
+    experts need it with tensor of 2 or more."""
+    expert: int = Field(1, ge=1)
+    """Mixtures of experts: expert-parallel size (EP). Each layer's experts are shared out over this many of a
+    stage's tensor x context x data ranks, which send their tokens to each other; it adds no ranks."""
+    expert_tensor: int = Field(1, ge=1)
+    """Mixtures of experts: tensor-parallel size of each expert (ETP), also over ranks of the stage. It
+    does not follow parallel.tensor."""
 
     @property
     def world(self) -> int:
@@ -61,6 +68,16 @@ class ParallelSettings(Section):
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError(
                 f"virtual={self.virtual} needs pipeline of 2 or more; raise pipeline, or set virtual to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_divide_the_ranks(self) -> ParallelSettings:
+        ranks = self.tensor * self.context * self.data
+        if ranks % (self.expert * self.expert_tensor):
+            raise ValueError(
+                f"expert={self.expert} x expert_tensor={self.expert_tensor} must divide the {ranks} ranks of "
+                "a stage (tensor x context x data), which share the experts; lower it, or raise data"
             )
         return self
 
@@ -119,9 +136,10 @@ class MemorySettings(Section):
     """Activation recomputation and offload."""
 
     recompute: Literal["none", "selective", "full"] | None = None
-    """Activations that the backward pass recomputes. none; selective: the MLPs; full: whole layers, of which
-    only the input is stored. null: chosen by the tokens of a rank's largest micro-batch (a full one, or the
-    longest sequence over parallel.context): none up to 4096, selective up to 8192, full above."""
+    """Activations that the backward pass recomputes. none; selective: the MLPs, or routers and experts; full:
+    whole layers, of which only the input is stored. null: chosen by the tokens of a rank's largest
+    micro-batch (a full one, or the longest sequence over parallel.context): none up to 4096, selective up to
+    8192, full above."""
     offload_optimizer: float = Field(0.0, ge=0, le=1)
     """Fraction of the optimizer state (float32 weights and moments) in host memory, updated by the CPU. Saves
     12 bytes of GPU memory per parameter, divided over the data-parallel ranks; updates are slower. Needs

@@ -164,6 +164,11 @@ class Settings(Section):
             yield from self._problems_of_keep_best(self.checkpoint.keep_best)
         if self.device == "cpu" and self.engine.quantization is not None:
             yield f"engine.quantization {self.engine.quantization} needs device cuda; set it to null"
+        if self.device == "cpu" and "--enable-expert-parallel" in self.engine.arguments:
+            yield (
+                "engine.arguments: --enable-expert-parallel needs device cuda: vLLM's experts on a CPU crash "
+                "with it; remove it (engine.tensor splits every expert over the workers)"
+            )
         yield from self._what_sampling_ahead_needs()
         yield from self._what_needs_transformer_engine()
         if self.bridge.transport != "process_group":

@@ -196,7 +196,7 @@ def _check_colocated(settings: Settings, count: int, each: int, some: int) -> No
         raise UserError(
             f"bridge.transport {transport} works within one node only, and the {each} trainer ranks of node "
             f"{node} hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
-            f"{parallel.pipeline}); set it to process_group, or lower one of the two"
+            f"{parallel.pipeline}, expert {parallel.expert}); set it to process_group, or lower one of them"
         )
 
 
@@ -204,14 +204,14 @@ def _partial_node(settings: Settings, count: int) -> int | None:
     """The first of ``count`` nodes whose trainer ranks do not hold the whole model; None if all do."""
     parallel = settings.parallel
     each = parallel.world // count
-    # Megatron numbers ranks tensor, context, data, pipeline: the stages of one replica are far apart.
-    cuts = parallel.tensor * parallel.context
+    # Megatron numbers ranks tensor, context, data, pipeline: the stages of one replica are far apart. Within
+    # a stage, experts are shared out over the ranks in the order of their numbers.
+    stage, parts = parallel.world // parallel.pipeline, parallel.expert * parallel.expert_tensor
     for node in range(count):
-        held = {
-            (rank % parallel.tensor, rank // (cuts * parallel.data))
-            for rank in range(node * each, (node + 1) * each)
-        }
-        if len(held) < parallel.tensor * parallel.pipeline:
+        ranks = range(node * each, (node + 1) * each)
+        tensors = {(rank // stage, rank % stage % parallel.tensor) for rank in ranks}
+        experts = {(rank // stage, rank % stage % parts) for rank in ranks}
+        if len(tensors) < parallel.tensor * parallel.pipeline or len(experts) < parts * parallel.pipeline:
             return node
     return None
 

@@ -27,7 +27,7 @@ from rpg_megatron.launcher.input_checks import (
     check_trackers,
 )
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
-from rpg_megatron.models.registry import check_layout, mapping_for
+from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -40,6 +40,8 @@ FP8_EMULATED = (
 )
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on a CPU. With another one an engine starts, and dies at each request."""
+CPU_EXPERT_COLUMNS = 32
+"""vLLM's experts on a CPU have a multiple of so many columns. Others fail at the first request."""
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
 
@@ -53,6 +55,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
     check_head_dim(settings, shape)
+    check_expert_columns(settings, shape)
     check_precision(settings, shape)
     check_batch(settings, shape)
     if settings.device == "cuda":
@@ -122,12 +125,14 @@ def check_model(path: Path) -> ModelShape:
 def check_parallel(settings: Settings, shape: ModelShape) -> None:
     """Check that the layouts of trainer and engines divide the model's heads, columns and layers."""
     parallel = settings.parallel
-    for tensor, pipeline, virtual, where in (
-        (parallel.tensor, parallel.pipeline, parallel.virtual, "parallel"),
-        (settings.engine.tensor, 1, 1, "engine"),
+    for tensor, pipeline, virtual, expert_tensor, where in (
+        (parallel.tensor, parallel.pipeline, parallel.virtual, parallel.expert_tensor, "parallel"),
+        (settings.engine.tensor, 1, 1, None, "engine"),
     ):
         try:
-            check_layout(shape, tensor, pipeline, virtual)
+            check_layout(shape, tensor, pipeline, virtual, expert_tensor=expert_tensor)
+            if where == "parallel":
+                check_experts(shape, parallel, device=settings.device)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
 
@@ -141,11 +146,26 @@ def check_head_dim(settings: Settings, shape: ModelShape) -> None:
         )
 
 
+def check_expert_columns(settings: Settings, shape: ModelShape) -> None:
+    """Check that engines on a CPU support the size of an expert on each worker."""
+    if settings.device != "cpu" or shape.experts is None:
+        return
+    columns = shape.experts.ffn_hidden_size
+    if columns % (settings.engine.tensor * CPU_EXPERT_COLUMNS):
+        raise UserError(
+            f"engine.tensor: {settings.engine.tensor} workers share the {columns} feed-forward columns of an "
+            f"expert (moe_intermediate_size in config.json); on a CPU vLLM needs a multiple of "
+            f"{CPU_EXPERT_COLUMNS} on each; use another size or model, or device=cuda"
+        )
+
+
 def check_precision(settings: Settings, shape: ModelShape) -> None:
     """Check that a rank's weight sizes, and the number of layers, allow FP8."""
     fp8, parallel = settings.precision.fp8, settings.parallel
     if fp8 is None:
         return
+    if shape.experts is not None:
+        raise UserError("precision.fp8 is not supported for mixtures of experts; set it to null")
     heads = shape.num_heads * shape.head_dim
     rows = heads + 2 * shape.num_kv_heads * shape.head_dim
     sizes = {

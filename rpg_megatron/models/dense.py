@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import MappingError, Piece
 from rpg_megatron.models.partition import (
+    ALL_EXPERTS,
+    ExpertShard,
     GatedMLPMapping,
     Part,
     QKVMapping,
@@ -66,7 +68,14 @@ class DenseMapping:
         return out
 
     def stage_params(
-        self, *, layers: Iterable[int], first: bool, last: bool, tensor: int, vocab_multiple: int
+        self,
+        *,
+        layers: Iterable[int],
+        first: bool,
+        last: bool,
+        tensor: int,
+        vocab_multiple: int,
+        experts: ExpertShard = ALL_EXPERTS,
     ) -> dict[str, Shape]:
         """See ``ModelMapping``."""
         names = ["embedding.word_embeddings.weight"] if first else []
@@ -78,7 +87,9 @@ class DenseMapping:
                 names.append("output_layer.weight")
         return {n: self.local_shape(n, tensor=tensor, vocab_multiple=vocab_multiple) for n in names}
 
-    def local_shape(self, param_name: str, *, tensor: int, vocab_multiple: int) -> Shape:
+    def local_shape(
+        self, param_name: str, *, tensor: int, vocab_multiple: int, experts: ExpertShard = ALL_EXPERTS
+    ) -> Shape:
         """Shape of one parameter on one rank. MappingError if the name is unknown."""
         s = self.shape
         if param_name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -87,7 +98,15 @@ class DenseMapping:
             return (s.hidden_size,)
         return self._part(param_name)[1].local_shape(s, tensor)
 
-    def pieces(self, param_name: str, *, tensor: int, tensor_rank: int, vocab_multiple: int) -> list[Piece]:
+    def pieces(
+        self,
+        param_name: str,
+        *,
+        tensor: int,
+        tensor_rank: int,
+        vocab_multiple: int,
+        experts: ExpertShard = ALL_EXPERTS,
+    ) -> list[Piece]:
         """The pieces of one local parameter; padding rows of the vocabulary have none."""
         s = self.shape
         if param_name == "decoder.final_layernorm.weight":

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Piece
-from rpg_megatron.models.partition import Shape
+from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Shape
 
 
 class ModelMapping(Protocol):
@@ -27,20 +27,38 @@ class ModelMapping(Protocol):
         ...
 
     def stage_params(
-        self, *, layers: Iterable[int], first: bool, last: bool, tensor: int, vocab_multiple: int
+        self,
+        *,
+        layers: Iterable[int],
+        first: bool,
+        last: bool,
+        tensor: int,
+        vocab_multiple: int,
+        experts: ExpertShard = ALL_EXPERTS,
     ) -> dict[str, Shape]:
         """Megatron name -> local shape of the parameters of some layers, in Megatron's local layer spec.
 
         first, last: include the parameters of the first stage (embedding) or of the last (final norm, output
-        layer). tensor: tensor-parallel size. vocab_multiple: see ``RankCoordinates``.
+        layer). tensor: tensor-parallel size. vocab_multiple: see ``RankCoordinates``. experts: which part of
+        the experts a rank holds; dense models ignore it, here and below.
         """
         ...
 
-    def local_shape(self, param_name: str, *, tensor: int, vocab_multiple: int) -> Shape:
+    def local_shape(
+        self, param_name: str, *, tensor: int, vocab_multiple: int, experts: ExpertShard = ALL_EXPERTS
+    ) -> Shape:
         """Shape of one parameter on one rank. Raises MappingError if the name is unknown."""
         ...
 
-    def pieces(self, param_name: str, *, tensor: int, tensor_rank: int, vocab_multiple: int) -> list[Piece]:
+    def pieces(
+        self,
+        param_name: str,
+        *,
+        tensor: int,
+        tensor_rank: int,
+        vocab_multiple: int,
+        experts: ExpertShard = ALL_EXPERTS,
+    ) -> list[Piece]:
         """The pieces of one local parameter; padding rows of the vocabulary have none.
 
         Raises MappingError if the name is unknown.

@@ -7,7 +7,9 @@ Where Megatron-Core and Hugging Face differ:
   between groups, or inside groups if there are more ranks than groups (Megatron then gathers the projections,
   and each rank selects its query heads and their group). The bias is split equally.
 - Gate and up projection are one matrix; *each rank's* shard is its gate rows, then its up rows.
-- The output projections are split by columns; norms are replicated.
+- The output projections are split by columns; norms and routers are replicated.
+- Expert-parallel ranks hold equal numbers of consecutive experts, each with parameters of its own, which the
+  experts' tensor parallelism splits like a feed-forward block.
 """
 
 from __future__ import annotations
@@ -19,6 +21,23 @@ from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Box, Piece
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """Which of a layer's experts a rank holds, and which part of each."""
+
+    parallel: int = 1
+    """Expert-parallel size."""
+    rank: int = 0
+    """Expert-parallel rank."""
+    tensor: int = 1
+    """Tensor-parallel size of each expert."""
+    tensor_rank: int = 0
+
+
+ALL_EXPERTS = ExpertShard()
+"""The shard of every rank without parallelism of experts; also that of dense models."""
 
 
 class Part(Protocol):
@@ -101,19 +120,22 @@ class QKVMapping:
 
 @dataclass(frozen=True)
 class GatedMLPMapping:
-    """The two input projections of a gated feed-forward block."""
+    """The two input projections of a gated feed-forward block, or of one expert."""
+
+    expert: int | None = None
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
         """See ``Part``."""
-        return {f"mlp.{name}.weight": (s.ffn_hidden_size, s.hidden_size) for name in ("gate_proj", "up_proj")}
+        block, columns = _feed_forward(s, self.expert)
+        return {f"{block}{name}.weight": (columns, s.hidden_size) for name in ("gate_proj", "up_proj")}
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
         """See ``Part``."""
-        return (2 * (s.ffn_hidden_size // tensor), s.hidden_size)
+        return (2 * (_feed_forward(s, self.expert)[1] // tensor), s.hidden_size)
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
         """See ``Part``."""
-        rows = s.ffn_hidden_size // tensor
+        rows = _feed_forward(s, self.expert)[1] // tensor
         return [
             band(layer + name, tensor_rank * rows, i * rows, (rows, s.hidden_size))
             for i, name in enumerate(self.hf_tensors(s))
@@ -139,6 +161,52 @@ class RowParallelMapping:
         """See ``Part``."""
         local = self.local_shape(s, tensor)
         return [Piece(layer + self.name, Box((0, tensor_rank * local[1]), local), Box.whole(local))]
+
+
+@dataclass(frozen=True)
+class ExpertOutputMapping:
+    """The output projection of one expert, split by columns."""
+
+    expert: int
+
+    def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
+        """See ``Part``."""
+        return {f"{_feed_forward(s, self.expert)[0]}down_proj.weight": self.local_shape(s, 1)}
+
+    def local_shape(self, s: ModelShape, tensor: int) -> Shape:
+        """See ``Part``."""
+        return (s.hidden_size, _feed_forward(s, self.expert)[1] // tensor)
+
+    def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
+        """See ``Part``."""
+        local, (name,) = self.local_shape(s, tensor), self.hf_tensors(s)
+        return [Piece(layer + name, Box((0, tensor_rank * local[1]), local), Box.whole(local))]
+
+
+@dataclass(frozen=True)
+class RouterMapping:
+    """The router of a layer with experts, replicated."""
+
+    def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
+        """See ``Part``."""
+        return {"mlp.gate.weight": self.local_shape(s, 1)}
+
+    def local_shape(self, s: ModelShape, tensor: int) -> Shape:
+        """See ``Part``."""
+        assert s.experts is not None
+        return (s.experts.count, s.hidden_size)
+
+    def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
+        """See ``Part``."""
+        return [same(f"{layer}mlp.gate.weight", self.local_shape(s, tensor))]
+
+
+def _feed_forward(s: ModelShape, expert: int | None) -> tuple[str, int]:
+    """HF prefix within the layer and columns of the layer's feed-forward block, or of one of its experts."""
+    if expert is None:
+        return "mlp.", s.ffn_hidden_size
+    assert s.experts is not None
+    return f"mlp.experts.{expert}.", s.experts.ffn_hidden_size
 
 
 def same(hf_name: str, shape: Shape) -> Piece:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class RankCoordinates:
     context_rank: int
     vocab_multiple: int
     """The vocabulary is padded so that each tensor rank holds a multiple of this number of rows."""
+    experts: ExpertShard = ALL_EXPERTS
+
+    @property
+    def shard(self) -> tuple[int, int, int, int]:
+        """Equal for two ranks if and only if they hold the same parameters, with the same values."""
+        return self.pipeline_rank, self.tensor_rank, self.experts.rank, self.experts.tensor_rank
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ def local_pieces(
     Raises MappingError that names the rank and the parameter.
     """
     p = coordinates
-    expected = mapping.local_shape(param, tensor=p.tensor, vocab_multiple=p.vocab_multiple)
+    expected = mapping.local_shape(param, tensor=p.tensor, vocab_multiple=p.vocab_multiple, experts=p.experts)
     if tuple(shape) != expected:
         raise MappingError(
             f"rank {p.rank}: {param} has shape {tuple(shape)}, {mapping.shape.family} at tensor parallel "
@@ -61,6 +68,7 @@ def local_pieces(
         tensor=p.tensor,
         tensor_rank=p.tensor_rank,
         vocab_multiple=p.vocab_multiple,
+        experts=p.experts,
     )
 
 
@@ -69,14 +77,15 @@ def assign_owners(mapping: ModelMapping, everyone: Iterable[RankShards]) -> dict
     order.
 
     Of several ranks that hold the same slice (norms under tensor parallelism, a tied output layer on the last
-    stage, everything under data and context parallelism), the first is chosen, by stage, then tensor rank.
+    stage, all but experts under expert parallelism, everything under data and context parallelism), the first
+    is chosen, by stage, tensor rank, then the ranks of its experts.
     The result is the same on every rank.
     Raises MappingError if a tensor is incomplete, or a parameter has an unexpected name or shape.
     """
     owners: dict[str, dict[Box, SliceOwner]] = {name: {} for name in mapping.hf_tensors()}
-    first: dict[tuple[int, int], RankShards] = {}
+    first: dict[tuple[int, ...], RankShards] = {}
     for shards in sorted(everyone, key=lambda s: s.coordinates.rank):
-        first.setdefault((shards.coordinates.pipeline_rank, shards.coordinates.tensor_rank), shards)
+        first.setdefault(shards.coordinates.shard, shards)
     for _, shards in sorted(first.items()):
         for param, shape in shards.params:
             for piece in local_pieces(mapping, shards.coordinates, param, shape):

@@ -10,15 +10,18 @@ from collections.abc import Callable
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.models.llama import llama_mapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.qwen2 import qwen2_mapping
 from rpg_megatron.models.qwen3 import qwen3_mapping
+from rpg_megatron.models.qwen3_moe import qwen3_moe_mapping
 
 MAPPINGS: dict[str, Callable[[ModelShape], ModelMapping]] = {
     "llama": llama_mapping,
     "qwen2": qwen2_mapping,
     "qwen3": qwen3_mapping,
+    "qwen3_moe": qwen3_moe_mapping,
 }
 """Model family, as ``read_model_shape`` returns it -> its mapping."""
 
@@ -32,10 +35,13 @@ def mapping_for(shape: ModelShape) -> ModelMapping:
     return MAPPINGS[shape.family](shape)
 
 
-def check_layout(shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1) -> None:
+def check_layout(
+    shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1, *, expert_tensor: int | None = None
+) -> None:
     """Raise one UserError that lists every conflict between the model's sizes and the parallel sizes.
 
     The number of layers need not be divisible by the number of stages: see ``ModelShape.stage_layers``.
+    expert_tensor: tensor-parallel size of each expert; None: ``tensor``, as in engines.
     """
     problems: list[str] = []
     if min(tensor, pipeline, virtual) < 1:
@@ -43,9 +49,23 @@ def check_layout(shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1
             f"parallel sizes must be at least 1, got tensor={tensor}, pipeline={pipeline}, virtual={virtual}"
         )
     heads, groups = shape.num_heads, shape.num_kv_heads
-    for count, what in ((heads, "attention heads"), (shape.ffn_hidden_size, "feed-forward columns")):
+    cut = [(heads, "attention heads")]
+    if shape.has_dense_layers:
+        cut.append((shape.ffn_hidden_size, "feed-forward columns"))
+    if shape.experts is not None and expert_tensor is None:
+        cut.append((shape.experts.ffn_hidden_size, "feed-forward columns of an expert"))
+    for count, what in cut:
         if count % tensor:
             problems.append(f"tensor={tensor} does not divide the model's {count} {what}")
+    if (
+        shape.experts is not None
+        and expert_tensor is not None
+        and shape.experts.ffn_hidden_size % expert_tensor
+    ):
+        problems.append(
+            f"expert_tensor={expert_tensor} does not divide the {shape.experts.ffn_hidden_size} feed-forward "
+            "columns of an expert"
+        )
     if groups % tensor and tensor % groups:
         problems.append(
             f"tensor={tensor} neither divides the model's {groups} key/value heads nor is a multiple of them"
@@ -59,7 +79,7 @@ def check_layout(shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1
         stages = f"pipeline={pipeline}" + (f" x virtual={virtual}" if virtual > 1 else "")
         problems.append(f"the model has {shape.num_layers} layers, fewer than {stages}: each stage needs one")
     if problems:
-        most = math.gcd(heads, shape.ffn_hidden_size)
+        most = math.gcd(*(count for count, _ in cut))
         fits = [
             n
             for n in range(1, most + 1)
@@ -67,3 +87,51 @@ def check_layout(shape: ModelShape, tensor: int, pipeline: int, virtual: int = 1
         ]
         sizes = ", ".join(map(str, fits))
         raise UserError("; ".join(problems) + f" (tensor parallel sizes that fit this model: {sizes})")
+
+
+def check_experts(shape: ModelShape, parallel: ParallelSettings, *, device: str) -> None:
+    """Raise one UserError that lists every conflict between the model's experts and the trainer's layout.
+
+    device: cpu or cuda. Divisibility of an expert's columns: ``check_layout``.
+    """
+    problems: list[str] = []
+    expert, cut, tensor = parallel.expert, parallel.expert_tensor, parallel.tensor
+    if shape.experts is None:
+        problems += [
+            f"{key}={size}: the model has no experts; set it to 1"
+            for key, size in (("expert", expert), ("expert_tensor", cut))
+            if size > 1
+        ]
+    else:
+        if shape.experts.count % expert:
+            problems.append(f"expert={expert} does not divide the model's {shape.experts.count} experts")
+        if tensor > 1 and not parallel.sequence:
+            problems.append(
+                f"tensor={tensor} without sequence parallelism is not possible with experts: "
+                "each rank would send every token, which Megatron refuses; set sequence to true"
+            )
+        if bare := _ranks_without_experts(shape, parallel):
+            problems.append(
+                f"pipeline={parallel.pipeline}: all layers of pipeline rank {bare[0]} are dense; its "
+                "optimizer would have other parts than the rest, and no checkpoint could be resumed; lower "
+                "pipeline, or raise virtual"
+            )
+        if device == "cpu" and cut > 1 and (expert > 1 or tensor % cut):
+            # Ranks that share an expert then have different numbers of tokens, which gloo cannot gather.
+            problems.append(
+                f"expert_tensor={cut} on a CPU needs expert=1 and must divide tensor ({tensor}); set it to 1"
+            )
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def _ranks_without_experts(shape: ModelShape, parallel: ParallelSettings) -> list[int]:
+    """Pipeline ranks that hold no layer with experts; none if there are fewer layers than stages."""
+    stages = parallel.pipeline * parallel.virtual
+    if stages > shape.num_layers:
+        return []
+    held, first = [False] * parallel.pipeline, 0
+    for stage, count in enumerate(shape.stage_layers(stages)):
+        held[stage % parallel.pipeline] |= any(map(shape.has_experts, range(first, first + count)))
+        first += count
+    return [rank for rank, some in enumerate(held) if not some]

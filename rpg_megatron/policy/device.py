@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -41,13 +42,16 @@ class _Redirect(torch.overrides.TorchFunctionMode):
 
 
 class _NoStream:
-    """Replaces the current CUDA stream on a CPU, where work is synchronous."""
+    """Replaces CUDA streams on a CPU, where work is synchronous; also the event that it records."""
 
     def wait_stream(self, other: Any) -> None:
         pass
 
     def wait_event(self, event: Any) -> None:
         pass
+
+    def record_event(self, event: Any = None) -> _NoStream:
+        return self
 
     def synchronize(self) -> None:
         pass
@@ -72,14 +76,25 @@ def start_device(device: str) -> torch.device:
         torch.cuda.current_stream = lambda device=None: _NoStream()  # type: ignore[assignment,return-value]
         _Redirect().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         import megatron.core.tensor_parallel.random as megatron_random
+        import megatron.core.transformer.moe.token_dispatcher as megatron_dispatcher
 
         # Activation recompute saves this state; Megatron saves the CPU generator's state as well.
         megatron_random._get_cuda_rng_state = lambda *a, **k: torch.empty(0)
         megatron_random._set_cuda_rng_state = lambda *a, **k: None
+        # Experts: the dispatcher copies the counts of tokens to the host on a stream of its own, and turns
+        # them into lists, as gloo needs them, only where it has copied.
+        torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment,return-value]
+        megatron_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
+        megatron_dispatcher.maybe_move_tensor_to_cpu = _to_host
         return cpu
     raise UserError(
         "device: cpu on a machine with a GPU is not supported; use device=cuda, or hide the GPU from the job"
     )
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron's function of this purpose returns for a tensor on a GPU. ``tensor`` may be None."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def start_process_group(device: torch.device) -> None:

@@ -24,9 +24,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.policy.layers import PackedAttention, RMSNorm
 from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
@@ -35,9 +37,10 @@ from rpg_megatron.system.dtypes import torch_dtype
 CPU = torch.device("cpu")
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # The largest activations. Attention keeps no score matrix, so recomputing it saves little; Megatron
-    # recomputes norms with Transformer Engine only.
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    # The largest activations: dense feed-forward blocks, and whole layers of experts with their router.
+    # Attention keeps no score matrix, so recomputing it saves little; Megatron recomputes norms with
+    # Transformer Engine only.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -61,6 +64,7 @@ class Mesh:
     data_rank: int
     context: int
     context_rank: int
+    experts: ExpertShard
 
     @property
     def first_stage(self) -> bool:
@@ -92,6 +96,7 @@ class Mesh:
             data_rank=self.data_rank,
             context_rank=self.context_rank,
             vocab_multiple=vocab_multiple,
+            experts=self.experts,
         )
 
     def replica(self, data: int) -> list[int]:
@@ -112,6 +117,8 @@ def start_mesh(parallel: ParallelSettings) -> Mesh:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=_virtual(parallel),
         context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
     )
     # Dropout is not used, so the RNG tracker without CUDA state works on every device.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
@@ -126,6 +133,12 @@ def start_mesh(parallel: ParallelSettings) -> Mesh:
         data_rank=mpu.get_data_parallel_rank(),
         context=mpu.get_context_parallel_world_size(),
         context_rank=mpu.get_context_parallel_rank(),
+        experts=ExpertShard(
+            parallel=mpu.get_expert_model_parallel_world_size(),
+            rank=mpu.get_expert_model_parallel_rank(),
+            tensor=mpu.get_expert_tensor_parallel_world_size(),
+            tensor_rank=mpu.get_expert_tensor_parallel_rank(),
+        ),
     )
 
 
@@ -212,13 +225,37 @@ def transformer_config(
         **implementation,
         **fp8_fields(precision.fp8 if device.type == "cuda" else None),
         **_RECOMPUTE[recompute],
+        **_expert_fields(shape, parallel, fused),
         # Micro-batches are packed to a token budget, so their lengths differ.
         variable_seq_lengths=parallel.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, also for dense models
+        # Required by variable_seq_lengths, also for dense models. The other one, allgather, needs the same
+        # number of tokens on every rank, which packed micro-batches do not have.
+        moe_token_dispatcher_type="alltoall",
         # Losses are sums; gradients are divided once by the token count of the whole mini-batch.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
     )
+
+
+def _expert_fields(shape: ModelShape, parallel: ParallelSettings, fused: bool) -> dict[str, Any]:
+    """Fields of a mixture of experts; empty for dense models."""
+    e = shape.experts
+    if e is None:
+        return {}
+    return {
+        "num_moe_experts": e.count,
+        "moe_layer_freq": [int(layer in e.layers) for layer in range(shape.num_layers)],
+        "moe_ffn_hidden_size": e.ffn_hidden_size,
+        "moe_router_topk": e.per_token,
+        # Softmax over the chosen experts' logits equals a softmax over all that is normalised afterwards.
+        "moe_router_pre_softmax": not e.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": fused,  # in one kernel, which is Transformer Engine's
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
 
 
 def _uneven_stages(shape: ModelShape, stages: int) -> list[list[str]] | None:
@@ -268,13 +305,16 @@ def build_model(
     # Megatron warns that GPTModel is deprecated; its successor does not support our layer specs yet.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     fused = config.transformer_impl == "transformer_engine"
-    layer, norm = _fused_layer(shape) if fused else _local_layer(shape)
+    make_layer = _fused_layer if fused else _local_layer
+    layers = {experts: make_layer(shape, experts) for experts in _kinds_of_layers(shape)}
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for number in range(virtual or 1):
         stage = number if virtual else None
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        own = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
         block = TransformerBlockSubmodules(
-            layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=norm
+            layer_specs=[layers[shape.has_experts(layer)] for layer in own], layer_norm=_norm(fused)
         )
         gpt = GPTModel(
             config=config,
@@ -294,27 +334,53 @@ def build_model(
             # 1, 4 and 8192. This is a plain attribute, not a buffer; Megatron moves it to the device on first
             # use.
             gpt.rotary_pos_emb.inv_freq = rotary_frequencies(shape)
+        for name, parameter in gpt.named_parameters():
+            if ".experts." in name:
+                # Reduced over the ranks that hold the same experts. Megatron sets the mark only under expert
+                # parallelism; set everywhere, all layouts have the same parts of the optimizer, and so
+                # checkpoints load from one into another.
+                parameter.allreduce = False
         chunks.append(gpt)
     return chunks
 
 
-def _local_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
-    """Spec of Megatron's local layer with our norm and attention; and the norm."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+def _kinds_of_layers(shape: ModelShape) -> set[bool]:
+    """Whether layers have experts: of some, of all or of none."""
+    return {shape.has_experts(layer) for layer in range(shape.num_layers)}
+
+
+def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
+    """Spec of Megatron's local layer, with experts or a dense block, and our norm and attention."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=shape.experts.count if experts and shape.experts else None,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"frequencies": rotary_frequencies(shape)})
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer, RMSNorm
+    return layer
 
 
-def _fused_layer(shape: ModelShape) -> tuple[ModuleSpec, type]:
-    """Spec of Megatron's Transformer Engine layer, which supports packed sequences; and its norm."""
+def _fused_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
+    """Spec of Megatron's Transformer Engine layer, which supports packed sequences; experts are grouped."""
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=shape.experts.count if experts and shape.experts else None,
+        moe_grouped_gemm=experts,
+        qk_layernorm=shape.qk_norm,
+    )
+
+
+def _norm(fused: bool) -> type:
+    """The norm after the last layer."""
+    if not fused:
+        return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
 
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm), TENorm
+    return TENorm  # type: ignore[no-any-return]
 
 
 def named_parameters(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

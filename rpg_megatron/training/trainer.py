@@ -102,6 +102,7 @@ class Trainer:
             tensor=self.mesh.tensor,
             tensor_rank=self.mesh.tensor_rank,
             vocab_multiple=self.settings.model.vocab_multiple,
+            experts=self.mesh.experts,
         )
         barrier()  # fast readers wait here, not in the first NCCL collective, which would occupy their GPU
 

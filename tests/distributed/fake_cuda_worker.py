@@ -29,6 +29,7 @@ from benchmarks.gpu_policies import SHAPES, batch_of
 from rpg_megatron.bridge.publisher import make_publish_plan
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config import Settings, load_settings, read_model_shape
+from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.models.placement import RankShards
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
@@ -92,6 +93,8 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     start_process_group(device)
     shape = read_model_shape(settings.model.path) if "files" in case else SHAPES["tiny"]
     shape = replace(shape, **case.get("shape", {}))
+    if "experts" in case:
+        shape = replace(shape, family="qwen3_moe", experts=ExpertShape(**case["experts"]))
     mesh = start_mesh(settings.parallel)
     trainer_module.read_model_shape = lambda path: shape
     trainer_module.load_hf_weights = lambda *_, **__: None
@@ -192,7 +195,9 @@ def _peer(tensor: int, value: Any, rank: int) -> Any:
 
     def placed(holding: RankShards) -> RankShards:
         p = holding.coordinates
-        other = replace(p, rank=rank, tensor_rank=rank % tensor, data_rank=rank // tensor)
+        e = p.experts
+        part = replace(e, rank=rank // e.tensor % e.parallel, tensor_rank=rank % e.tensor)
+        other = replace(p, rank=rank, tensor_rank=rank % tensor, data_rank=rank // tensor, experts=part)
         return replace(holding, coordinates=other)
 
     if isinstance(value, RankShards):

@@ -29,10 +29,12 @@ MEGATRONS = [
     "/p2p_communication.py",  # stages tell each other how long a micro-batch is
     "/clip_grads.py",  # the gradient norm, once an update
     "/cpu_offloading/hybrid_optimizer.py",  # gradients to the off-loaded part, once for each tensor
+    "/moe/",  # how many tokens each expert gets, in each layer
 ]
 """Files of Megatron's in which the host waits in an update."""
 
 HEADS = {"num_heads": 8, "num_kv_heads": 4}
+SP = {"tensor": 2, "sequence": True}
 DEEP = {"tensor": 2, "sequence": True, "pipeline": 2, "context": 2}
 VIRTUAL = {"pipeline": 4, "virtual": 2, "data": 2}
 SCHEDULE_FREE = {"optimizer": {"type": "schedule_free_adamw", "distributed": False}}
@@ -57,10 +59,15 @@ def case(
     }
 
 
+EXPERTS = {
+    "experts": {"count": 8, "per_token": 2, "ffn_hidden_size": 64, "normalised": True, "layers": [0, 1]}
+}
+
 LAYOUTS = {
     "half off-loaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
     "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
     "PP4 x VPP2 x DP2, float32": case("float32", VIRTUAL, **FIXED),
+    "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED) | EXPERTS,
 }
 MORE_LAYOUTS = {
     f"{name}, {dtype}": case(dtype, **given)
@@ -76,6 +83,16 @@ MORE_LAYOUTS = {
         "TP2+SP x PP2 x CP2, last rank": {"parallel": DEEP, "rank": 7},
         "PP4 x VPP2 x DP2, first rank": {"parallel": VIRTUAL},
         "PP4 x VPP2 x DP2, last rank": {"parallel": VIRTUAL, "rank": 7},
+    }.items()
+} | {
+    f"experts, {name}, {dtype}": case(dtype, **given) | EXPERTS
+    for dtype in ("bfloat16", "float32")
+    for name, given in {
+        "one rank": {"memory": {"recompute": "selective"}},
+        "TP2+SP x DP2, EP4": {"parallel": {**SP, "data": 2, "expert": 4}, "memory": {"recompute": "full"}},
+        "TP2+SP, ETP2": {"parallel": {**SP, "expert_tensor": 2}},
+        "TP2+SP x DP4, EP2, ETP2": {"parallel": {**SP, "data": 4, "expert": 2, "expert_tensor": 2}},
+        "PP2 x DP2, EP2, last rank": {"parallel": {"pipeline": 2, "data": 2, "expert": 2}, "rank": 3},
     }.items()
 }
 

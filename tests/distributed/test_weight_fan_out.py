@@ -8,6 +8,7 @@ NCCL.
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,3 +242,22 @@ def test_an_idle_wait_in_a_folder_looks_ever_less_often(tmp_path, monkeypatch):
     assert max(slept) == slept[-1] == 0.05
     assert len(slept) < 250, "5 ms would be 2000"
     assert all(pause <= max(0.002, 0.1 * sum(slept[:i])) + 1e-9 for i, pause in enumerate(slept))
+
+
+def test_a_queue_that_is_emptied_while_it_is_written_to_takes_the_message(tmp_path, monkeypatch):
+    """The reader removes an empty queue, also just after a writer has found that it exists."""
+    store, make = FolderStore(tmp_path), Path.mkdir
+    store.queue_push("inbox", "first")
+
+    def mkdir(path, *arguments, **named):
+        monkeypatch.undo()
+        with pytest.raises(FileExistsError):
+            make(path)
+        assert store.queue_pop("inbox") == b"first"
+        assert not path.exists()
+        if not path.is_dir():  # what exist_ok looks at
+            raise FileExistsError(path)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    store.queue_push("inbox", "second")
+    assert store.queue_pop("inbox") == b"second"

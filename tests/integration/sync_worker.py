@@ -79,7 +79,9 @@ def perturb(policy: Policy, seed: int, tied: bool, noise_scale: float) -> None:
     """Add noise to every weight: the same to copies of one, whichever ranks hold them."""
     for name, p in policy.named_parameters():
         shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
-        cut = policy.mesh.tensor_rank if getattr(p, "tensor_model_parallel", False) else 0
+        cut: Any = policy.mesh.tensor_rank if getattr(p, "tensor_model_parallel", False) else 0
+        if ".experts." in name:
+            cut = policy.mesh.experts.rank, policy.mesh.experts.tensor_rank
         key = f"{'vocabulary' if shared else name}/{cut}/{seed}".encode()
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(zlib.crc32(key)))
         with torch.no_grad():

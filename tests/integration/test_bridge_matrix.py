@@ -9,6 +9,7 @@ for one family and fewer layouts. Not covered: GPUs, CUDA IPC, NCCL, several mac
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,26 @@ WORLDS: dict[int, dict[str, dict[str, int]]] = {
     2: {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}, "DP2": {"data": 2}},
     4: {"TP2xPP2": {"tensor": 2, "pipeline": 2}},
 }
+
+
+EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"TP1": {}},
+    2: {
+        "DP2, EP2": {"data": 2, "expert": 2},
+        "TP2+SP": {"tensor": 2, "sequence": True},
+        "TP2+SP, EP2": {"tensor": 2, "sequence": True, "expert": 2},
+        "TP2+SP, ETP2": {"tensor": 2, "sequence": True, "expert_tensor": 2},
+    },
+    4: {"PP2 x DP2, EP2": {"pipeline": 2, "data": 2, "expert": 2}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_experts_after_five_perturbations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The two syncs of a perturbation, one by each transport, bring different weights."""
+    with bridge_engines(tmp_path, "qwen3-moe", [1, 2]) as engines:
+        check_matrix(tmp_path, engines, "qwen3-moe", EXPERTS, 5, capsys, tolerance=1e-4)
 
 
 @pytest.mark.long

@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 8}),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 8, "mlp_only_layers": [1]}),
 }
 
 
@@ -135,8 +136,13 @@ def there_and_back(
         pytest.param(
             "qwen2-tied", torch.float32, {}, (2, 2), (1, 1), "hf_to_megatron", marks=pytest.mark.long
         ),
+        # Experts are cut over the tensor ranks; test_experts has bit-identical exports where time is short.
+        pytest.param("qwen3-moe", torch.float32, {}, (2, 2), (1, 3), "both", marks=pytest.mark.long),
+        pytest.param(
+            "qwen3-moe", torch.bfloat16, {}, (1, 1), (2, 1), "megatron_to_hf", marks=pytest.mark.long
+        ),
     ],
-    ids=["llama", "qwen3-tied-bf16", "qwen3-bf16", "qwen2-tied"],
+    ids=["llama", "qwen3-tied-bf16", "qwen3-bf16", "qwen2-tied", "qwen3-moe", "qwen3-moe-bf16"],
 )
 def test_there_and_back_is_bit_exact(
     tmp_path: Path,

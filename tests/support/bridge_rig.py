@@ -19,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from rpg_megatron.config import Settings
@@ -51,6 +53,17 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
     "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **COMMON,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+        )
+    ),
     "llama 3, tied": lambda: LlamaForCausalLM(
         LlamaConfig(**COMMON, tie_word_embeddings=True, rope_parameters=LLAMA3)
     ),
@@ -152,9 +165,10 @@ def check_matrix(
     folder: Path,
     engines: Sequence[Engine],
     name: str,
-    worlds: dict[int, dict[str, dict[str, int]]],
+    worlds: dict[int, dict[str, dict[str, Any]]],
     perturbations: int,
     capsys: pytest.CaptureFixture[str],
+    tolerance: float = 1e-3,
 ) -> None:
     """Real Megatron ranks in each layout bring their weights into engines of one and of two workers by every
     transport, with each number of ranks; then both compute the same.
@@ -162,7 +176,7 @@ def check_matrix(
     weights = MODELS[name]().state_dict()
     names = {n for n, _ in MODELS[name]().named_parameters()}
     total = sum(4 * weights[n].numel() for n in names)
-    norms = sum(4 * weights[n].numel() for n in names if "norm" in n)
+    norms = sum(4 * weights[n].numel() for n in names if "norm" in n or n.endswith("mlp.gate.weight"))
     switched = 0
     for world, layouts in worlds.items():
         case = {
@@ -183,8 +197,8 @@ def check_matrix(
         results = run_ranks("tests.integration.sync_worker", world, folder, timeout=500 * perturbations)
         for layout, result in results.items():
             assert len(result["mismatch"]) == 2 * perturbations
-            assert max(result["mismatch"]) < 1e-3, layout
-            # Each worker gets what it keeps, once: norms are on every worker, all else on one.
+            assert max(result["mismatch"]) < tolerance, layout
+            # Each worker gets what it keeps, once: norms and routers are on every worker, all else on one.
             assert result["bytes"] == [[total, total + norms]] * (2 * perturbations + 2), layout
             read = dict(zip(("shared_memory", "process_group"), result["checked"], strict=False))
             assert read == {"shared_memory": [total, total + norms], "process_group": [0, 0]}, layout

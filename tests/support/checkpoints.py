@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedModel
 
 from rpg_megatron.checkpoints.run_folder import ANCHOR, MODEL, step_folder
 from tests.support.layouts import make_batch, make_case, make_layout_model, reference_logprobs
@@ -39,13 +40,15 @@ def trim(tensors: dict[str, torch.Tensor], vocab: int = 251) -> dict[str, torch.
     return {n: t[:vocab] if n.endswith(padded) else t for n, t in tensors.items()}
 
 
-def compare(wanted_folder: Path, folder: Path, tolerance: float) -> None:
-    """Weights, optimizer state and anchor against those of the run that never stopped."""
+def compare(wanted_folder: Path, folder: Path, tolerance: float, *, count: int = 4 * 8 + 3) -> None:
+    """Weights, of which there are ``count``, optimizer state and anchor against those of the run that never
+    stopped.
+    """
     for part in (MODEL, ANCHOR):
         wanted, got = trim(read_whole(wanted_folder / part)), trim(read_whole(folder / part))
         assert got.keys() == wanted.keys(), folder
         weights = {name for name in wanted if not name.startswith("optimizer.")}
-        assert len(weights) == 4 * 8 + 3
+        assert len(weights) == count
         if part == MODEL:  # two or three numbers for each weight
             assert len(wanted) in (3 * len(weights), 4 * len(weights)), sorted(wanted)
         for key, tensor in wanted.items():
@@ -53,9 +56,9 @@ def compare(wanted_folder: Path, folder: Path, tolerance: float) -> None:
             assert gap <= tolerance, f"{folder}: {key} is off by {gap:.1e}"
 
 
-def write_batch(folder: Path) -> None:
-    """The model and the batch of all cases."""
-    model = make_layout_model(folder / "model", tied=False)
+def write_batch(folder: Path, model: PreTrainedModel | None = None) -> None:
+    """The batch of all cases and, unless another one is given that is in ``folder / "model"``, the model."""
+    model = model or make_layout_model(folder / "model", tied=False)
     batch = make_batch()
     with torch.no_grad():
         for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):

@@ -336,6 +336,10 @@ def _answer_python() -> None:
         if x.device.type == "cuda" and not force:
             SEEN.fault(".numpy() of a tensor on cuda")
             return real_numpy(x)  # raises as it would
+        value = _value_of(x)
+        if value is not None:
+            with _disable_current_modes():
+                return real_numpy(value)
         return np.zeros(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
     def type_(x: Tensor, dtype: Any = None, **more: Any) -> Any:
@@ -376,6 +380,7 @@ def _answer_python() -> None:
     torch.UntypedStorage.device = property(device_of)  # type: ignore[assignment]
     FakeTensor.tolist, FakeTensor.numpy = tolist, numpy  # type: ignore[method-assign,assignment]
     Tensor.type = type_  # type: ignore[method-assign,assignment]
+    FakeTensor.record_stream = lambda x, stream: None  # type: ignore[method-assign]
     FakeTensor.data_ptr = data_ptr  # type: ignore[method-assign,assignment]
     torch.UntypedStorage.data_ptr = _address  # type: ignore[method-assign,assignment]
     torch.nn.Module._apply = apply  # type: ignore[method-assign,assignment]
@@ -616,6 +621,33 @@ def _stand_in_for_kernels() -> None:
     random._set_cuda_rng_state = lambda *_, **__: None
 
 
+def _send_tokens_evenly() -> None:
+    """Routers choose experts in turn, and other ranks send as many tokens as this one: both are read."""
+    import megatron.core.transformer.moe.router as router
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    route, gather = router.TopKRouter.routing, dispatcher.gather_from_sequence_parallel_region
+
+    def routing(self: Any, logits: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        probs, chosen = route(self, logits, *more, **named)
+        with _disable_current_modes():
+            value = torch.zeros(tuple(chosen.shape), dtype=torch.bool)
+            turns = torch.arange(chosen.size(0) * self.topk) % chosen.size(1)
+            value.scatter_(1, turns.view(-1, self.topk), True)
+            set_value(chosen, value)
+        return probs, chosen
+
+    def gathered(x: Tensor, *more: Any, group: Any, **named: Any) -> Tensor:
+        out = gather(x, *more, group=group, **named)
+        if not x.is_floating_point() and (value := _value_of(x)) is not None:
+            with _disable_current_modes():
+                set_value(out, torch.cat([value] * group.size()))
+        return out
+
+    router.TopKRouter.routing = routing  # type: ignore[method-assign]
+    dispatcher.gather_from_sequence_parallel_region = gathered
+
+
 @contextlib.contextmanager
 def fake_cuda(rank: int, world: int) -> Iterator[Seen]:
     """Be rank ``rank`` of ``world`` on a machine of eight H100s from here on."""
@@ -626,6 +658,7 @@ def fake_cuda(rank: int, world: int) -> Iterator[Seen]:
     _answer_python()
     _pretend_groups()
     _stand_in_for_kernels()
+    _send_tokens_evenly()
     fake_tensor.init_gpu_context = lambda device: None
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     mode = FakeTensorMode(allow_non_fake_inputs=True)

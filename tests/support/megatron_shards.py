@@ -4,10 +4,13 @@
 converters do. It shares no arithmetic with ``rpg_megatron.bridge``, so agreement means something.
 """
 
+import re
+
 import torch
 
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 from rpg_megatron.models.placement import RankCoordinates
 
 FUSED_NORMS = {
@@ -17,7 +20,7 @@ FUSED_NORMS = {
 """The local spec's names of the norms that Transformer Engine fuses into the layers behind them -> TE's."""
 
 
-def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple):
+def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, experts=ALL_EXPERTS):
     """The value of one local Megatron parameter, from a full HF state dict."""
 
     def rows(w):
@@ -42,6 +45,18 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple):
         parts = [sd[f"{p}self_attn.{x}_proj.{rest.rpartition('.')[2]}"] for x in "qkv"]
         groups = torch.cat([w.unflatten(0, (shape.num_kv_heads, -1)) for w in parts], 1)
         return rows(groups.flatten(0, 1))
+    if rest == "mlp.router.weight":
+        return sd[p + "mlp.gate.weight"]
+    if rest.startswith("mlp.experts."):
+        number = int(re.search(r"(?:local_experts\.|weight)(\d+)", rest)[1])
+        held = torch.arange(shape.experts.count).chunk(experts.parallel)[experts.rank].tolist()
+        p += f"mlp.experts.{held[number]}."
+        if "linear_fc2" in rest:
+            return sd[p + "down_proj.weight"].chunk(experts.tensor, 1)[experts.tensor_rank]
+        halves = [
+            sd[f"{p}{x}_proj.weight"].chunk(experts.tensor)[experts.tensor_rank] for x in ("gate", "up")
+        ]
+        return torch.cat(halves)
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([rows(sd[p + "mlp.gate_proj.weight"]), rows(sd[p + "mlp.up_proj.weight"])])
     rest = {fused: plain for plain, fused in FUSED_NORMS.items()}.get(rest, rest)
@@ -55,18 +70,34 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple):
     }[rest]()
 
 
-def grid(shape: ModelShape, tensor: int, pipeline: int, vocab_multiple: int = 1) -> list[RankCoordinates]:
+def grid(
+    shape: ModelShape,
+    tensor: int,
+    pipeline: int,
+    vocab_multiple: int = 1,
+    *,
+    data: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+) -> list[RankCoordinates]:
     return [
         RankCoordinates(
-            rank=p * tensor + t,
+            rank=(p * data + d) * tensor + t,
             tensor=tensor,
             tensor_rank=t,
             pipeline_rank=p,
-            data_rank=0,
+            data_rank=d,
             context_rank=0,
             vocab_multiple=vocab_multiple,
+            experts=ExpertShard(
+                parallel=expert,
+                rank=(d * tensor + t) // expert_tensor % expert,
+                tensor=expert_tensor,
+                tensor_rank=(d * tensor + t) % expert_tensor,
+            ),
         )
         for p in range(pipeline)
+        for d in range(data)
         for t in range(tensor)
     ]
 
@@ -90,13 +121,19 @@ def stage_shapes(
         last=place.pipeline_rank == pipeline - 1,
         tensor=place.tensor,
         vocab_multiple=place.vocab_multiple,
+        experts=place.experts,
     )
-    return {_fused(name) if fused else name: shape for name, shape in shapes.items()}
+    return {_fused(layout.shape, name) if fused else name: shape for name, shape in shapes.items()}
 
 
-def _fused(name: str) -> str:
+def _fused(model: ModelShape, name: str) -> str:
     layer, _, rest = name.partition(".layers.")
     number, _, rest = rest.partition(".")
+    if rest and model.has_experts(int(number)):
+        if rest == "pre_mlp_layernorm.weight":
+            return name  # the router reads it too
+        if found := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight", rest):
+            return f"{layer}.layers.{number}.mlp.experts.{found[2]}.weight{found[1]}"
     return f"{layer}.layers.{number}.{FUSED_NORMS[rest]}" if rest in FUSED_NORMS else name
 
 
@@ -111,6 +148,7 @@ def stage_values(
             tensor=place.tensor,
             tensor_rank=place.tensor_rank,
             vocab_multiple=place.vocab_multiple,
+            experts=place.experts,
         ).clone()
         for name in stage_shapes(layout, place, pipeline, virtual, fused)
     }

@@ -27,6 +27,7 @@ def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> P
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,
             vocab_multiple=settings.model.vocab_multiple,
+            experts=mesh.experts,
         )
 
     return Policy(settings, shape, mesh, device, load)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file as save_arrays
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
+from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope, ModelShape
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 
@@ -47,6 +48,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_COMMON,
     },
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_COMMON},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "attention_bias": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **_COMMON,
+    },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -99,6 +113,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
     "llama": {"family": "llama", "qk_norm": False, "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64)},
 }
+TINY_MOE = replace(TINY, family="qwen3_moe", experts=ExpertShape(8, 2, 24, True, (1, 2, 3)))
+"""A mixture of experts whose first layer is dense."""
 """What differs from TINY in each family."""
 
 
@@ -194,6 +210,37 @@ def write_byte_model(folder: Path, seed: int = 0, **changes: object) -> Path:
     return folder
 
 
+@contextmanager
+def use_float64() -> Iterator[None]:
+    """Within the block, norms and routers of transformers' Qwen3-MoE compute in float64 where the model is.
+
+    They are float32 otherwise, whatever the model, and a router then chooses by rounded numbers.
+    """
+    import torch
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as module
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        scale: torch.Tensor = self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        return scale
+
+    def route(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
+        weights, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, chosen
+
+    kinds = (module.Qwen3MoeRMSNorm, norm), (module.Qwen3MoeTopKRouter, route)
+    before = [kind.forward for kind, _ in kinds]
+    for kind, forward in kinds:
+        kind.forward = forward
+    try:
+        yield
+    finally:
+        for (kind, _), forward in zip(kinds, before, strict=True):
+            kind.forward = forward
+
+
 def make_model(
     folder: Path, family: str = "qwen3", *, noise: float = 0.1, max_shard_size: str = "1GB", **changes: Any
 ) -> PreTrainedModel:
@@ -210,7 +257,7 @@ def make_model(
     if "rope_parameters" in changes:
         del wanted["rope_theta"]
     dtype = getattr(torch, wanted.pop("dtype"))
-    if family != "qwen3" and "head_dim" not in changes:
+    if not family.startswith("qwen3") and "head_dim" not in changes:
         wanted.pop("head_dim", None)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **wanted))
     generator = torch.Generator().manual_seed(0)
@@ -219,4 +266,6 @@ def make_model(
             values = torch.randn(p.shape, generator=generator)
             p.copy_(1 + 0.2 * values if "norm" in name else (0.5 if "bias" in name else noise) * values)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if family == "qwen3_moe":
+        model.set_experts_implementation("eager")  # the default, a grouped product, does not take float64
     return model.double().eval()

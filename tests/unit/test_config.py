@@ -92,6 +92,11 @@ def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
             "parallel.virtual=2",
             "parallel: virtual=2 needs pipeline of 2 or more; raise pipeline",
         ),
+        ("parallel.expert=2", "parallel: expert=2 x expert_tensor=1 must divide the 1 ranks of a stage"),
+        (
+            "parallel={data: 4, expert: 2, expert_tensor: 4}",
+            "expert=2 x expert_tensor=4 must divide the 4 ranks",
+        ),
         ("parallel.virtual=0", "parallel.virtual: Input should be greater than or equal to 1"),
         ("name=../up", "name"),
         ("training.steps=[", "not valid YAML"),

@@ -6,6 +6,7 @@ on it. Not covered: an engine that runs (tests/integration/test_engine_process.p
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from rpg_megatron.config import Settings, UserError, load_settings, read_model_s
 from rpg_megatron.engine.command import context_length, engine_command, engine_environment
 from rpg_megatron.engine.process import first_error, tail_of
 from rpg_megatron.launcher.nodes import share_of
-from rpg_megatron.launcher.preflight import check, check_head_dim
+from rpg_megatron.launcher.preflight import check, check_expert_columns, check_head_dim
+from tests.support.tiny_models import TINY, TINY_MOE
 
 
 @pytest.fixture
@@ -174,3 +176,27 @@ def test_a_head_size_that_engines_on_a_cpu_do_not_have_is_refused(
             checked(settings)
     check_head_dim(settings.model_copy(update={"device": "cuda"}), read_model_shape(model))
     check_head_dim(load_settings(config_file), read_model_shape(load_settings(config_file).model.path))
+
+
+@pytest.mark.parametrize(("columns", "tensor", "fits"), [(64, 2, True), (96, 2, False), (48, 1, False)])
+def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
+    config_file: Path, columns: int, tensor: int, fits: bool
+) -> None:
+    settings = load_settings(config_file, [f"engine.tensor={tensor}"])
+    experts = replace(TINY_MOE.experts, ffn_hidden_size=columns)
+    shape = replace(TINY_MOE, experts=experts)
+    on_gpu = settings.model_copy(update={"device": "cuda"})
+    for fine in [(on_gpu, shape), (settings, TINY), *([(settings, shape)] if fits else [])]:
+        check_expert_columns(*fine)
+    if not fits:
+        with pytest.raises(
+            UserError, match=rf"{tensor} workers share the {columns} .* a multiple of 32 on each"
+        ):
+            check_expert_columns(settings, shape)
+
+
+def test_expert_parallel_engines_are_refused_on_a_cpu(config_file: Path) -> None:
+    arguments = "engine.arguments=[--enable-expert-parallel]"
+    with pytest.raises(UserError, match=r"--enable-expert-parallel needs device cuda: .* crash"):
+        load_settings(config_file, [arguments])
+    assert load_settings(config_file, [arguments, "device=cuda"]).engine.arguments

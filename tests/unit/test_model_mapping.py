@@ -12,13 +12,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rpg_megatron.bridge import publisher
 from rpg_megatron.checkpoints.hf_export import group_shards
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
+from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.placement import RankShards, assign_owners
-from rpg_megatron.models.registry import check_layout, mapping_for
+from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from tests.support.megatron_shards import grid, rank_layers, stage_shapes, stage_values
-from tests.support.tiny_models import FAMILIES, TINY, random_state_dict, tiny_shape
+from tests.support.tiny_models import FAMILIES, TINY, TINY_MOE, random_state_dict, tiny_shape
 
 HEADS = [(1, 6, 2), (2, 6, 2), (4, 12, 4), (4, 12, 2), (4, 12, 1)]
 """Ranks, query heads, groups: several groups on a rank, one, and one cut over two ranks and over four."""
@@ -70,25 +73,141 @@ def test_every_tensor_and_pipeline_size_together(tensor, queries, groups, family
         check_round_trip(shape, tensor, pipeline, virtual, 4, fused=pipeline % 2 == 0)
 
 
-def check_round_trip(shape, tensor, pipeline, virtual, vocab_multiple, *, fused):
+EXPERTS = [
+    (1, 1, 1, 1),
+    (1, 2, 2, 1),
+    (1, 4, 4, 1),
+    (2, 1, 2, 1),
+    (2, 1, 1, 2),
+    (2, 2, 4, 1),
+    (2, 2, 2, 2),
+    (2, 4, 4, 2),
+    (4, 2, 2, 4),
+    (4, 1, 1, 2),
+    (1, 8, 8, 1),
+    (2, 4, 2, 1),
+]
+"""Tensor and data ranks, expert-parallel size, tensor-parallel size of each expert."""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("tensor", "data", "expert", "expert_tensor"), EXPERTS)
+@pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (2, 1), (2, 2), (3, 1)])
+def test_experts_are_shared_out(tensor, data, expert, expert_tensor, pipeline, virtual, fused):
+    shape = TINY_MOE
+    ranks = {"data": data, "expert": expert, "expert_tensor": expert_tensor}
+    check_round_trip(shape, tensor, pipeline, virtual, 4, fused=fused, **ranks)
+
+
+def test_a_rank_knows_its_own_experts_and_no_others():
+    layout = mapping_for(TINY_MOE)
+    cut = {"tensor": 1, "vocab_multiple": 1, "experts": ExpertShard(4, 1)}
+    name = "decoder.layers.2.mlp.experts.local_experts.{}.linear_fc2.weight"
+    (piece,) = layout.pieces(name.format(1), tensor_rank=0, **cut)
+    assert piece.hf_name == "model.layers.2.mlp.experts.3.down_proj.weight"
+    with pytest.raises(MappingError, match="an expert-parallel rank holds 2 of the 8 experts"):
+        layout.local_shape(name.format(2), **cut)
+    with pytest.raises(MappingError, match="layer 2 of this qwen3_moe model has experts"):
+        layout.local_shape("decoder.layers.2.mlp.linear_fc1.weight", **cut)
+    with pytest.raises(MappingError, match="no such parameter"):
+        layout.local_shape("decoder.layers.0.mlp.router.weight", **cut)
+
+
+def test_ranks_with_other_experts_are_not_replicas():
+    layout = mapping_for(TINY_MOE)
+    places = grid(layout.shape, 2, 1, data=4, expert=4)
+    holdings = [RankShards(p, tuple(stage_shapes(layout, p, 1).items())) for p in places]
+    owners = assign_owners(layout, holdings)
+    assert {s.rank for s in owners["model.embed_tokens.weight"]} == {0, 1}
+    assert [owners[f"model.layers.1.mlp.experts.{e}.up_proj.weight"][0].rank for e in range(8)] == [
+        *(0, 0, 1, 1, 2, 2, 3, 3)
+    ]
+    with pytest.raises(
+        MappingError, match=r"experts\.4\.gate_proj\.weight: 576 of 576 elements are held by no"
+    ):
+        assign_owners(layout, [h for h in holdings if h.coordinates.experts.rank != 2])
+
+
+def test_replicas_of_a_publish_plan_hold_the_same_experts(monkeypatch):
+    """Two tensor, four data, four expert-parallel ranks: rank r + 4 holds what rank r holds, and no other."""
+    layout = mapping_for(TINY_MOE)
+    places = grid(layout.shape, 2, 1, data=4, expert=4)
+    values = [stage_values(layout, p, 1, random_state_dict(layout)) for p in places]
+    shards = [
+        RankShards(p, tuple((n, tuple(v.shape)) for n, v in params.items()))
+        for p, params in zip(places, values, strict=True)
+    ]
+    monkeypatch.setattr(publisher, "gather_objects", lambda mine: [(s, "") for s in shards])
+    monkeypatch.setattr(publisher, "run_together", lambda step: step())
+    plan = publisher.make_publish_plan(places[5], values[5], layout)
+    assert plan.replicas == {0: (0, 4), 1: (1, 5), 2: (2, 6), 3: (3, 7)}
+    assert plan.ranks == [0, 1, 2, 3]
+    sent = {rank: sum(piece.hf.numel for *_, piece in plan.slices_of(rank)) for rank in plan.ranks}
+    assert sum(sent.values()) == sum(Box.whole(s).numel for s in layout.hf_tensors().values())
+    one = 3 * 24 * 24 * 2 * 3  # two experts in each of three layers
+    assert sent[2] == sent[3] == one < sent[0]
+    # Everything but experts lies on ranks 2 and 3, too, and may be read there.
+    others = plan.shared["model.layers.1.self_attn.o_proj.weight", 1]
+    assert [s.rank for s in others] == [3]
+    assert not any(".experts." in name for name, _ in plan.shared)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "device", "says"),
+    [
+        ({"data": 3, "expert": 3}, "cuda", "expert=3 does not divide the model's 8 experts"),
+        ({"tensor": 2}, "cuda", "tensor=2 without sequence parallelism is not possible with experts"),
+        ({"data": 4, "expert": 2, "expert_tensor": 2}, "cpu", "expert_tensor=2 on a CPU needs expert=1"),
+        ({"data": 2, "expert_tensor": 2}, "cpu", r"must divide tensor \(1\); set it to 1"),
+        ({"data": 4, "expert": 2, "expert_tensor": 2}, "cuda", None),
+        ({"tensor": 2, "sequence": True, "expert_tensor": 2}, "cpu", None),
+    ],
+)
+def test_layouts_that_experts_do_not_allow(parallel, device, says):
+    shape = TINY_MOE
+    if says is None:
+        check_experts(shape, ParallelSettings(**parallel), device=device)
+        return
+    with pytest.raises(UserError, match=says):
+        check_experts(shape, ParallelSettings(**parallel), device=device)
+
+
+def test_a_pipeline_rank_without_experts_is_refused():
+    shape = replace(TINY_MOE, experts=replace(TINY_MOE.experts, layers=(2, 3)))
+    with pytest.raises(UserError, match="pipeline=2: all layers of pipeline rank 0 are dense"):
+        check_experts(shape, ParallelSettings(pipeline=2), device="cpu")
+    check_experts(shape, ParallelSettings(pipeline=2, virtual=2), device="cpu")
+    check_experts(TINY_MOE, ParallelSettings(pipeline=2), device="cpu")
+    with pytest.raises(UserError, match="pipeline rank 0 are dense"):
+        check_experts(TINY_MOE, ParallelSettings(pipeline=4), device="cpu")
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused():
+    with pytest.raises(UserError, match=r"expert=2: the model has no experts; set it to 1"):
+        check_experts(TINY, ParallelSettings(data=2, expert=2), device="cuda")
+
+
+def test_columns_of_an_expert_must_divide():
+    shape = TINY_MOE
+    with pytest.raises(UserError, match="expert_tensor=16 does not divide the 24 feed-forward columns"):
+        check_layout(shape, 1, 1, expert_tensor=16)
+    with pytest.raises(UserError, match=r"tensor=16 does not divide .* 24 feed-forward columns of an expert"):
+        check_layout(replace(shape, num_heads=16, num_kv_heads=16), 16, 1)
+
+
+def check_round_trip(shape, tensor, pipeline, virtual, vocab_multiple, *, fused, **ranks):
     """Shards made by other means are what the table says, and put together they are the checkpoint."""
     layout = mapping_for(shape)
     check_layout(shape, tensor, pipeline, virtual)
     sd = random_state_dict(layout)
-    places = grid(shape, tensor, pipeline, vocab_multiple)
+    places = grid(shape, tensor, pipeline, vocab_multiple, **ranks)
     shards = {p.rank: stage_values(layout, p, pipeline, sd, virtual, fused) for p in places}
     for place in places:
         for name, value in shards[place.rank].items():
             built = torch.zeros_like(value)
-            assert tuple(value.shape) == layout.local_shape(
-                name, tensor=tensor, vocab_multiple=vocab_multiple
-            )
-            for piece in layout.pieces(
-                name,
-                tensor=tensor,
-                tensor_rank=place.tensor_rank,
-                vocab_multiple=vocab_multiple,
-            ):
+            cut = {"tensor": tensor, "vocab_multiple": vocab_multiple, "experts": place.experts}
+            assert tuple(value.shape) == layout.local_shape(name, **cut)
+            for piece in layout.pieces(name, tensor_rank=place.tensor_rank, **cut):
                 built[piece.local.slices()] = sd[piece.hf_name][piece.hf.slices()]
             assert torch.equal(built, value), (place, name)
     holdings = [

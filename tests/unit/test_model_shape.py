@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.config import UserError, read_model_shape
-from rpg_megatron.config.model_shape import Llama3Rope
+from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,6 +37,17 @@ QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096,
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
 
 
+QWEN3_MOE = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
+
 def read(folder: Path, raw: dict[str, object]):
     (folder / "config.json").write_text(json.dumps(raw))
     return read_model_shape(folder)
@@ -53,6 +64,48 @@ def test_what_differs_between_families(tmp_path: Path) -> None:
         ("qwen3", False, True, 128, None),
         ("qwen3", False, True, 16, None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, ExpertShape(16, 4, 32, True, (0, 1, 2, 3, 4, 5))),
+        ({"num_experts": None, "num_local_experts": 16}, ExpertShape(16, 4, 32, True, (0, 1, 2, 3, 4, 5))),
+        ({"norm_topk_prob": None}, ExpertShape(16, 4, 32, False, (0, 1, 2, 3, 4, 5))),
+        ({"decoder_sparse_step": 2}, ExpertShape(16, 4, 32, True, (1, 3, 5))),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3, 0]}, ExpertShape(16, 4, 32, True, (1, 5))),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": False}, ExpertShape(16, 1, 32, False, tuple(range(6)))),
+    ],
+)
+def test_experts_are_read_as_transformers_does(
+    tmp_path: Path, changes: dict[str, object], wanted: ExpertShape
+) -> None:
+    raw = {key: value for key, value in (QWEN3_MOE | changes).items() if value is not None}
+    shape = read(tmp_path, raw)
+    assert (shape.family, shape.qk_norm, shape.head_dim, shape.experts) == ("qwen3_moe", True, 8, wanted)
+    assert [shape.has_experts(i) for i in range(6)] == [i in wanted.layers for i in range(6)]
+    assert shape.has_dense_layers == (len(wanted.layers) < 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_local_experts": 8}, "num_experts is 16, but num_local_experts 8"),
+        ({"num_experts_per_tok": 17}, r"num_experts_per_tok is 17, more than num_experts \(16\)"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1 with norm_topk_prob true"),
+        ({"num_experts": 0}, "num_experts is 0; it must be an integer of 1 to"),
+        ({"moe_intermediate_size": "a"}, "moe_intermediate_size is 'a'"),
+        ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "leave no layer with experts"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),
+        ({"decoder_sparse_step": 7}, "leave no layer with experts"),
+        ({"attention_bias": True}, "attention_bias=true is not supported for qwen3_moe"),
+    ],
+)
+def test_mixtures_of_experts_that_are_not_supported(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        read(tmp_path, QWEN3_MOE | changes)
 
 
 @pytest.mark.parametrize(

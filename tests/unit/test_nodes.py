@@ -156,6 +156,8 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
             r"cuda_ipc works within one node only, and the 2 trainer ranks of node 0 hold only a part",
         ),
         (["parallel={pipeline: 2, data: 2}"], r"of node 0 hold only a part .* set it to process_group"),
+        (["parallel={tensor: 1, data: 4, expert: 4}"], r"of node 0 hold only a part .*, expert 4\); set it"),
+        (["parallel={tensor: 2, data: 2, expert: 2, expert_tensor: 2}"], r"of node 0 hold only a part"),
     ],
 )
 def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str], told: str) -> None:

@@ -7,6 +7,7 @@ Not covered: Transformer Engine itself and every number it gives (tests/gpu).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from megatron.core.extensions import transformer_engine_spec_provider as te_specs
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from rpg_megatron.commands.doctor.probe import has_gpu
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
@@ -28,9 +33,10 @@ from rpg_megatron.config.policy import (
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher import preflight
 from rpg_megatron.launcher.preflight import check, check_precision
-from rpg_megatron.policy import optimizer, precision
+from rpg_megatron.policy import model, optimizer, precision
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
+from tests.support.tiny_models import TINY_MOE
 
 CUDA = torch.device("cuda")
 
@@ -214,6 +220,57 @@ def test_emulation_is_announced_once(config_file: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.splitlines() == [f"warning: {preflight.FP8_EMULATED}"]
     check(load_settings(config_file, []))
     assert "emulated" not in capsys.readouterr().err
+
+
+def test_fp8_is_refused_with_experts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"precision\.fp8 is not supported for mixtures of experts"):
+        check_precision(settings_of(tmp_path, "precision.fp8={}"), TINY_MOE)
+    check_precision(settings_of(tmp_path), TINY_MOE)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "modules"),
+    [("none", ["core_attn"]), ("selective", ["mlp", "moe"]), ("full", ["core_attn"])],
+)
+def test_what_megatron_is_told_of_experts(recompute: str, modules: list[str]) -> None:
+    parallel = ParallelSettings(data=4, expert=2)
+    config = transformer_config(TINY_MOE, parallel, PrecisionSettings(), recompute, device=CUDA)
+    assert (config.moe_token_dispatcher_type, config.moe_router_dtype) == ("alltoall", "fp32")
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (2, 1)
+    assert config.moe_layer_freq == [0, 1, 1, 1]
+    assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.0, "none")
+    assert config.moe_router_pre_softmax is False
+    assert config.recompute_modules == modules
+    unscaled = replace(TINY_MOE, experts=replace(TINY_MOE.experts, normalised=False))
+    assert transformer_config(unscaled, parallel, PrecisionSettings()).moe_router_pre_softmax is True
+
+
+class NamedSpecs(te_specs.TESpecProvider):
+    """Megatron's provider of Transformer Engine's layers with names in place of those, which are not here."""
+
+    def __getattribute__(self, name: str) -> Any:
+        real = super().__getattribute__(name)
+        if name.startswith("__") or name in ("grouped_mlp_modules", "fuse_layernorm_and_linear"):
+            return real
+        return lambda *_, **__: name
+
+
+def test_layers_of_experts_ask_transformer_engine_for_grouped_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And for a norm of its own before the router, under the local layers' name, unlike dense layers."""
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", NamedSpecs)
+    monkeypatch.setattr(te_specs, "TEColumnParallelGroupedLinear", "grouped column")
+    monkeypatch.setattr(te_specs, "TERowParallelGroupedLinear", "grouped row")
+    layer = model._fused_layer(TINY_MOE, experts=True).submodules
+    experts = layer.mlp.keywords["submodules"].experts
+    assert experts.func is TEGroupedMLP
+    assert experts.keywords["submodules"].linear_fc1 == "grouped column"
+    assert experts.keywords["submodules"].linear_fc2 == "grouped row"
+    assert layer.pre_mlp_layernorm == "layer_norm"
+    dense = model._fused_layer(TINY_MOE, experts=False).submodules
+    assert dense.pre_mlp_layernorm is IdentityOp
+    assert dense.mlp.keywords["submodules"].linear_fc1 == "column_parallel_layer_norm_linear"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

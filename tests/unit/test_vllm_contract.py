@@ -151,6 +151,24 @@ RELIED_ON = [
         "UNPROCESSED_ON_CUDA: does nothing to weights on a GPU",
     ),
     (
+        "model_executor/layers/fused_moe/unquantized_fused_moe_method.py::UnquantizedFusedMoEMethod.process_weights_after_loading",
+        "self layer",
+        "24820a9e29e3",
+        "_is_processed: of the backends on a GPU, Triton keeps the layout that loaders expect",
+    ),
+    (
+        "model_executor/layers/fused_moe/unquantized_fused_moe_method.py::UnquantizedFusedMoEMethod._setup_kernel",
+        "self layer w13 w2",
+        "b618245152c0",
+        "likewise; for the others it copies what _finish_reload gives it into the live parameters",
+    ),
+    (
+        "model_executor/layers/fused_moe/oracle/unquantized.py::convert_to_unquantized_kernel_format",
+        "unquantized_backend moe_config w13_weight w2_weight",
+        "daa77ae720e2",
+        "likewise",
+    ),
+    (
         "model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm",
         "layer remove_weight",
         "4da82b879128",

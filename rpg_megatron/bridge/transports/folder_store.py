@@ -52,7 +52,9 @@ class FolderStore:
         name = f"{time.monotonic_ns():020d}-{secrets.token_hex(4)}"  # in the order of this writer's messages
         try:
             while True:
-                queue.mkdir(exist_ok=True)
+                # Not exist_ok, which looks at it again: the reader may have removed it by then.
+                with suppress(FileExistsError):
+                    queue.mkdir()
                 with suppress(FileNotFoundError):  # the reader has just removed the empty queue
                     return atomic_write_text(queue / name, value)
         except OSError as e:

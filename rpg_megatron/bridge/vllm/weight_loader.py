@@ -241,7 +241,14 @@ def _is_processed(layer: torch.nn.Module, device: torch.device) -> bool:
     method = getattr(layer, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):
         return False
-    return type(method) not in UNPROCESSED_ON_CUDA or device.type != "cuda"
+    if device.type != "cuda":
+        return True
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    if type(method) is UnquantizedFusedMoEMethod:  # the other backends reorder experts
+        return method.unquantized_backend is not UnquantizedMoeBackend.TRITON
+    return type(method) not in UNPROCESSED_ON_CUDA
 
 
 def _unprocessed_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:

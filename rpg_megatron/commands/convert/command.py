@@ -38,6 +38,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.registry import check_layout, mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
@@ -213,12 +214,14 @@ def mapping(source: Source) -> Iterator[str]:
     yield "rank, Megatron parameter [local shape]; below it: HF tensor [its part] -> [part of the parameter]"
     for stage, count in enumerate(source.shape.stage_layers(source.pipeline)):
         for cut in range(source.tensor):
+            experts = ExpertShard(tensor=source.tensor, tensor_rank=cut)  # as ``convert.Conversion`` has it
             params = layout.stage_params(
                 layers=range(first, first + count),
                 first=stage == 0,
                 last=stage == source.pipeline - 1,
                 tensor=source.tensor,
                 vocab_multiple=1,
+                experts=experts,
             )
             yield (
                 f"rank {stage * source.tensor + cut}: tensor {cut} of {source.tensor}, stage {stage} of "
@@ -226,7 +229,9 @@ def mapping(source: Source) -> Iterator[str]:
             )
             for name, shape in params.items():
                 yield f"  {name} {list(shape)}"
-                pieces = layout.pieces(name, tensor=source.tensor, tensor_rank=cut, vocab_multiple=1)
+                pieces = layout.pieces(
+                    name, tensor=source.tensor, tensor_rank=cut, vocab_multiple=1, experts=experts
+                )
                 yield from (f"    {p.hf_name} {_range(p.hf)} -> {_range(p.local)}" for p in pieces)
                 padding = shape[0] - sum(p.local.extent[0] for p in pieces)
                 if len(pieces) < 2 and padding:

@@ -24,7 +24,6 @@ from rpg_megatron.commands.convert.processes import LOGITS, Job
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
-from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it admits its classes in checkpoints
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
@@ -39,7 +38,13 @@ class Conversion:
         self._job, self._report = job, report
         self._shape = read_model_shape(Path(job.config))
         self._layout = mapping_for(self._shape)
-        self._parallel = ParallelSettings(tensor=job.tensor, pipeline=job.pipeline)
+        cut = job.tensor if self._shape.experts is not None else 1
+        self._parallel = ParallelSettings(
+            tensor=job.tensor,
+            pipeline=job.pipeline,
+            expert_tensor=cut,  # so that no rank holds whole experts
+            sequence=cut > 1,  # required with experts
+        )
         self._mesh = start_mesh(self._parallel)
         self._baseline = memory()[0]
 
@@ -69,6 +74,7 @@ class Conversion:
             tensor=job.tensor,
             tensor_rank=self._mesh.tensor_rank,
             vocab_multiple=1,
+            experts=self._mesh.experts,
         )
         barrier()
         self._phase("writing", self._model_bytes(dtype), "files")
@@ -82,22 +88,13 @@ class Conversion:
         parameters = list(named_parameters([model]))
         self._phase("reading", self._whole_bytes(parameters), "read")
         load_weights(checkpoint, [model], self._shape.vocab_size)
-        placement = RankCoordinates(
-            rank=self._mesh.rank,
-            tensor=job.tensor,
-            tensor_rank=self._mesh.tensor_rank,
-            pipeline_rank=self._mesh.pipeline_rank,
-            data_rank=0,
-            context_rank=0,
-            vocab_multiple=1,
-        )
         self._phase("writing", self._model_bytes(dtype), "files")
         export_hf(
             Path(job.out),
             Path(job.config),
             dict(parameters),
             self._layout,
-            placement,
+            self._mesh.coordinates(vocab_multiple=1),
             dtype=dtype,
             max_shard_bytes=job.max_shard_bytes,
         )

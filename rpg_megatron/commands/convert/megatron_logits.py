@@ -21,9 +21,14 @@ def raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) 
     Collective; the list is empty on ranks before the last stage. ``vocab`` is the vocabulary size without
     padding. For checks on a few sequences: holds all logits at once. Each sequence is one micro-batch.
     """
+    config = model.config
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
-        tokens = torch.tensor([next(iterator)], device=next(module.parameters()).device)
+        sequence = list(next(iterator))
+        length = len(sequence)
+        sequence += [0] * (-length % multiple)  # after the end: nothing attends to it
+        tokens = torch.tensor([sequence], device=next(module.parameters()).device)
         output = module(
             tokens,
             torch.arange(tokens.size(1), device=tokens.device)[None],
@@ -33,7 +38,7 @@ def raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) 
             output_processor=_logits_head,
             output_processor_context=vocab,
         )
-        return output, lambda logits, non_loss_data: logits
+        return output, lambda logits, non_loss_data: logits[:length]
 
     model.eval()
     outputs = get_forward_backward_func()(
@@ -50,10 +55,20 @@ def raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) 
 
 
 def _logits_head(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: int, **_: Any
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: int,
+    config: Any,
+    **_: Any,
 ) -> Tensor:
     """Replaces the output layer of GPTModel.forward: the whole vocabulary, on every tensor rank."""
     weight = output_layer.weight if output_weight is None else output_weight
+    if config.sequence_parallel:
+        hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden_states, group=output_layer.tp_group
+        )
     local = torch.matmul(hidden_states.squeeze(1), weight.t())
     whole = tensor_parallel.gather_from_tensor_model_parallel_region(local, group=output_layer.tp_group)
     logits: Tensor = whole[:, :context].clone()

@@ -23,7 +23,13 @@ from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_counted
 from rpg_megatron.launcher.input_checks import check_prompt_lengths, check_reward
 from rpg_megatron.launcher.nodes import NodeAssignment
-from rpg_megatron.launcher.preflight import check_gpus, check_head_dim, check_model, check_packages
+from rpg_megatron.launcher.preflight import (
+    check_expert_columns,
+    check_gpus,
+    check_head_dim,
+    check_model,
+    check_packages,
+)
 from rpg_megatron.launcher.run_dir import CONFIG
 from rpg_megatron.launcher.summary import shown
 from rpg_megatron.models.registry import check_layout
@@ -178,6 +184,7 @@ def check_request(settings: Settings) -> None:
     except UserError as e:
         raise UserError(f"--tensor: {e}") from None
     check_head_dim(settings, shape)
+    check_expert_columns(settings, shape)
     if settings.device == "cuda":
         check_gpus(settings, NodeAssignment(range(0), range(settings.engine.replicas)))
     assert settings.evaluation is not None

@@ -131,6 +131,8 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     """The plan of one layout. Raises UserError if the model cannot be sharded so."""
+    if shape.experts is not None:
+        raise UserError("plan does not know the memory and the speed of mixtures of experts")
     parallel = settings.parallel
     for sizes, where in (
         ((parallel.tensor, parallel.pipeline, parallel.virtual), "parallel"),
