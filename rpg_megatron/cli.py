@@ -249,8 +249,6 @@ def init(
     """Write a commented config, problems and a reward of your own, which run at once on a CPU."""
     from rpg_megatron.commands.init.command import CONFIG, write_files
 
-    if task not in ("math", "custom"):
-        raise UserError(f"--task {task}: must be math or custom")
     written = write_files(folder, task, model)
     typer.echo(f"written: {', '.join(str(folder / name) for name in written)}")
     cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "

@@ -20,7 +20,7 @@ from rpg_megatron.data.problems import read_counted
 
 
 @pytest.mark.parametrize("task", ["math", "custom"])
-def test_what_is_written_loads(tmp_path: Path, task: command.Task) -> None:
+def test_what_is_written_loads(tmp_path: Path, task: str) -> None:
     folder = tmp_path / "new" / "task"
     names = write_files(folder, task, None)
     assert sorted(names) == sorted(path.name for path in folder.iterdir())

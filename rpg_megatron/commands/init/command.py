@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from string import Template
-from typing import Literal
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.policy import is_hub_id
@@ -15,11 +14,9 @@ REWARD = "my_reward.py"
 PROBLEMS = ("train.jsonl", "heldout.jsonl")
 MODEL = "model"
 
-Task = Literal["math", "custom"]
-
 _TEMPLATES = Path(__file__).parent
 _QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
-_REWARDS: dict[Task, str] = {
+_REWARDS = {
     "math": """\
 reward:                      # 1 if right, -1 if wrong; docs/rewards.md
   type: answer_line          # the answer follows "Answer:"; others: boxed, gsm8k, auto""",
@@ -30,12 +27,14 @@ reward:                      # your own function; docs/extend.md
 }
 
 
-def write_files(folder: Path, task: Task, model: str | None) -> list[str]:
+def write_files(folder: Path, task: str, model: str | None) -> list[str]:
     """Write a config, problems, for a custom task a reward, and without ``model`` a tiny model.
 
-    Returns the names of what was written. Raises UserError if one of them exists, or if this is an
+    Returns the names of what was written. Raises UserError for another task, if one of them exists, or if this is an
     installation without the source tree, which holds the tiny model.
     """
+    if task not in _REWARDS:
+        raise UserError(f"--task {task}: must be {' or '.join(_REWARDS)}")
     names = [CONFIG, *PROBLEMS] + [REWARD] * (task == "custom") + [MODEL] * (model is None)
     if there := [name for name in names if (folder / name).exists()]:
         raise UserError(f"{folder}: holds {', '.join(there)} already; give another folder")

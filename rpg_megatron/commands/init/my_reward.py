@@ -15,8 +15,8 @@ def digits(response: str, answer: str, partial: float = 0.5) -> float:
         return -1.0
     if numbers[-1] == answer:
         return 1.0
-    right = sum(a == b for a, b in zip(reversed(numbers[-1]), reversed(answer), strict=False))
-    return -1.0 + partial * right / len(answer)
+    ends = zip(reversed(numbers[-1]), reversed(answer), strict=False)
+    return partial * sum(a == b for a, b in ends) / len(answer) - 1.0
 
 
 if __name__ == "__main__":  # try it: python my_reward.py
