@@ -19,7 +19,7 @@ from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.run_folder import MODEL, step_folder
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.config.rollout import KLRewardSettings
+from rpg_megatron.config.reward import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
