@@ -37,6 +37,7 @@ def written() -> tuple[set[str], set[str]]:
     """
     found: set[str] = set()
     phases: set[str] = set()
+    words: set[str] = set()
     files = [ROOT / "rpg_megatron" / "rewards" / "reward.py"]
     for room in _ROOMS:
         files += (ROOT / "rpg_megatron" / room).rglob("*.py")
@@ -46,8 +47,10 @@ def written() -> tuple[set[str], set[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "time" and node.args:
                 phases |= {f"time/{text}" for text in _strings(node.args[0])}
+    for file in (ROOT / "rpg_megatron" / "config").rglob("*.py"):  # names of the parts of a reward
+        words |= set(_strings(ast.parse(file.read_text(encoding="utf-8"))))
     keys = {text for text in found if _KEY.fullmatch(text)} - {f"time/{_ANY}"}
-    return keys | phases, found
+    return keys | phases, found | words
 
 
 def _strings(tree: ast.AST) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 from rpg_megatron.config import Settings
 from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.explanation import sections_in
-from rpg_megatron.config.objective import ObjectiveSettings
+from rpg_megatron.config.losses import ObjectiveSettings
 from rpg_megatron.evaluation.metrics import score_results
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.objectives import metric_key
