@@ -30,8 +30,8 @@ reward:                      # your own function; docs/extend.md
 def write_files(folder: Path, task: str, model: str | None) -> list[str]:
     """Write a config, problems, for a custom task a reward, and without ``model`` a tiny model.
 
-    Returns the names of what was written. Raises UserError for another task, if one of them exists, or if this is an
-    installation without the source tree, which holds the tiny model.
+    Returns the names of what was written. Raises UserError for another task, if one of them exists, or if
+    this is an installation without the source tree, which holds the tiny model.
     """
     if task not in _REWARDS:
         raise UserError(f"--task {task}: must be {' or '.join(_REWARDS)}")

@@ -10,7 +10,7 @@ import re
 
 def digits(response: str, answer: str, partial: float = 0.5) -> float:
     """1 if the last number is the answer; else -1, and up to ``partial`` more for digits that are right."""
-    numbers = re.findall(r"-?\d+", response)
+    numbers: list[str] = re.findall(r"-?\d+", response)
     if not numbers:
         return -1.0
     if numbers[-1] == answer:
