@@ -235,7 +235,7 @@ def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pyte
         wait_for_message(line)
         host.close()
         while not line.lost:
-            line.take()
+            line.receive()
         assert line.lost == "its launcher has exited"
         silent.close()
     finally:
