@@ -93,8 +93,8 @@ def _check_covered(settings: Settings) -> None:
     """Refuse models with modules that the audit cannot hook, before anything starts."""
     if read_model_shape(settings.model.path).experts is not None:
         raise UserError(
-            f"model.path: {settings.model.path} is a mixture of experts, and audit covers dense models only: it "
-            "does not compare routers and experts. Every step compares the log-probs of engine and trainer "
+            f"model.path: {settings.model.path} is a mixture of experts, and audit covers dense models only: "
+            "it does not compare routers and experts. Every step compares the log-probs of engine and trainer "
             "(mismatch/*), and rpg-megatron replay repeats a step in another layout"
         )
 

@@ -164,9 +164,9 @@ def rank_memory(
         parts.append(
             MemoryPart("optimizer's temporaries", 2 * 4 * largest // share, "estimated", "optimizer")
         )
-        if distributed and (copied := sum(n for n, shards in groups if shards > 1)):
-            # gloo's reduce-scatter copies the whole buffer.
-            parts.append(MemoryPart("copy of the gradients", 4 * copied, "estimated", "reduce"))
+        if replicas > 1 and distributed:
+            # gloo's reduce-scatter copies the whole buffer, also one of experts that no other rank has.
+            parts.append(MemoryPart("copy of the gradients", 4 * count, "estimated", "reduce"))
         tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
         parts.append(MemoryPart("malloc, libraries", RUNTIME + round(MALLOC * tensors), "estimated"))
     return RankMemory(stage, publishes, count, tuple(parts))
