@@ -94,7 +94,7 @@ def _check_covered(settings: Settings) -> None:
     if read_model_shape(settings.model.path).experts is not None:
         raise UserError(
             f"model.path: {settings.model.path} is a mixture of experts, and audit covers dense models only: "
-            "it does not compare routers and experts. Every step compares the log-probs of engine and trainer "
+            "it does not compare routers and experts. Every step compares log-probs of engine and trainer "
             "(mismatch/*), and rpg-megatron replay repeats a step in another layout"
         )
 
