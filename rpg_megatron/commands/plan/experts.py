@@ -116,7 +116,7 @@ def read_columns(shape: ModelShape, batch: float) -> float:
     e = shape.experts
     if e is None:
         return shape.num_layers * shape.ffn_hidden_size
-    chosen = e.count * (1 - (1 - e.per_token / e.count) ** batch)
+    chosen: float = e.count * (1 - (1 - e.per_token / e.count) ** batch)
     dense = (shape.num_layers - len(e.layers)) * shape.ffn_hidden_size
     return dense + len(e.layers) * (chosen * e.ffn_hidden_size + e.count / 3)
 
