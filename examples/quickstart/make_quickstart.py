@@ -27,6 +27,15 @@ Pre-training takes about nine minutes on one CPU core. Everything is drawn from 
 thread, so that a second run on the same machine and the same versions gives the same files.
 
     python examples/quickstart/make_quickstart.py --out examples/quickstart
+
+With ``--experts N`` it makes ``moe_model/`` instead, a Qwen3-MoE checkpoint of the same task, tokenizer and
+prompts. Its weights start from those of ``model/``: each expert is a part of the dense MLP of its layer,
+drawn at random (Komatsuzaki et al., arXiv 2212.05055, call the idea upcycling), routers are new, and a short
+pre-training on the same corpus follows. Prompts and ``model/`` are left as they are. With 8 experts and 150
+steps (seed 1, the same versions), held out: 0.34 right at temperature 1, 0.02 greedy, 26 tokens a response,
+and 94% of prompts have both right and wrong answers among 8 samples.
+
+    python examples/quickstart/make_quickstart.py --experts 8 --steps 150
 """
 
 import argparse
@@ -40,7 +49,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 VOCAB = 304
@@ -53,6 +69,9 @@ SLIP = 0.02
 
 # Pre-training: rows of ROW tokens, ROWS of them a step.
 ROW, ROWS, PEAK_LR = 256, 8, 3e-3
+
+# The mixture: columns of an expert (an engine on a CPU needs a multiple of 32 per worker), experts a token.
+EXPERT_WIDTH, TOP_K = 64, 4
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
@@ -208,6 +227,37 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
+@torch.no_grad()
+def make_mixture(dense: Qwen3ForCausalLM, experts: int) -> Qwen3MoeForCausalLM:
+    """A Qwen3-MoE whose weights are those of ``dense`` except for the MLPs.
+
+    An expert's EXPERT_WIDTH columns are drawn from those of the dense MLP. The weights of a token's TOP_K
+    experts sum to one, so a down projection is multiplied by (dense width / EXPERT_WIDTH): then the mean over
+    all choices of experts is the dense layer's output.
+    """
+    old = dense.config
+    config = Qwen3MoeConfig(
+        **{key: value for key, value in old.to_dict().items() if key not in ("model_type", "architectures")},
+        num_experts=experts,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=EXPERT_WIDTH,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        router_aux_loss_coef=0.01,
+    )
+    mixture = Qwen3MoeForCausalLM(config)
+    mixture.load_state_dict(dense.state_dict(), strict=False)
+    for layer, source in zip(mixture.model.layers, dense.model.layers, strict=True):
+        for expert in range(experts):
+            columns = torch.randperm(old.intermediate_size)[:EXPERT_WIDTH]
+            gate, up = source.mlp.gate_proj.weight[columns], source.mlp.up_proj.weight[columns]
+            layer.mlp.experts.gate_up_proj[expert] = torch.cat((gate, up))
+            scale = old.intermediate_size / EXPERT_WIDTH
+            layer.mlp.experts.down_proj[expert] = source.mlp.down_proj.weight[:, columns] * scale
+    return mixture
+
+
 def packed_rows(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, exclude: set[Problem]
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
@@ -242,13 +292,17 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def pretrain(
-    model: Qwen3ForCausalLM,
+    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     rng: random.Random,
     exclude: set[Problem],
     steps: int,
 ) -> None:
-    """Next-token training on freshly drawn solutions, ROWS * ROW tokens a step."""
+    """Next-token training on freshly drawn solutions, ROWS * ROW tokens a step.
+
+    Routers are also trained to use experts evenly, by the auxiliary loss of the model's own code.
+    """
+    balanced = {"output_router_logits": True} if isinstance(model, Qwen3MoeForCausalLM) else {}
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -263,7 +317,7 @@ def pretrain(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         loss = model(
-            input_ids=batch[:, 0], position_ids=batch[:, 1], labels=batch[:, 2], use_cache=False
+            input_ids=batch[:, 0], position_ids=batch[:, 1], labels=batch[:, 2], use_cache=False, **balanced
         ).loss
         optimizer.zero_grad()
         loss.backward()
@@ -284,7 +338,10 @@ def is_right(text: str, gold: str) -> bool:
 
 @torch.no_grad()
 def measure(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], samples: int
+    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[Problem],
+    samples: int,
 ) -> dict[str, float]:
     """Accuracy at temperature 1 and greedy, response length in tokens, and how many stop within 64 tokens.
 
@@ -322,6 +379,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="where to write")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2000, help="pre-training steps")
+    parser.add_argument("--experts", type=int, help="make moe_model/, a mixture of so many experts a layer")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -330,19 +388,27 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     train, heldout = draw_prompt_sets(rng)
-    write_prompts(args.out / "train.jsonl", train)
-    write_prompts(args.out / "heldout.jsonl", heldout)
-
-    tokenizer = make_tokenizer(rng)
-    model = make_model(tokenizer)
+    if args.experts is None:
+        folder = args.out / "model"
+        write_prompts(args.out / "train.jsonl", train)
+        write_prompts(args.out / "heldout.jsonl", heldout)
+        tokenizer = make_tokenizer(rng)
+        model = make_model(tokenizer)
+    else:
+        folder = args.out / "moe_model"
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "model")
+        # What transformers notes about where it was read from.
+        for key in ("is_local", "local_files_only"):
+            tokenizer.init_kwargs.pop(key, None)
+        model = make_mixture(Qwen3ForCausalLM.from_pretrained(args.out / "model"), args.experts)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     pretrain(model, tokenizer, rng, set(heldout), args.steps)
 
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    model.save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     for name, value in measure(model, tokenizer, heldout, samples=8).items():
         print(f"{name:>17} {value:.3f}")
 

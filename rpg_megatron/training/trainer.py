@@ -27,6 +27,7 @@ from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.objectives import metric_key, takes_maximum
 from rpg_megatron.objectives.advantages import response_kl
 from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.expert_load import counted_routes, counts_matrix, load_metrics
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy, UpdateStats
 from rpg_megatron.policy.schedules import build_schedule
@@ -36,6 +37,7 @@ from rpg_megatron.system.collectives import (
     control_group,
     gather_objects,
     gather_on_first,
+    sum_arrays,
 )
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.advantages import build_advantages
@@ -182,7 +184,11 @@ class Trainer:
         """
         micro_batches = [self.policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
         probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
-        scored = self.policy.logprobs([*micro_batches, *probes])
+        with counted_routes(self.policy.chunks if self.shape.experts else ()) as routes:
+            scored = self.policy.logprobs([*micro_batches, *probes])
+        if (experts := self.shape.experts) is not None:
+            counts = sum_arrays(counts_matrix(routes, self.shape))
+            batch.metrics |= load_metrics(counts, experts.layers)
         old, of_probes = scored[: len(micro_batches)], scored[len(micro_batches) :]
         anchor = old
         if self.anchor:

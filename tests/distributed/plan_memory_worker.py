@@ -84,6 +84,7 @@ def main() -> None:
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,
             vocab_multiple=settings.model.vocab_multiple,
+            experts=mesh.experts,
         )
         phase("load")
 

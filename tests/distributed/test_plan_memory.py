@@ -2,7 +2,8 @@
 
 Why: a plan that is wrong by a fifth sends a job into an out-of-memory error after hours in a queue. Two
 proofs: the activations, tensor by tensor as autograd saves them, to 1%; and the peak of the resident set,
-allocator and libraries included, to 15%. Not covered: anything on a GPU, and the engines' memory.
+allocator and libraries included, to 15%, of most mixtures of experts to 10%. Not covered:
+anything on a GPU, and the engines' memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.commands.plan.activations import head_bytes, layer_bytes, widths
+from rpg_megatron.commands.plan.parameters import layers_of
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, rank_memory, recomputation
 from rpg_megatron.config import Settings, read_model_shape
 from tests.support.ranks import run_ranks
@@ -40,6 +42,25 @@ SMALL = LARGE | {
     "intermediate_size": 1536,
     "num_attention_heads": 8,
     "vocab_size": 16384,
+}
+# Experts for the models above; a third of the parameters of LARGE's mixture are outside them.
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+EXPERT_LAYOUTS = {
+    "TP1": {},
+    "EP2": {"parallel": {"data": 2, "expert": 2}},
+    "EP2 distributed": {"parallel": {"data": 2, "expert": 2}, "optimizer": {"distributed": True}},
+    "DP2 distributed": {"parallel": {"data": 2}, "optimizer": {"distributed": True}},
+    "TP2+SP EP2": {"parallel": {"tensor": 2, "sequence": True, "expert": 2}},
+    "TP2+SP ETP2": {"parallel": {"tensor": 2, "sequence": True, "expert_tensor": 2}},
+    "PP2": {"parallel": {"pipeline": 2}},
+    "EP2 full": {"parallel": {"data": 2, "expert": 2}, "memory": {"recompute": "full"}},
 }
 LAYOUTS = {
     "TP1": {},
@@ -82,8 +103,8 @@ def large(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
     return make_checkpoint(tmp_path_factory.mktemp("large") / "model", **LARGE)
 
 
-def check(settings: Settings, folder: Path, bridge: Path) -> None:
-    """Two steps in this layout; every rank's peak within 15% of its plan."""
+def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) -> None:
+    """Two steps in this layout; every rank's peak within this fraction of its plan."""
     microbatches = 2
     case = {
         "settings": settings.model_dump(mode="json"),
@@ -111,7 +132,7 @@ def check(settings: Settings, folder: Path, bridge: Path) -> None:
         assert found["parameters"] == plan.parameters
         assert abs(found["baseline"] - IMPORTS) < 0.15 * IMPORTS
     print([(planned, measured, round(planned / measured, 3)) for planned, measured, _ in told])
-    assert all(abs(planned / measured - 1) <= 0.15 for planned, measured, _ in told), told
+    assert all(abs(planned / measured - 1) <= within for planned, measured, _ in told), told
 
 
 def test_a_small_rank_holds_what_is_planned(
@@ -127,15 +148,27 @@ def test_a_rank_holds_what_is_planned(layout: str, tmp_path: Path, bridge: Path,
     check(settings_for(large, **LAYOUTS[layout]), tmp_path, bridge)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_a_rank_with_experts_holds_what_is_planned(
+    layout: str, tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    model = make_checkpoint(tmp_path / "model", **SMALL, **EXPERTS)
+    # gloo's copies with the distributed optimizer, and recomputed layers, are counted less well.
+    within = 0.15 if layout.endswith(("distributed", "full")) else 0.1
+    check(settings_for(model, **EXPERT_LAYOUTS[layout]), tmp_path, bridge, within)
+
+
 @pytest.fixture(scope="module")
 def tiny(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two-layer models of two families, the one with norms of queries and keys and the other without."""
+    """Two-layer models: with norms of queries and keys, without, and with experts in the second layer."""
     folder = tmp_path_factory.mktemp("tiny")
     shape = SMALL | {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 32, "intermediate_size": 512}
     llama = shape | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     return {
         "qwen3": make_checkpoint(folder / "qwen3", **shape),
         "llama": make_checkpoint(folder / "llama", **llama),
+        "moe": make_checkpoint(folder / "moe", **shape, **EXPERTS, mlp_only_layers=[0]),
     }
 
 
@@ -150,10 +183,13 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
         w = widths(model, settings.parallel, settings.precision.dtype)
         for rank, saved in enumerate(ranks):
             last = settings.parallel.pipeline == 1 or rank == 1
-            layers = model.num_layers / settings.parallel.pipeline
+            layers = layers_of(model, settings.parallel, rank if settings.parallel.pipeline > 1 else 0)[0]
             lengths, kind = [n - 1 for n in LENGTHS], recomputation(settings)
-            each = layer_bytes(w, lengths, qk_norm=model.qk_norm, recompute=kind)
-            planned = layers * each + last * TOKENS / settings.parallel.context * head_bytes(w)
+            layers_bytes = sum(
+                layer_bytes(w, lengths, qk_norm=model.qk_norm, recompute=kind, experts=model.has_experts(n))
+                for n in layers
+            )
+            planned = layers_bytes + last * TOKENS / settings.parallel.context * head_bytes(w)
             # Besides what layers save there are tokens and rotary tables; with full recompute, little else.
             assert saved[name] == pytest.approx(planned, rel=0.01, abs=100_000), (name, rank)
 

@@ -11,6 +11,7 @@ PAPER = EXAMPLES / "paper"
 ROWS = sorted(PAPER.glob("table*/*.yaml"))
 H100 = sorted(EXAMPLES.glob("*_dapo_math_*.yaml"))
 AHEAD = sorted(EXAMPLES.glob("async/*.yaml"))
+MIXTURES = sorted(EXAMPLES.glob("moe/*.yaml"))
 REHEARSED = [*sorted(PAPER.glob("table8*/*.yaml")), EXAMPLES / "qwen3_4b_dapo_math_2k.yaml"]
 """All others are the same runs as one of these when their sizes are overridden."""
 

@@ -22,7 +22,7 @@ from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.nodes import share_of
 from rpg_megatron.launcher.preflight import check_model
-from tests.support.recipes import AHEAD, EXAMPLES, H100, PAPER, REHEARSED, ROWS, shrunk
+from tests.support.recipes import AHEAD, EXAMPLES, H100, MIXTURES, PAPER, REHEARSED, ROWS, shrunk
 
 GIB = 1024**3
 
@@ -54,7 +54,13 @@ PARAMETERS = {  # as published
     "Qwen3-4B-Base": 4_022_468_096,
     "Qwen3-8B-Base": 8_190_735_360,
     "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
 }
+EXPERT_KEYS = {
+    "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
+    "num_experts_per_tok",
+}  # fmt: skip
 
 
 def label(file: Path) -> str:
@@ -126,12 +132,14 @@ def test_sizes_are_those_of_the_published_models(name: str) -> None:
         "architectures", "dtype", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings",
         "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps",
         "rope_theta", "tie_word_embeddings", "vocab_size",
-    } | ({"head_dim"} if "Qwen3" in name else {"use_sliding_window"})  # fmt: skip
+    } | ({"head_dim"} if "Qwen3" in name else {"use_sliding_window"}) | (
+        EXPERT_KEYS if "-A" in name else set()
+    )  # fmt: skip
     settings = load_settings(ROWS[0], [f"model.path={file.parent}", "parallel={}"])
     assert make_plan(settings).parameters == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("file", [*ROWS, *H100, *AHEAD], ids=label)
+@pytest.mark.parametrize("file", [*ROWS, *H100, *AHEAD, *MIXTURES], ids=label)
 def test_each_fits_its_cards(file: Path) -> None:
     plan = make_plan(load_settings(file))
     assert plan.problems == ()
@@ -198,8 +206,8 @@ def test_an_example_has_the_lengths_of_its_name(file: Path) -> None:
 
 
 def test_names_of_runs_differ() -> None:
-    names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD]]
-    assert len(set(names)) == len(names) == 47
+    names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD, *MIXTURES]]
+    assert len(set(names)) == len(names) == 49
 
 
 def test_examples_that_sample_ahead_are_the_others_with_few_changes() -> None:
@@ -236,6 +244,44 @@ def test_the_estimates_beside_an_example_are_plans(file: Path) -> None:
 
 def plan_of(file: Path) -> Plan:
     return make_plan(load_settings(file))
+
+
+def mixtures() -> list[tuple[str, str, list[str], list[str]]]:
+    """File, number of cards, overrides and estimates of each line of the table of mixtures."""
+    found = []
+    for line in (EXAMPLES / "README.md").read_text().splitlines():
+        if match := re.fullmatch(
+            r"\| `(\S+a\d+b\S+)` \| (\d+ \+ \d+) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|", line
+        ):
+            overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])
+            found.append((match[1], match[2], overrides, list(match.groups()[3:])))
+    return found
+
+
+@pytest.mark.parametrize(("name", "cards", "overrides", "told"), mixtures())
+def test_a_documented_mixture_fits_and_its_experts_stay_on_a_node(
+    name: str, cards: str, overrides: list[str], told: list[str]
+) -> None:
+    settings = load_settings(EXAMPLES / "moe" / f"{name}.yaml", overrides)
+    plan, parallel = make_plan(settings), settings.parallel
+    assert plan.problems == ()
+    check_margin(plan)
+    assert f"{plan.gpus.trainer} + {plan.gpus.engines}" == cards
+    assert set(plan.gpus.nodes) == {(8, 0), (0, 8)}
+    assert parallel.expert * parallel.expert_tensor == 8
+    estimates = plan.rank_total, plan.engine.total, sum(part.nbytes for part in plan.host)
+    assert [f"{nbytes / GIB:.0f}" for nbytes in estimates] == told
+    # In host memory only where no other rank shares the state.
+    assert bool(settings.memory.offload_optimizer) == (parallel.tensor * parallel.data == 8)
+
+
+def test_every_mixture_is_documented() -> None:
+    assert {(name, cards) for name, cards, *_ in mixtures()} == {
+        ("qwen3_30b_a3b_dapo_math_8k", "8 + 8"),
+        ("qwen3_30b_a3b_dapo_math_8k", "16 + 16"),
+        ("qwen3_235b_a22b_dapo_math_8k", "64 + 64"),
+    }
+    assert {file.stem for file in MIXTURES} == {name for name, *_ in mixtures()}
 
 
 def test_with_sizes_overridden_every_file_is_one_of_the_rehearsed_runs() -> None:

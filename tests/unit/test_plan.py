@@ -399,3 +399,61 @@ def test_shared_memory_counts_where_the_weights_are_copied(tmp_path: Path, write
     assert parts(anchor={"type": "fixed"}, **cpu)["held anchor"] == weights
     assert parts(memory={"offload_optimizer": 0.75})["optimizer"] == 12 * 596_049_920 // 4
     assert "optimizer off the GPU" not in parts(memory={"offload_optimizer": 0.75})
+
+
+QWEN3_30B_A3B = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+EXPERTS = 48 * 128 * 3 * 2048 * 768
+OTHERS = 30_532_122_624 - EXPERTS
+
+
+def test_a_rank_holds_its_share_of_the_experts_and_the_state_of_those_it_shares(
+    write: Callable[..., Path],
+) -> None:
+    """EP 8 on 16 ranks: two ranks hold the same experts, sixteen the rest."""
+    plan = plan_of(write(QWEN3_30B_A3B, parallel={"data": 16, "expert": 8}))
+    assert plan.parameters == 30_532_122_624  # as published
+    assert worker_parameters(plan.shape, 1) == 30_532_122_624
+    assert plan.largest.parameters == OTHERS + EXPERTS // 8
+    parts = {p.name: p.nbytes for p in plan.largest.parts}
+    assert parts["optimizer"] == 12 * OTHERS // 16 + 12 * EXPERTS // 8 // 2
+    # An engine worker has the routers whole.
+    routers, norms, heads = 48 * 128 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048, 2048 * 151936
+    cut = 30_532_122_624 - routers - norms - 2 * heads
+    assert worker_parameters(plan.shape, 2) == cut // 2 + routers + norms + heads
+
+
+def test_the_experts_of_a_rank_may_get_more_tokens_than_their_share(write: Callable[..., Path]) -> None:
+    """At worst every token of the 8 ranks has all its 8 experts among the 16 of one: 8 times the rows."""
+    full = write(QWEN3_30B_A3B, parallel={"data": 8, "expert": 8}, memory={"recompute": "full"})
+    plan = plan_of(full)
+    tokens = sum(plan.batch.lengths)
+    row = 2 * (2048 + 3 * 768) + 4  # what a row saves, in bfloat16
+    gradients = 2 * (2 * 2048 + 3 * 768)
+    assert plan.routed_to_one == pytest.approx(tokens * 8 * 7 * (row + gradients), rel=1e-6)
+    assert any("chosen evenly" in note for note in plan.warnings)
+    assert plan_of(write(QWEN3_8B)).routed_to_one == 0
+
+
+def test_sweep_tries_expert_parallel_sizes(write: Callable[..., Path]) -> None:
+    settings = load_settings(write(QWEN3_30B_A3B, memory={"offload_optimizer": 0.5}))
+    shape = read_model_shape(settings.model.path)
+    found = sweep(settings, shape, Target("cuda", "h100-80", card_bytes("h100-80")), 8)
+    sizes = {c.plan.settings.parallel.expert for c in found}
+    assert sizes == {1, 2, 4, 8}
+    assert found[0].plan.fits
+    assert "parallel.expert=8" in found[0].overrides
+
+
+def test_an_impossible_layout_of_experts_is_refused(write: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match=r"parallel: expert=3 does not divide the model's 128 experts"):
+        plan_of(write(QWEN3_30B_A3B, parallel={"data": 3, "expert": 3}))

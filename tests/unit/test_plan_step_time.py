@@ -327,3 +327,40 @@ def test_times_are_of_gpus(capsys) -> None:
     err = capsys.readouterr().err
     assert (left.value.code, err.count("\n")) == (2, 1)
     assert "times are estimated for GPUs only" in err
+
+
+QWEN3_30B_A3B = Path(__file__).parents[2] / "examples" / "moe" / "qwen3_30b_a3b_dapo_math_8k.yaml"
+
+
+def test_a_token_of_a_mixture_costs_its_experts_and_their_exchange() -> None:
+    """Log-probs at full speed: 8 of 128 experts and the router; at EP 8, 7 of 8 rows go to other GPUs."""
+    plan = make_plan(load_settings(QWEN3_30B_A3B, ["anchor.type=old"]), "h100-80")
+    layer = 2048 * (2 * 4096 + 2 * 512 + 3 * 8 * 768 + 128)
+    sequences, length = 8192, 8192 + 256
+    flops = 2 * length * (48 * layer + 2048 * 151936) + 2 * length**2 * 4096 * 48
+    sent = 2 * 48 * 8 * 2048 * 2 * 7 / 8 * length  # bytes of a sequence, there and back
+    per_gpu = sequences / 8
+    for name, options, seconds in (
+        ("FLOP/s, 1 pass", ["peak_bf16=1e15", "nvlink=1e30"], per_gpu * flops / 1e15),
+        ("exchange of tokens, 1 pass", ["peak_bf16=1e30", "nvlink=1e11"], per_gpu * sent / 1e11),
+    ):
+        found = step_times(plan, assume("h100-80", [*PLAIN, *options]).values)[0]
+        phase = next(p for p in found.phases if p.name == "log-probs")
+        assert phase.seconds == pytest.approx(seconds, rel=1e-9)
+        assert phase.bound == name
+
+
+def test_decoding_reads_the_experts_that_a_batch_chooses() -> None:
+    one, many = (
+        step_times(
+            make_plan(load_settings(QWEN3_30B_A3B, [f"engine.max_sequences={n}"]), "h100-80"),
+            assume("h100-80", [*PLAIN, "memory_bandwidth=1e12", "peak_bf16=1e30"]).values,
+        )[0].seconds("rollout")
+        for n in (1, 64)
+    )
+    sequences, context = 8192 / 0.6 / 4, 256 + 4096
+    for seconds, batch in ((one, 1), (many, 64)):
+        chosen = 128 * (1 - (1 - 8 / 128) ** batch)
+        layer = 2048 * (2 * 4096 + 2 * 512 + 3 * chosen * 768 + 128)
+        read = 2 * (48 * layer + 2048 * 151936) / 2 + batch * context * 2 * 48 * 2 * 128 * 2
+        assert seconds == pytest.approx(sequences / batch * 8192 * read / 1e12, rel=1e-6)

@@ -15,8 +15,11 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from rpg_megatron.commands.convert.inspect import inspect_checkpoint
+
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 MODEL = QUICKSTART / "model"
+MOE_MODEL = QUICKSTART / "moe_model"
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,25 @@ def test_the_weights_are_float32_and_match_the_config():
     assert layers == set(range(config["num_hidden_layers"]))
     assert shapes["model.layers.0.self_attn.k_proj.weight"] == (config["num_key_value_heads"] * head, hidden)
     assert shapes["model.layers.0.self_attn.q_norm.weight"] == (head,)
+
+
+def test_the_mixture_has_the_same_tokenizer_and_suits_two_ranks_and_an_engine_on_a_cpu():
+    assert sum(f.stat().st_size for f in MOE_MODEL.rglob("*") if f.is_file()) <= 4.5e6
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (MOE_MODEL / name).read_bytes() == (MODEL / name).read_bytes()
+    config = json.loads((MOE_MODEL / "config.json").read_text())
+    assert config["num_local_experts"] % 2 == 0
+    assert config["moe_intermediate_size"] % 32 == 0
+    assert config["dtype"] == "float32"
+
+
+def test_inspect_lists_the_experts_of_the_mixture():
+    found = inspect_checkpoint(MOE_MODEL)
+    assert found.problems == []
+    experts = [row for row in found.tensors if ".experts." in row.name]
+    assert len(experts) == 4 * 8 * 3
+    assert "1,066,368 parameters" in found.table()
+    assert "8 experts of 64 in 4 layers, 4 a token" in found.table()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def audit(
         raise UserError(f"--out: {copy.absolute().parent} is not a folder; create it, or choose another")
     engine = settings.engine.model_copy(update={"arguments": (*settings.engine.arguments, *_EAGER)})
     engine_settings = settings.model_copy(update={"engine": engine})
+    _check_covered(settings)
     check(settings)
     if engine_model is not None:
         _check_engine_model(settings, engine_model)
@@ -86,6 +87,16 @@ def audit(
     show(report, table_console())
     print(f"\nreport: {shown(run.folder / REPORT)}", flush=True)
     return bool(report["clean"])
+
+
+def _check_covered(settings: Settings) -> None:
+    """Refuse models with modules that the audit cannot hook, before anything starts."""
+    if read_model_shape(settings.model.path).experts is not None:
+        raise UserError(
+            f"model.path: {settings.model.path} is a mixture of experts, and audit covers dense models only: "
+            "it does not compare routers and experts. Every step compares log-probs of engine and trainer "
+            "(mismatch/*), and rpg-megatron replay repeats a step in another layout"
+        )
 
 
 def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dict[str, Any]]:

@@ -144,10 +144,16 @@ def _model(shape: ModelShape) -> dict[str, Any]:
 
 
 def _describe(model: dict[str, Any]) -> str:
+    experts = ""
+    if (e := model["experts"]) is not None:
+        experts = (
+            f", {e['count']} experts of {e['ffn_hidden_size']} in {len(e['layers'])} layers, "
+            f"{e['per_token']} a token"
+        )
     return (
         f"{model['family']}, {model['parameters']:,} parameters, {model['num_layers']} layers, "
         f"hidden {model['hidden_size']}, "
         f"{model['num_heads']}/{model['num_kv_heads']} heads of {model['head_dim']}, "
-        f"feed-forward {model['ffn_hidden_size']}, vocabulary {model['vocab_size']}"
+        f"feed-forward {model['ffn_hidden_size']}{experts}, vocabulary {model['vocab_size']}"
         f"{', tied embeddings' if model['tied_embeddings'] else ''}"
     )

@@ -10,6 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rpg_megatron.commands.plan.experts import (
+    ExpertWidths,
+    Routes,
+    expert_widths,
+    routed_bytes,
+    working_rows,
+)
 from rpg_megatron.config import ModelShape
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -32,6 +39,8 @@ class Widths:
     ffn: float
     item: int
     context: int
+    experts: ExpertWidths | None = None
+    """None for a dense model."""
 
     @property
     def query(self) -> float:
@@ -44,8 +53,8 @@ class Widths:
         return self.kv_heads * self.head_dim
 
 
-def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> Widths:
-    """The sizes that determine a rank's activations."""
+def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str, routes: Routes = "even") -> Widths:
+    """The sizes that determine a rank's activations. routes: how tokens choose experts."""
     cut = parallel.tensor
     return Widths(
         hidden=shape.hidden_size / (cut if parallel.sequence else 1),
@@ -56,11 +65,14 @@ def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> Widths:
         ffn=shape.ffn_hidden_size / cut,
         item=ITEM_BYTES[dtype],
         context=parallel.context,
+        experts=expert_widths(shape, parallel, routes),
     )
 
 
-def layer_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool, recompute: Recompute) -> float:
-    """Bytes that one transformer layer saves for its backward pass.
+def layer_bytes(
+    w: Widths, lengths: Sequence[int], *, qk_norm: bool, recompute: Recompute, experts: bool = False
+) -> float:
+    """Bytes that one transformer layer saves for its backward pass. experts: whether it has experts.
 
     lengths: tokens of the micro-batch's sequences, before sharding over context ranks. Sequences of like
     length, which share a call of attention, save less than is counted here.
@@ -70,8 +82,12 @@ def layer_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool, recompute: 
         return tokens * w.item * w.hidden
     # Input in float32, 1/rms, normalised, and the result, which the next linear layer reads.
     norm = _WIDE * w.hidden + _WIDE * w.hidden / w.whole + 2 * w.item * w.hidden
-    # gate|up, silu(gate), up + offset, their product, which the second linear layer reads.
-    mlp = w.item * 5 * w.ffn if recompute == "none" else 0
+    mlp = 0.0
+    if recompute == "none" and experts and w.experts is not None:
+        mlp = routed_bytes(w.experts, w.whole, w.item, fused=False)
+    elif recompute == "none":
+        # gate|up, silu(gate), up + offset, their product, which the second linear layer reads.
+        mlp = w.item * 5 * w.ffn
     return tokens * (2 * norm + mlp) + _attention_bytes(w, lengths, qk_norm=qk_norm)
 
 
@@ -99,12 +115,16 @@ def head_bytes(w: Widths) -> float:
     return norm + w.item * w.whole + 20  # hidden states of all tokens; targets, two normalisers, entropy
 
 
-def working_bytes(w: Widths, tokens: int) -> float:
+def working_bytes(w: Widths, tokens: int, *, experts: bool = False, fused: bool = False) -> float:
     """Peak bytes of a layer's backward pass besides saved activations.
 
     The gradients of the MLP's inner tensors and of the residual stream, and one weight's gradient. Recomputed
-    activations are not included.
+    activations are not included. experts: of a layer with experts; fused: whose products are grouped.
     """
+    if experts and (e := w.experts) is not None:
+        rows = working_rows(e, w.whole, w.item, fused=fused)
+        weight = (e.held if fused else 1) * 2 * e.columns * w.whole
+        return tokens * (rows + 3 * w.item * w.whole) + w.item * weight
     return tokens * w.item * (5 * w.ffn + 3 * w.whole) + w.item * 2 * w.ffn * w.whole
 
 

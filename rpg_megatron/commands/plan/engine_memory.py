@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from rpg_megatron.config import ModelShape, Settings, UserError
@@ -75,8 +76,7 @@ def engine_memory(
         # The server's processes are counted with the machine: ``SERVER``.
         return EngineMemory(weights, 0, int(engine.kv_cache_gib * _GIB), buckets, kv_bytes, longest, None)
     batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
-    ffn = shape.ffn_hidden_size // engine.tensor
-    running = GRAPHS + batched * item * (3 * ffn + 4 * shape.hidden_size)
+    running = GRAPHS + batched * item * _activations(shape, engine.tensor)
     running += (
         min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
     )  # logits, and a sorted or exp copy
@@ -88,11 +88,22 @@ def engine_memory(
     return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, utilisation)
 
 
+def _activations(shape: ModelShape, tensor: int) -> int:
+    """Elements per token of the activations that a layer has at once, the larger of its kinds."""
+    dense = 3 * shape.ffn_hidden_size // tensor if shape.has_dense_layers else 0
+    # Of each chosen expert: gate|up, their product, and the output before the weighted sum.
+    e = shape.experts
+    experts = e.per_token * (3 * e.ffn_hidden_size // tensor + shape.hidden_size) if e else 0
+    return max(dense, experts) + 4 * shape.hidden_size
+
+
+@lru_cache(maxsize=32)
 def worker_parameters(shape: ModelShape, tensor: int) -> int:
     """Number of parameters of one worker.
 
-    Matrices are cut, but for key and value heads that are fewer than the workers; norms are whole, and the
-    vocabulary is padded.
+    Matrices are cut, but for key and value heads that are fewer than the workers; norms and routers are
+    whole, and the vocabulary is padded. Whole experts on each worker
+    (--enable-expert-parallel) are as many bytes.
     """
     total = 0
     for name, dims in mapping_for(shape).hf_tensors().items():
@@ -102,7 +113,7 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
             size = -(-rows // tensor) * shape.hidden_size
         elif ".k_proj." in name or ".v_proj." in name:
             size = size // shape.num_kv_heads * max(1, shape.num_kv_heads // tensor)
-        elif len(dims) == 2 or name.endswith(".bias"):
+        elif (len(dims) == 2 and not name.endswith(".mlp.gate.weight")) or name.endswith(".bias"):
             size //= tensor
         total += size
     return total

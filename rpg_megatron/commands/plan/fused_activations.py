@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rpg_megatron.commands.plan.activations import Recompute, Widths
+from rpg_megatron.commands.plan.experts import routed_bytes
 from rpg_megatron.config import Settings
 from rpg_megatron.config.policy import FP8Settings
 
@@ -42,9 +43,10 @@ class Saved:
 
 
 def saved_tensors(
-    w: Widths, *, qk_norm: bool, recompute: Recompute, fp8: FP8Settings | None = None
+    w: Widths, *, qk_norm: bool, recompute: Recompute, fp8: FP8Settings | None = None, experts: bool = False
 ) -> tuple[Saved, ...]:
-    """The tensors that one layer saves, in the order of the forward pass. fp8: None for a layer in bfloat16.
+    """The tensors that one layer saves, in the order of the forward pass. fp8: None for a layer in bfloat16;
+    experts: whether it has experts in place of a dense MLP.
 
     Context parallelism does not change them: a rank saves its own queries and output, and the keys and values
     of one rank, the last received ones (AttnFuncWithCPAndKVP2P).
@@ -78,6 +80,16 @@ def saved_tensors(
     if fp8 is not None and fp8.recipe == "delayed":
         found.append(Saved("the same in FP8, read by the projection", quantised * w.query))
     found.append(Saved("attention's sum with the stream, which the second norm reads", w.item * w.hidden))
+    if experts and w.experts is not None:
+        # Its norm is a module of its own, and stays with selective recomputation, which begins at the router.
+        found += [
+            Saved("1/rms, second", _WIDE * w.hidden / w.whole),
+            Saved("second norm's output, read by the router", w.item * w.hidden),
+        ]
+        if recompute == "none":
+            routed = routed_bytes(w.experts, w.whole, w.item, fused=True)
+            found.append(Saved("rows of the experts, indices and weights of the router", routed))
+        return tuple(found)
     if recompute == "selective":  # up to the MLP's input; the norm is part of the MLP here
         return tuple(found)
     return (
@@ -90,10 +102,17 @@ def saved_tensors(
 
 
 def fused_layer_bytes(
-    w: Widths, tokens: float, *, qk_norm: bool, recompute: Recompute, fp8: FP8Settings | None = None
+    w: Widths,
+    tokens: float,
+    *,
+    qk_norm: bool,
+    recompute: Recompute,
+    fp8: FP8Settings | None = None,
+    experts: bool = False,
 ) -> float:
     """Bytes that one layer saves. tokens: of the micro-batch, per context rank."""
-    return tokens * sum(t.nbytes for t in saved_tensors(w, qk_norm=qk_norm, recompute=recompute, fp8=fp8))
+    saved = saved_tensors(w, qk_norm=qk_norm, recompute=recompute, fp8=fp8, experts=experts)
+    return tokens * sum(t.nbytes for t in saved)
 
 
 def fused_head_bytes(w: Widths) -> float:

@@ -18,9 +18,10 @@ from rpg_megatron.commands.plan.trainer_memory import (
     RankMemory,
     activation_bytes,
     rank_memory,
+    worst_routes,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.models.registry import check_layout
+from rpg_megatron.models.registry import check_experts, check_layout
 
 Device = Literal["cpu", "cuda"]
 
@@ -58,6 +59,8 @@ class Plan:
     """The GPU shared by a rank and an engine worker; None: separate GPUs, or a CPU."""
     activations: dict[Recompute, int]
     """Bytes on the largest rank, for each value of memory.recompute."""
+    routed_to_one: int
+    """Bytes that the largest rank holds more if all tokens choose its experts; 0 for a dense model."""
     problems: tuple[str, ...]
     """Why it cannot run or does not fit, each with a fix; empty: it fits."""
     warnings: tuple[str, ...]
@@ -131,15 +134,15 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     """The plan of one layout. Raises UserError if the model cannot be sharded so."""
-    if shape.experts is not None:
-        raise UserError("plan does not know the memory and the speed of mixtures of experts")
     parallel = settings.parallel
-    for sizes, where in (
-        ((parallel.tensor, parallel.pipeline, parallel.virtual), "parallel"),
-        ((settings.engine.tensor, 1, 1), "engine"),
+    for sizes, expert_tensor, where in (
+        ((parallel.tensor, parallel.pipeline, parallel.virtual), parallel.expert_tensor, "parallel"),
+        ((settings.engine.tensor, 1, 1), None, "engine"),
     ):
         try:
-            check_layout(shape, *sizes)
+            check_layout(shape, *sizes, expert_tensor=expert_tensor)
+            if where == "parallel":
+                check_experts(shape, parallel, device=target.device)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
     batch = plan_batch(settings, shape.max_positions)
@@ -166,6 +169,9 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for kind in kinds
     }
     gpus = count_gpus(settings)
+    routed_to_one = worst_routes(
+        settings, shape, largest.stage, batch.lengths, batch.microbatches, target.device
+    )
     draft = Plan(
         settings=settings,
         shape=shape,
@@ -180,6 +186,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         else tuple(step_parts(settings, batch, settings.parallel.world)),
         card=share_card(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
         activations=activations,
+        routed_to_one=routed_to_one,
         problems=(),
         warnings=(),
     )
@@ -283,6 +290,12 @@ def _warnings(plan: Plan) -> list[str]:
         found.append("optimizer.distributed shards nothing with one replica")
     if plan.card is not None:
         found.append("engine.colocated: memory per turn is computed, not measured")
+    if plan.routed_to_one:
+        verdict = "which also fits" if plan.routed_to_one <= plan.left else "which does not fit"
+        found.append(
+            "experts are assumed to be chosen evenly; if all tokens of the expert-parallel ranks chose those "
+            f"of one rank, it would hold {gib(plan.routed_to_one)} more in an update, {verdict}"
+        )
     if plan.tight and plan.left >= 0:
         found.append(
             f"{gib(plan.left)} of a GPU stay free, less than {gib(ROOM)}: no GPU figure was measured; "

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rpg_megatron.commands.plan.assumptions import Assumptions
+from rpg_megatron.commands.plan.experts import (
+    active_columns,
+    dispatched_bytes,
+    expert_replicas,
+    read_columns,
+)
 from rpg_megatron.commands.plan.fused_activations import in_fp8
+from rpg_megatron.commands.plan.parameters import rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import engines_of_a_replica, recomputation, state_bytes
 from rpg_megatron.config import Settings
@@ -165,7 +172,7 @@ def _pass_seconds(
     """
     shape, settings = plan.shape, plan.settings
     in_layers, in_head = shape.matmul_parameters
-    in_mlp = 3 * shape.num_layers * shape.hidden_size * shape.ffn_hidden_size
+    in_mlp = 3 * shape.hidden_size * active_columns(shape)
     quantised = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
     share = quantised / shape.num_layers
     peak = a.peak_fp32 if settings.precision.dtype == "float32" else a.peak_bf16
@@ -202,7 +209,7 @@ def _rollout(plan: Plan, a: Assumptions, lengths: _Lengths, replicas: float) -> 
     in_layers, in_head = shape.matmul_parameters
     item = ITEM_BYTES[settings.precision.dtype]
     fp8 = engine.quantization == "fp8"
-    weights = (in_layers * (1 if fp8 else item) + in_head * item) / engine.tensor
+    one = 1 if fp8 else item
     peak = a.peak_fp8 if fp8 else a.peak_fp32 if item == 4 else a.peak_bf16
     bandwidth = a.memory_bandwidth * a.decode_efficiency
     fixed = a.decode_overhead
@@ -212,6 +219,8 @@ def _rollout(plan: Plan, a: Assumptions, lengths: _Lengths, replicas: float) -> 
     def token(batch: float, context: float) -> tuple[float, float]:
         """Seconds to read and to compute for one token of each sequence."""
         flops = 2 * (in_layers + in_head) * batch / engine.tensor
+        idle = 3 * shape.hidden_size * (read_columns(shape, batch) - active_columns(shape))
+        weights = ((in_layers + idle) * one + in_head * item) / engine.tensor
         read = weights + batch * context * plan.engine.kv_bytes_per_token
         return read / bandwidth, flops / (peak * a.prefill_mfu)
 
@@ -244,11 +253,40 @@ def _log_probs(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Ph
     tokens, squares = _replica_work(lengths, plan.batch.sequences, data)
     gpus = parallel.world / parallel.data
     one = _pass_seconds(plan, a, tokens, squares, layers=1, mlp=0, head=1) / (a.score_mfu * gpus)
-    seconds = passes * one * _bubble(settings, tokens)
+    routed = _dispatch_seconds(plan, a, tokens)
+    seconds = passes * (one + routed) * _bubble(settings, tokens)
     if passes == 2:
         weights = ITEM_BYTES[settings.precision.dtype] * plan.largest.parameters
         seconds += 4 * weights / (a.host_link * a.link_efficiency)  # twice, in both directions
-    return Phase("log-probs", seconds, f"FLOP/s, {passes} pass{'es' if passes > 1 else ''}")
+    bound = "FLOP/s" if one >= routed else "exchange of tokens"
+    return Phase("log-probs", seconds, f"{bound}, {passes} pass{'es' if passes > 1 else ''}")
+
+
+def _dispatch_seconds(plan: Plan, a: Assumptions, tokens: float) -> float:
+    """Seconds of a forward pass in which expert-parallel ranks exchange tokens; 0 for a dense model.
+
+    tokens: of a replica. Assumed: experts chosen evenly, nothing overlapped, and rows for ranks of other
+    nodes limited by the network, for those of the same node by NVLink.
+    """
+    parallel = plan.settings.parallel
+    nbytes = dispatched_bytes(plan.shape, parallel, ITEM_BYTES[plan.settings.precision.dtype])
+    if not nbytes:
+        return 0.0
+    each = tokens * nbytes * parallel.data / parallel.world
+    group = parallel.expert * parallel.expert_tensor
+    far = max(0.0, 1 - _NODE / group) / (1 - 1 / parallel.expert)
+    return each * max(far / a.network, (1 - far) / a.nvlink) / a.link_efficiency
+
+
+def _replicated(plan: Plan, data: float) -> list[tuple[int, float]]:
+    """Parameters of the largest rank outside and in experts, each with the ranks that hold them."""
+    settings, parallel = plan.settings, plan.settings.parallel
+    mine = rank_parameters(plan.shape, parallel, plan.largest.stage, settings.model.vocab_multiple)
+    of_experts = expert_replicas(parallel) * data / parallel.data
+    return [
+        (mine.total - mine.in_experts, max(1.0, data * parallel.context)),
+        (mine.in_experts, max(1.0, of_experts)),
+    ]
 
 
 def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase:
@@ -256,7 +294,8 @@ def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase
 
     The log-prob head is always computed again in the backward pass. The reduction moves a float32 gradient
     and the new weight of each parameter in a ring; with optimizer.overlap only what exceeds a micro-batch's
-    time counts. Communication of tensor and context parallelism is part of ``train_mfu``.
+    time counts. Communication of tensor and context parallelism is part of ``train_mfu``; the exchange of
+    tokens between expert-parallel ranks is not.
     """
     settings, parallel, updates = plan.settings, plan.settings.parallel, plan.batch.updates
     tokens, squares = _replica_work(lengths, plan.batch.sequences_per_update, data)
@@ -271,21 +310,23 @@ def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase
         mlp=again == "selective",
         head=4,
     ) / (a.train_mfu * gpus)
+    routed = (2 + (again != "none")) * _dispatch_seconds(plan, a, tokens)
     bubble = _bubble(settings, tokens)
-    shards = data * parallel.context
-    count = plan.largest.parameters
-    link = a.nvlink if parallel.tensor * shards <= _NODE else a.network
-    moved = (4 + ITEM_BYTES[settings.precision.dtype]) * count * max(0.0, 1 - 1 / shards)
+    groups = _replicated(plan, data)
+    link = a.nvlink if parallel.tensor * data * parallel.context <= _NODE else a.network
+    moved = sum((4 + ITEM_BYTES[settings.precision.dtype]) * n * (1 - 1 / shards) for n, shards in groups)
     reduction = moved / (link * a.link_efficiency)
     if settings.optimizer.overlap:
         reduction = max(
-            0.0, reduction - work / max(1, math.ceil(tokens / settings.training.tokens_per_microbatch))
+            0.0,
+            reduction - (work + routed) / max(1, math.ceil(tokens / settings.training.tokens_per_microbatch)),
         )
-    own = count / (max(1.0, shards) if settings.optimizer.distributed else 1)
+    own = sum(n / (shards if settings.optimizer.distributed else 1) for n, shards in groups)
     optimizer = _OPTIMIZER * own / (a.memory_bandwidth * a.decode_efficiency)
     parts = {
         "FLOP/s": work,
-        "pipeline bubble": work * (bubble - 1),
+        "exchange of tokens": routed,
+        "pipeline bubble": (work + routed) * (bubble - 1),
         "gradient reduction": reduction,
         "optimizer": optimizer,
         "overheads": a.update_overhead,
@@ -324,13 +365,12 @@ def _sync(plan: Plan, a: Assumptions, replicas: float, data: float, *, shared: b
 
 def _handover(plan: Plan, a: Assumptions, data: float) -> Phase:
     """The optimizer's state goes to host memory and back; engines sleep and wake."""
-    settings, count = plan.settings, plan.largest.parameters
-    shards = max(1.0, data * settings.parallel.context)
+    settings = plan.settings
     _, _, state = state_bytes(
         settings.precision.dtype, distributed=settings.optimizer.distributed, replicas=1
     )
-    here = state * count * (1 - settings.memory.offload_optimizer)
-    here /= shards if settings.optimizer.distributed else 1
+    own = sum(n / (shards if settings.optimizer.distributed else 1) for n, shards in _replicated(plan, data))
+    here = state * own * (1 - settings.memory.offload_optimizer)
     return Phase(
         "handover",
         2 * (a.handover_overhead + here / (a.host_link * a.link_efficiency)),

@@ -25,30 +25,34 @@ class Candidate:
         """Sort key, best first.
 
         Fits, and is not tight (``plan.ROOM``); then the fewest model-parallel ranks, since they communicate;
-        then the least pipeline idle time; then the most memory left. A rule of thumb: nothing was timed.
+        then the least pipeline idle time; then the fewest expert-parallel ranks; then the most memory left. A
+        rule of thumb: nothing was timed.
         """
         p = self.plan
         parallel = p.settings.parallel
         cuts = parallel.tensor * parallel.pipeline * parallel.context
-        return (not p.fits, p.tight, cuts, round(p.batch.pipeline_idle, 2), p.rank_total)
+        idle = round(p.batch.pipeline_idle, 2)
+        return (not p.fits, p.tight, cuts, idle, parallel.expert, p.rank_total)
 
     @property
     def overrides(self) -> str:
         """The settings that select it, for the command line."""
         p = self.plan.settings.parallel
+        more = ("expert", "expert_tensor") if self.plan.shape.experts else ()
         return " ".join(
             f"parallel.{name}={str(getattr(p, name)).lower()}"
-            for name in ("tensor", "pipeline", "context", "data", "sequence")
+            for name in ("tensor", "pipeline", "context", "data", "sequence", *more)
         )
 
 
 def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Candidate]:
     """All valid layouts of ``world`` trainer ranks for the model and the batch, best first.
 
-    Without virtual stages; with sequence parallelism if there is tensor parallelism.
+    Without virtual stages; with sequence parallelism if there is tensor parallelism. Experts are not cut
+    (expert_tensor is 1).
     """
     found = []
-    for tensor, pipeline, context, data in _cuts(world):
+    for tensor, pipeline, context, data, expert in _cuts(world, shape.experts.count if shape.experts else 1):
         parallel = settings.parallel.model_copy(
             update={
                 "tensor": tensor,
@@ -57,6 +61,8 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
                 "data": data,
                 "virtual": 1,
                 "sequence": tensor > 1,
+                "expert": expert,
+                "expert_tensor": 1,
             }
         )
         try:
@@ -108,10 +114,13 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
     return None
 
 
-def _cuts(world: int) -> Iterator[tuple[int, int, int, int]]:
+def _cuts(world: int, experts: int) -> Iterator[tuple[int, int, int, int, int]]:
     # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
     for tensor in range(1, min(world, NODE) + 1):
         for pipeline in range(1, world // tensor + 1):
             for context in range(1, min(world // (tensor * pipeline), NODE) + 1):
-                if world % (tensor * pipeline * context) == 0:
-                    yield tensor, pipeline, context, world // (tensor * pipeline * context)
+                if world % (tensor * pipeline * context):
+                    continue
+                for expert in range(1, min(experts, world // pipeline) + 1):
+                    if experts % expert == 0 and world // pipeline % expert == 0:
+                        yield tensor, pipeline, context, world // (tensor * pipeline * context), expert

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from rpg_megatron.commands.plan.colocated import SharedCard, Turn
 from rpg_megatron.commands.plan.engine_memory import SERVER
+from rpg_megatron.commands.plan.experts import active_parameters, expert_replicas
 from rpg_megatron.commands.plan.gpu_count import NODE, Gpus
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, gib
 from rpg_megatron.commands.plan.sweep import Candidate
@@ -51,7 +52,8 @@ def print_verdict(plan: Plan, console: Console, lighter: Plan | None = None) -> 
 def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 20) -> None:
     """Print the layouts, best first."""
     table = Table(box=box.SIMPLE_HEAD, title="layouts, best first", title_justify="left", title_style="bold")
-    for name in ("", "TP", "PP", "CP", "DP", "SP"):
+    experts = any(c.plan.shape.experts for c in candidates)
+    for name in ("", "TP", "PP", "CP", "DP", "SP", *(["EP"] if experts else [])):
         table.add_column(name, justify="right")
     for name in ("a rank", "left", "passes", "idle"):
         table.add_column(name, justify="right")
@@ -66,6 +68,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
             str(parallel.context),
             str(parallel.data),
             "on" if parallel.sequence else "",
+            *([str(parallel.expert)] if experts else []),
             gib(p.rank_total),
             gib(p.left) if p.left >= 0 else "-" + gib(-p.left),
             str(p.batch.microbatches),
@@ -175,6 +178,7 @@ def _describe(plan: Plan) -> dict[str, Any]:
         "host": [vars(part) for part in plan.host],
         "left_bytes": plan.left,
         "tight": plan.tight,
+        "routed_to_one_bytes": plan.routed_to_one,
         "engine": {
             **vars(engine),
             "total": engine.total,
@@ -197,6 +201,14 @@ def _facts(plan: Plan) -> Table:
         f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         + (", tied" if shape.tied_embeddings else ""),
     )
+    if (e := shape.experts) is not None:
+        table.add_row(
+            "experts",
+            f"{e.count} of {e.ffn_hidden_size} columns in {len(e.layers)} layers, {e.per_token} a token: "
+            f"{count(active_parameters(shape))} active parameters; EP {parallel.expert}, ETP "
+            f"{parallel.expert_tensor}: {e.count // parallel.expert} experts a rank, each on "
+            f"{expert_replicas(parallel)} of a stage's ranks",
+        )
     table.add_row(
         "policy",
         f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' if parallel.sequence else ''}, PP "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from rpg_megatron.commands.plan.activations import (
     widths,
     working_bytes,
 )
+from rpg_megatron.commands.plan.experts import Routes, expert_replicas
 from rpg_megatron.commands.plan.fused_activations import (
     fp8_weight_bytes,
     fused_head_bytes,
@@ -22,10 +24,9 @@ from rpg_megatron.commands.plan.fused_activations import (
     in_fp8,
     uses_fused_layers,
 )
+from rpg_megatron.commands.plan.parameters import layers_of, rank_parameters, rank_sizes
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.config.policy import ParallelSettings
-from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Phase = Literal["always", "update", "reduce", "optimizer", "log-probs"]
@@ -93,31 +94,6 @@ class RankMemory:
         return sum(p.nbytes for p in self.parts if p.host)
 
 
-def stage_shapes(layout: ModelMapping, settings: Settings, stage: int) -> dict[str, tuple[int, ...]]:
-    """Name and local shape of every parameter of a pipeline rank, over all of its virtual stages."""
-    parallel = settings.parallel
-    stages = parallel.pipeline * parallel.virtual
-    found: dict[str, tuple[int, ...]] = {}
-    for virtual, layers in enumerate(_layers_of(settings, layout.shape, stage)):
-        number = virtual * parallel.pipeline + stage
-        found |= layout.stage_params(
-            layers=layers,
-            first=number == 0,
-            last=number == stages - 1,
-            tensor=parallel.tensor,
-            vocab_multiple=settings.model.vocab_multiple,
-        )
-    return found
-
-
-def _layers_of(settings: Settings, shape: ModelShape, stage: int) -> list[range]:
-    """Layer indices of a pipeline rank, for each of its virtual stages."""
-    parallel = settings.parallel
-    counts = shape.stage_layers(parallel.pipeline * parallel.virtual)
-    numbers = range(stage, len(counts), parallel.pipeline)
-    return [range(sum(counts[:n]), sum(counts[: n + 1])) for n in numbers]
-
-
 def state_bytes(dtype: str, *, distributed: bool, replicas: int) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients and optimizer state.
 
@@ -146,21 +122,23 @@ def rank_memory(
     lengths: tokens of each sequence in its replica's largest micro-batch; microbatches: per update.
     """
     parallel, dtype = settings.parallel, settings.precision.dtype
-    w = widths(shape, parallel, dtype)
     tokens, replicas = -(-sum(lengths) // parallel.context), parallel.data * parallel.context
-    shapes = {n: math.prod(s) for n, s in stage_shapes(mapping_for(shape), settings, stage).items()}
-    count, largest = sum(shapes.values()), max(shapes.values())
-    weights, gradients, state = state_bytes(
-        dtype, distributed=settings.optimizer.distributed, replicas=replicas
-    )
+    mine = rank_parameters(shape, parallel, stage, settings.model.vocab_multiple)
+    count, in_experts, largest = mine.total, mine.in_experts, mine.largest
+    groups = ((count - in_experts, replicas), (in_experts, expert_replicas(parallel)))
+    distributed = settings.optimizer.distributed
+    weights, gradients, _ = state_bytes(dtype, distributed=distributed, replicas=1)
+    state = sum(n * state_bytes(dtype, distributed=distributed, replicas=r)[2] for n, r in groups)
+    # Beside the replica that publishes the rest, the first holders of experts publish those.
+    published = count if publishes else in_experts if parallel.expert * parallel.expert_tensor > 1 else 0
     parts = [
         MemoryPart("parameters", round(weights * count), "exact"),
-        *_fp8_parts(settings, shapes, shape.num_layers, device),
+        *_fp8_parts(settings, shape, stage, device),
         MemoryPart("gradients", round(gradients * count), "exact"),
-        MemoryPart("optimizer", round(state * count * (1 - settings.memory.offload_optimizer)), "exact"),
-        *_offloaded_parts(settings, state * count),
-        *_parked_parts(settings, state * count, device),
-        *_bridge_parts(settings, round(weights * count), publishes=publishes, device=device),
+        MemoryPart("optimizer", round(state * (1 - settings.memory.offload_optimizer)), "exact"),
+        *_offloaded_parts(settings, state),
+        *_parked_parts(settings, state, device),
+        *_bridge_parts(settings, round(weights * published), device=device),
     ]
     if settings.anchor.type != "old":
         parts.append(MemoryPart("held anchor", round(weights * count), "exact", host=device == "cuda"))
@@ -171,8 +149,7 @@ def rank_memory(
     logits = _logits_bytes(settings, shape, tokens) if last else 0
     rows = shape.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
     output = rows * shape.hidden_size
-    kept, whole = (saved_by_layer(settings, shape, lengths, r, device) for r in (recompute, "none"))
-    working = round(working_bytes(w, tokens) + whole - kept)
+    working = _working(settings, shape, stage, lengths, device)
     # The head's backward pass runs first, with all activations saved; a layer's working set comes after it.
     head = logits + output * (4 + (weights if weights < 4 else 0)) if last else 0
     parts += [
@@ -183,25 +160,25 @@ def rank_memory(
     if device == "cpu":
         # AdamW on the CPU has two temporaries of the size of the current parameter or its shard; fused
         # optimizers on a GPU have none.
-        share = replicas if settings.optimizer.distributed else 1
+        share = replicas if distributed else 1
         parts.append(
             MemoryPart("optimizer's temporaries", 2 * 4 * largest // share, "estimated", "optimizer")
         )
-        if replicas > 1 and settings.optimizer.distributed:
-            # gloo's reduce-scatter copies the whole buffer.
+        if replicas > 1 and distributed:
+            # gloo's reduce-scatter copies the whole buffer, also one of experts that no other rank has.
             parts.append(MemoryPart("copy of the gradients", 4 * count, "estimated", "reduce"))
         tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
         parts.append(MemoryPart("malloc, libraries", RUNTIME + round(MALLOC * tensors), "estimated"))
     return RankMemory(stage, publishes, count, tuple(parts))
 
 
-def _fp8_parts(settings: Settings, sizes: Mapping[str, int], layers: int, device: str) -> list[MemoryPart]:
+def _fp8_parts(settings: Settings, shape: ModelShape, stage: int, device: str) -> list[MemoryPart]:
     """The second copy of the weights if layers compute in FP8."""
     fp8 = settings.precision.fp8
     if fp8 is None or not uses_fused_layers(settings, device):
         return []
-    name = SERVED if fp8.parameters else WORKSPACES
-    return [MemoryPart(name, fp8_weight_bytes(fp8, sizes.items(), layers), "estimated")]
+    name, sizes = SERVED if fp8.parameters else WORKSPACES, rank_sizes(shape, settings, stage)
+    return [MemoryPart(name, fp8_weight_bytes(fp8, sizes.items(), shape.num_layers), "estimated")]
 
 
 def _offloaded_parts(settings: Settings, state: float) -> list[MemoryPart]:
@@ -234,17 +211,23 @@ def saved_by_layer(
     device: str,
     *,
     fp8: bool = False,
+    experts: bool = False,
+    routes: Routes = "even",
 ) -> float:
-    """Bytes that one layer saves of one micro-batch. fp8: whether this layer computes in FP8."""
-    w = widths(shape, settings.parallel, settings.precision.dtype)
+    """Bytes that one layer saves of one micro-batch.
+
+    fp8: whether this layer computes in FP8; experts: whether it has experts; routes: how tokens choose them.
+    """
+    w = widths(shape, settings.parallel, settings.precision.dtype, routes)
     if not uses_fused_layers(settings, device):
-        return layer_bytes(w, lengths, qk_norm=shape.qk_norm, recompute=recompute)
+        return layer_bytes(w, lengths, qk_norm=shape.qk_norm, recompute=recompute, experts=experts)
     return fused_layer_bytes(
         w,
         sum(lengths) / w.context,
         qk_norm=shape.qk_norm,
         recompute=recompute,
         fp8=settings.precision.fp8 if fp8 else None,
+        experts=experts,
     )
 
 
@@ -256,22 +239,65 @@ def activation_bytes(
     microbatches: int,
     recompute: Recompute,
     device: str,
+    routes: Routes = "even",
 ) -> int:
-    """Bytes that a rank saves of all micro-batches in flight."""
+    """Bytes that a rank saves of all micro-batches in flight. routes: how tokens choose experts."""
     parallel, fp8 = settings.parallel, settings.precision.fp8
     w = widths(shape, parallel, settings.precision.dtype)
-    layers = [n for part in _layers_of(settings, shape, stage) for n in part]
-    quantised = sum(in_fp8(fp8, n, shape.num_layers) for n in layers)
+    layers = [n for part in layers_of(shape, parallel, stage) for n in part]
+    kinds = Counter((in_fp8(fp8, n, shape.num_layers), shape.has_experts(n)) for n in layers)
     whole = sum(
-        number * saved_by_layer(settings, shape, lengths, recompute, device, fp8=on)
-        for on, number in ((True, quantised), (False, len(layers) - quantised))
-        if number
+        number
+        * saved_by_layer(settings, shape, lengths, recompute, device, fp8=on, experts=experts, routes=routes)
+        for (on, experts), number in kinds.items()
     )
     saved = in_flight(stage, parallel, microbatches) * whole / parallel.virtual
     if stage == parallel.pipeline - 1:
         head = fused_head_bytes(w) if uses_fused_layers(settings, device) else head_bytes(w)
         saved += sum(lengths) / parallel.context * head
     return round(saved)
+
+
+def _working(
+    settings: Settings,
+    shape: ModelShape,
+    stage: int,
+    lengths: Sequence[int],
+    device: str,
+    routes: Routes = "even",
+) -> int:
+    """Bytes of the largest backward pass of one layer, with what is recomputed of it."""
+    parallel, recompute = settings.parallel, recomputation(settings)
+    w = widths(shape, parallel, settings.precision.dtype, routes)
+    tokens, fused = -(-sum(lengths) // parallel.context), uses_fused_layers(settings, device)
+    most = 0.0
+    for experts in {shape.has_experts(n) for part in layers_of(shape, parallel, stage) for n in part}:
+        kept, whole = (
+            saved_by_layer(settings, shape, lengths, r, device, experts=experts, routes=routes)
+            for r in (recompute, "none")
+        )
+        most = max(most, working_bytes(w, tokens, experts=experts, fused=fused) + whole - kept)
+    return round(most)
+
+
+def worst_routes(
+    settings: Settings,
+    shape: ModelShape,
+    stage: int,
+    lengths: Sequence[int],
+    microbatches: int,
+    device: str,
+) -> int:
+    """Bytes that a rank needs more in an update if all tokens choose its experts; 0 for a dense model."""
+    if shape.experts is None:
+        return 0
+
+    def needed(routes: Routes) -> int:
+        recompute = recomputation(settings)
+        saved = activation_bytes(settings, shape, stage, lengths, microbatches, recompute, device, routes)
+        return saved + _working(settings, shape, stage, lengths, device, routes)
+
+    return needed("worst") - needed("even")
 
 
 def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
@@ -281,8 +307,11 @@ def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
     return 2 * 4 * min(chunk, tokens) * rows // settings.parallel.tensor
 
 
-def _bridge_parts(settings: Settings, weights: int, *, publishes: bool, device: str) -> list[MemoryPart]:
-    """Memory for publishing weights. Over ``process_group`` all ranks send, else one replica publishes."""
+def _bridge_parts(settings: Settings, published: int, *, device: str) -> list[MemoryPart]:
+    """Memory for publishing weights. published: bytes that this rank sends where one replica publishes.
+
+    Over ``process_group`` all ranks send.
+    """
     bridge, parallel, engine = settings.bridge, settings.parallel, settings.engine
     if bridge.transport == "process_group":
         # A worker divides its bucket budget among its senders, each of which allocates the same for it.
@@ -290,11 +319,11 @@ def _bridge_parts(settings: Settings, weights: int, *, publishes: bool, device: 
         buckets = bridge.bucket_mib * 1024**2 * workers // (parallel.tensor * parallel.pipeline)
         host = device == "cuda" and engine.colocated
         return [MemoryPart("bridge: buckets", buckets, "estimated", host=host)]
-    if not publishes or bridge.transport == "cuda_ipc":
+    if not published or bridge.transport == "cuda_ipc":
         return []
     if device == "cpu" and not settings.optimizer.distributed:
         return [MemoryPart("bridge: parameters lie in shared memory", 0, "exact")]
-    return [MemoryPart("bridge: copy in shared memory", weights, "exact", host=device == "cuda")]
+    return [MemoryPart("bridge: copy in shared memory", published, "exact", host=device == "cuda")]
 
 
 def engines_of_a_replica(engines: float, parallel: ParallelSettings, data: float | None = None) -> int:

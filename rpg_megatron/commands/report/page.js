@@ -254,6 +254,11 @@ function catalogue() {
         ["engine/preemptions", "requests preempted"]], { note: "a step", exact: true,
         whenNonzero: true }),
       one("Tokens of older weights", "mismatch/stale_tokens", "count", { whenNonzero: true })]],
+    ["Experts", [many("Busiest expert", "number", [["moe/load_max", "most uneven layer"],
+        ["moe/load_mean", "mean of the layers"]], { note: "tokens, over the mean expert's" }),
+      many("Entropy of the shares", "number", [["moe/entropy_min", "most uneven layer"],
+        ["moe/entropy_mean", "mean of the layers"]], { note: "1: all experts alike" }),
+      one("Dead experts", "moe/dead_experts", "count", { note: "without a token, all layers", whenNonzero: true })]],
     ["Speed and memory", [
       ...data.runs.map((run) => many("Time by phase", "seconds", PHASES,
         { note: several ? run.name : "a step", stack: run })),

@@ -1,0 +1,82 @@
+"""How evenly a mixture's routers share out the tokens over the experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from rpg_megatron.config.model_shape import ModelShape
+
+Counts = dict[int, torch.Tensor]
+"""Layer, counted from 0 -> tokens that chose each of its experts: [experts], int64."""
+
+
+@contextmanager
+def counted_routes(chunks: Iterable[nn.Module]) -> Iterator[Counts]:
+    """Count the choices of this rank's routers in the forward passes within the block.
+
+    A rank routes its own tokens only, so the sum over all ranks counts each token once, tokens of padding
+    included.
+    """
+    counts: Counts = {}
+    handles = []
+    for chunk in chunks:
+        decoder: Any = chunk.decoder
+        for layer in decoder.layers:
+            if (router := getattr(layer.mlp, "router", None)) is not None:
+                handles.append(router.register_forward_hook(_counter(counts, layer.layer_number - 1)))
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _counter(counts: Counts, layer: int) -> Any:
+    def count(router: nn.Module, args: Any, out: Any) -> None:
+        chosen = out[1].detach().sum(0)  # routing map: [tokens, experts], bool
+        counts[layer] = counts[layer] + chosen if layer in counts else chosen
+
+    return count
+
+
+def counts_matrix(counts: Counts, shape: ModelShape) -> NDArray[np.float64]:
+    """The counts of this rank, 0 for layers of other stages: [layers with experts, experts]."""
+    e = shape.experts
+    assert e is not None
+    found = np.zeros((len(e.layers), e.count))
+    for row, layer in enumerate(e.layers):
+        if layer in counts:
+            found[row] = counts[layer].cpu().numpy()
+    return found
+
+
+def load_metrics(counts: NDArray[np.float64], layers: tuple[int, ...]) -> dict[str, float]:
+    """Metrics of a step from the counts of all ranks: [layers with experts, experts]. layers: their indices.
+
+    ``moe/load_*``: tokens of the layer's busiest expert over the mean, 1 if all have as many.
+    ``moe/entropy_*``: entropy of the shares over that of equal ones, 0 to 1. ``moe/dead_experts``: experts
+    without a token, of all layers. Empty if nothing was routed.
+    """
+    totals = counts.sum(1)
+    if not totals.all():
+        return {}
+    shares = counts / totals[:, None]
+    loads = shares.max(1) * counts.shape[1]
+    logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+    entropies = -(shares * logs).sum(1) / math.log(max(2, counts.shape[1]))
+    return {
+        "moe/load_mean": float(loads.mean()),
+        "moe/load_max": float(loads.max()),
+        "moe/load_max_layer": float(layers[int(loads.argmax())]),
+        "moe/entropy_mean": float(entropies.mean()),
+        "moe/entropy_min": float(entropies.min()),
+        "moe/dead_experts": float((counts == 0).sum()),
+    }
