@@ -68,6 +68,15 @@ class TrainingSettings(Section):
     their groups."""
     logprob_chunk: int = Field(1024, ge=1)
     """Tokens whose full-vocabulary logits are in memory at a time."""
+    router_replay: Literal["off", "rollout"] = "off"
+    """Mixtures of experts: who chooses the experts of a token. off: the trainer's routers. rollout: the
+    engine that sampled it returns its choice, which the trainer uses in log-probs and updates; in bfloat16
+    the two differ for some tokens. docs/mixture-of-experts.md has what it gives and costs."""
+
+    @field_validator("router_replay", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: Any) -> Any:
+        return "off" if value is False else value
 
 
 class GuardSettings(Section):

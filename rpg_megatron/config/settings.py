@@ -170,6 +170,7 @@ class Settings(Section):
                 "with it; remove it (engine.tensor splits every expert over the workers)"
             )
         yield from self._what_sampling_ahead_needs()
+        yield from self._router_replay_problems()
         yield from self._what_needs_transformer_engine()
         if self.bridge.transport != "process_group":
             for key, field in BridgeSettings.model_fields.items():
@@ -204,6 +205,21 @@ class Settings(Section):
                 "rollout.ahead to 0"
             )
         yield from self.guards.problems_of_correction(ahead, self.rollout.restricted, self.correction)
+
+    def _router_replay_problems(self) -> Iterator[str]:
+        if self.training.router_replay == "off":
+            if self.rollout.journal_routes:
+                yield "rollout.journal_routes has no effect unless training.router_replay is set; remove it"
+            return
+        recompute = self.memory.recompute_for(self.tokens_at_once)
+        if self.parallel.pipeline > 1 and recompute == "selective":
+            chosen = "" if self.memory.recompute else ", chosen for micro-batches of this size,"
+            yield (
+                f"memory.recompute selective{chosen} excludes training.router_replay with parallel.pipeline "
+                "of 2 or more: routers would be recomputed with the routes of a later micro-batch; set "
+                "memory.recompute to full or none"
+            )
+        yield from self.engine.problems_of_routes()
 
     def _missing_of_baseline(self) -> dict[str, str]:
         """What the objective's published algorithm needs besides its loss: key -> value.

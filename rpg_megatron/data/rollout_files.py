@@ -62,10 +62,11 @@ _DIFFERENT = [f"{name}.list.element" for name in _LISTS if name != "versions"]
 """Columns whose values rarely repeat. Their bytes compress better when split by position in the number."""
 
 
-def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
+def write_rollouts(file: Path, trajectories: Sequence[Trajectory], *, routes: bool = True) -> None:
     """Write a Parquet file, zstd-compressed, atomically; reading returns the same bits.
 
-    file: all rollouts of a step, or a part of them (``part_file``), in batch order.
+    file: all rollouts of a step, or a part of them (``part_file``), in batch order. routes: write those of
+    the trajectories, if they have some; all have or none.
     Raises OSError, and leaves no file then; the run's folder must exist.
     """
     if file.parent.suffix == ".parquet":  # a part
@@ -78,9 +79,12 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory]) -> None:
         "compression": "zstd",
         "write_page_checksum": True,
     }
-    with atomic_write(file) as part, pq.ParquetWriter(part, _SCHEMA, **encoding) as writer:
+    schema = _SCHEMA
+    if routes and any(len(t.routes) for t in trajectories):
+        schema = _with_routes(pa.from_numpy_dtype(trajectories[0].routes.dtype))
+    with atomic_write(file) as part, pq.ParquetWriter(part, schema, **encoding) as writer:
         for some in batched(trajectories, _ROWS):
-            writer.write_batch(_to_batch(some))
+            writer.write_batch(_to_batch(some, schema))
 
 
 class RolloutWriter:
@@ -90,9 +94,12 @@ class RolloutWriter:
         self._pool = ThreadPoolExecutor(1, "rollouts")
         self._current: Future[None] | None = None
 
-    def start(self, file: Path, trajectories: Sequence[Trajectory]) -> None:
-        """Begin to write; the trajectories must not change before ``finish``. Call ``finish`` before."""
-        self._current = self._pool.submit(write_rollouts, file, trajectories)
+    def start(self, file: Path, trajectories: Sequence[Trajectory], *, routes: bool) -> None:
+        """Begin to write; the trajectories must not change before ``finish``. Call ``finish`` before.
+
+        routes: see ``write_rollouts``.
+        """
+        self._current = self._pool.submit(write_rollouts, file, trajectories, routes=routes)
 
     def finish(self) -> None:
         """Wait until the file is written. Raises OSError, once, if it cannot be."""
@@ -116,6 +123,20 @@ def iter_rollouts(file: Path) -> Iterator[Trajectory]:
             raise UserError(f"{part}: missing; choose another step, or restore the file")
     rows = max(1, _ROWS // len(parts))
     return heapq.merge(*(_iter_parquet(part, rows) for part in parts), key=lambda t: (t.group, t.sample))
+
+
+def has_routes(file: Path) -> bool:
+    """Whether the complete rollouts of a step have routes. Raises UserError if they are damaged."""
+    if file.suffix != ".parquet":
+        return False
+    parts = _expected_parts(file) if file.is_dir() else [file]
+    try:
+        # A leader without trajectories has no routes to write.
+        found = [pq.read_schema(p).names for p in parts if pq.read_metadata(p).num_rows]
+    except (pa.ArrowException, OSError) as e:
+        what = str(e).partition("\n")[0]
+        raise UserError(f"{file}: damaged ({what}); choose another step, or restore the file") from None
+    return all("routes" in names for names in found)
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:
@@ -183,8 +204,19 @@ def _iter_parquet(file: Path, rows: int) -> Iterator[Trajectory]:
         raise UserError(f"{file}: damaged ({what}); choose another step, or restore the file") from None
 
 
-def _to_batch(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
+def _with_routes(kind: pa.DataType) -> pa.Schema:
+    """The schema of files with routes; kind: uint8 or int16."""
+    columns = pa.field("routes", pa.large_list(kind)), pa.field("routes_topk", pa.int32())
+    return pa.schema([*_SCHEMA, *columns])
+
+
+def _to_batch(trajectories: Sequence[Trajectory], schema: pa.Schema = _SCHEMA) -> pa.RecordBatch:
     columns: dict[str, Any] = {}
+    if schema is not _SCHEMA:
+        flat = np.concatenate([t.routes.reshape(-1) for t in trajectories])
+        ends = np.cumsum([0, *(t.routes.size for t in trajectories)], dtype=np.int64)
+        columns["routes"] = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(flat))
+        columns["routes_topk"] = pa.array([t.routes.shape[2] for t in trajectories], pa.int32())
     for field in _SCHEMA:
         values = [getattr(t, field.name) for t in trajectories]
         if field.name in _LISTS:
@@ -198,7 +230,7 @@ def _to_batch(trajectories: Sequence[Trajectory]) -> pa.RecordBatch:
     elif any(same):
         kept = [None if s else t.anchor for s, t in zip(same, trajectories, strict=True)]
         columns["anchor"] = pa.array(kept, _FLOATS)
-    return pa.RecordBatch.from_pydict(columns, _SCHEMA)
+    return pa.RecordBatch.from_pydict(columns, schema)
 
 
 def _to_lists(values: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
@@ -219,11 +251,16 @@ def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
             None if null else values[a:b].copy()
             for a, b, null in zip(ends[:-1], ends[1:], nulls, strict=True)
         ]
+    routes = batch.column("routes") if "routes" in batch.schema.names else None
     for row in range(batch.num_rows):
         fields = {name: column[row] for name, column in (plain | lists).items()}
         fields["parts"] = dict(fields["parts"])
         if fields["anchor"] is None:
             fields["anchor"] = fields["old"].copy()
+        if routes is not None:
+            rows = len(fields["prompt"]) + len(fields["response"]) - 1
+            topk = batch.column("routes_topk")[row].as_py()
+            fields["routes"] = routes[row].values.to_numpy().reshape(rows, -1, topk).copy()
         yield Trajectory(**fields)
 
 

@@ -10,6 +10,15 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Routes = NDArray[np.integer[Any]]
+
+
+def route_dtype(experts: int) -> type[np.integer[Any]]:
+    """Type of the indices in ``Trajectory.routes`` for layers of so many experts."""
+    return np.uint8 if experts <= 256 else np.int16
+
+
+NO_ROUTES: Routes = np.zeros((0, 0, 0), np.uint8)
 
 
 def _no_floats() -> Floats:
@@ -66,6 +75,10 @@ class Trajectory:
     """Sampling seed."""
     ticket: int = 0
     """Number of its group in the run, in the order of the prompts."""
+    routes: Routes = field(default_factory=lambda: NO_ROUTES)
+    """Router replay: the experts that the engine chose, uint8 or int16 [P + R - 1, layers with experts,
+    experts of a token]; [0, 0, 0] without. Row i is of token i, by the weights that sampled token i + 1, or
+    the response's first token if that is in the prompt."""
 
     @property
     def length(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import numpy as np
 
 from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH
-from rpg_megatron.data.trajectory import Floats, Tokens
+from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.data.trajectory import NO_ROUTES, Floats, Routes, Tokens
 from rpg_megatron.engine.command import KEEP_ALIVE_SECONDS
 from rpg_megatron.engine.metrics import ROUTE, read_metrics
+from rpg_megatron.engine.routes import check_routes, read_routes, unpack_routes
 from rpg_megatron.system.messages import ExpectedError
 
 _CONNECT_SECONDS = 10.0
@@ -48,6 +50,10 @@ class Sample:
     a weight update)."""
     version: int | None = None
     """Version of the weights that sampled the tokens, if the engine tells it."""
+    routes: Routes = field(default_factory=lambda: NO_ROUTES)
+    """The experts chosen for each token but the last, from ``routes_from`` on: uint8 or int16 [tokens, layers
+    with experts, experts of a token]. Empty if not expected.
+    """
 
 
 class RouteMissing(EngineError):
@@ -70,6 +76,8 @@ class _Choice(msgspec.Struct):
     token_ids: list[int]
     finish_reason: str
     logprobs: _Logprobs | None = None
+    routed_experts: str | None = None
+    """A .npy file in base64."""
 
 
 class _Answer(msgspec.Struct):
@@ -85,12 +93,22 @@ _NONE = np.zeros(0, np.float32)
 class EngineClient:
     """Client of engine ``index``, for one event loop and any number of concurrent requests."""
 
-    def __init__(self, index: int, address: Path | str, token: str, *, timeout: float, as_bytes: bool = True):
+    def __init__(
+        self,
+        index: int,
+        address: Path | str,
+        token: str,
+        *,
+        timeout: float,
+        as_bytes: bool = True,
+        experts: ExpertShape | None = None,
+    ):
         """address: a socket's path, or ``http://host:port``.
 
-        as_bytes: get tokens by the plug-in's route if the engine has it, else as JSON by vLLM's own.
+        as_bytes: get tokens by the plug-in's route if the engine has it, else as JSON by vLLM's own. experts:
+        of the model, if the engine returns routes; samples with log-probs have them then.
         """
-        self.index, self._as_bytes = index, as_bytes
+        self.index, self._as_bytes, self._experts = index, as_bytes, experts
         self._timeout, self._address = timeout, address
         self._headers = {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
@@ -110,6 +128,7 @@ class EngineClient:
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = True,
         interruptible: bool = False,
+        routes_from: int = 0,
     ) -> list[Sample]:
         """Sample ``n`` responses to one prompt; by default from the full distribution.
 
@@ -117,6 +136,7 @@ class EngineClient:
         tokens include.
         Response i uses seed + i, so a group may be split over several requests. temperature 0 is greedy.
         interruptible: a weight update may end responses early; their finish reason is then "abort".
+        routes_from: tokens of the prompt whose routes are left out.
         Raises EngineGone if the engine fails, is gone, aborts the request, or exceeds the client's timeout,
         EngineError if it refuses the request or its answer is invalid.
         """
@@ -132,6 +152,8 @@ class EngineClient:
         }
         if logprobs:
             sampling["logprobs"] = 0  # of the sampled token only
+            if self._experts is not None:
+                sampling["routed_experts_prompt_start"] = routes_from
         if top_k is not None:
             sampling["top_k"] = top_k
         if min_p:
@@ -147,7 +169,8 @@ class EngineClient:
         if not self._as_bytes:
             answer = await self._ask("POST", _GENERATE_JSON, body, self._timeout)
         try:
-            samples = self._samples(answer, logprobs, interruptible)
+            before = len(prompt_tokens) - routes_from if logprobs and self._experts is not None else None
+            samples = self._samples(answer, logprobs, interruptible, before)
         except (msgspec.DecodeError, ValueError) as e:
             raise self._error(
                 f"returned an answer that cannot be parsed ({type(e).__name__}: {e}): {answer[:200]!r}"
@@ -156,34 +179,54 @@ class EngineClient:
             raise self._error(f"returned {len(samples)} responses instead of {n}")
         return samples
 
-    def _samples(self, answer: bytes, logprobs: bool, interruptible: bool) -> list[Sample]:
-        """The responses of an answer, by index. logprobs: whether they were requested."""
-        arrays: list[tuple[Tokens, str, Floats, int | None]]
+    def _samples(
+        self, answer: bytes, logprobs: bool, interruptible: bool, before: int | None
+    ) -> list[Sample]:
+        """The responses of an answer, by index. logprobs: whether they were requested. before: tokens of the
+        prompt with routes; None: none are expected.
+        """
+        found: list[tuple[Tokens, str, Floats, int | None, Routes | None]]
         if self._as_bytes:
             packed = sorted(_BYTES.decode(answer), key=lambda c: c.index)
-            arrays = [
-                (_array(c.tokens, np.int32), c.finish, _array(c.logprobs, np.float32), c.version)
+            found = [
+                (
+                    _array(c.tokens, np.int32),
+                    c.finish,
+                    _array(c.logprobs, np.float32),
+                    c.version,
+                    None if before is None else unpack_routes(c.routes, c.routes_shape),
+                )
                 for c in packed
             ]
         else:
             choices = sorted(_JSON.decode(answer).choices, key=lambda c: c.index)
-            arrays = [
+            found = [
                 (
                     np.array(c.token_ids, np.int32),
                     c.finish_reason,
                     self._logprobs(c) if logprobs else _NONE,
                     None,
+                    None if before is None else read_routes(c.routed_experts),
                 )
                 for c in choices
             ]
-        for tokens, finish, values, _ in arrays:
+        samples = []
+        for tokens, finish, values, version, routes in found:
             if len(values) != (len(tokens) if logprobs else 0):
                 raise self._error(f"returned {len(values)} log-probs of {len(tokens)} tokens")
             self._check_finish(finish, len(tokens), interruptible)
             # -9999 is a missing one in vLLM's JSON.
             if not np.all(values > -9999.0) or not np.all(values < np.inf):
                 raise self._error("returned a log-prob that is missing or not finite")
-        return [Sample(tokens, values, finish, version) for tokens, finish, values, version in arrays]
+            sample = Sample(tokens, values, finish, version)
+            if self._experts is not None and before is not None and routes is not None and len(tokens):
+                try:
+                    checked = check_routes(routes, before + len(tokens) - 1, self._experts)
+                except ValueError as e:
+                    raise self._error(f"returned {e}; set training.router_replay to off") from None
+                sample = replace(sample, routes=checked)
+            samples.append(sample)
+        return samples
 
     def _check_finish(self, finish: str, tokens: int, interruptible: bool) -> None:
         if finish not in ("stop", "length") and not (interruptible and finish == "abort"):

@@ -86,6 +86,8 @@ def engine_command(
     command += ["--worker-extension-cls", f"{_PLUGIN}.WorkerExtension"]
     command += ["--weight-transfer-config", _TRANSFER]
     command += ["--disable-uvicorn-access-log"]
+    if settings.training.router_replay == "rollout":
+        command += ["--enable-return-routed-experts"]
     if settings.device == "cpu":
         command += ["--enforce-eager"]
         if engine.tensor == 1:
@@ -141,6 +143,8 @@ def engine_environment(
         # vLLM's newer model runner divides by the temperature in bfloat16, the trainer and the older one in
         # float32: docs/performance.md has what that does to log-probs.
         environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if settings.training.router_replay == "rollout":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the newer one returns no routes
     if settings.device == "cuda":
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(

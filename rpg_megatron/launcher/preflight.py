@@ -54,6 +54,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
+    check_router_replay(settings, shape)
     check_head_dim(settings, shape)
     check_expert_columns(settings, shape)
     check_precision(settings, shape)
@@ -135,6 +136,15 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
                 check_experts(shape, parallel, device=settings.device)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
+
+
+def check_router_replay(settings: Settings, shape: ModelShape) -> None:
+    """Check that a run with router replay has routers."""
+    if settings.training.router_replay != "off" and shape.experts is None:
+        raise UserError(
+            f"training.router_replay {settings.training.router_replay}: the model at {settings.model.path} "
+            "has no experts; set it to off"
+        )
 
 
 def check_head_dim(settings: Settings, shape: ModelShape) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.packing import fill_length, sequence_multiple
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import Trajectory, route_dtype
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.context_parallel import zigzag_places
 
@@ -24,6 +25,22 @@ sequences a call costs more than the padding.
 """
 _LIKE = 64
 """Lengths in a group differ by at most this many tokens, since the cost of attention is quadratic."""
+
+
+@dataclass
+class MicroBatchRoutes:
+    """The experts that router replay chooses for the c tokens of a micro-batch on this context rank."""
+
+    experts: Tensor
+    """uint8 or int16 [layers with experts, c, experts of a token]. Those of padding are arbitrary."""
+    real: Tensor
+    """bool [c]: the token is not padding."""
+    changed: Tensor | None = None
+    """int32 [c], from ``watch`` on: in how many of this rank's layers the router would have chosen others."""
+
+    def watch(self) -> None:
+        """Begin to count in ``changed``. For one pass without recomputation, which would count twice."""
+        self.changed = torch.zeros_like(self.real, dtype=torch.int32)
 
 
 @dataclass
@@ -38,6 +55,8 @@ class PackedSequences(PackedSeqParams):
     """int64 [context, t / context]: positions in the row that each context rank holds."""
     rotary: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
     """Cosines and sines of the positions; ``layers.Rotary`` of the first layer sets them for all layers."""
+    routes: MicroBatchRoutes | None = field(default=None, kw_only=True)
+    """The experts of each token; None: the routers choose them."""
 
     @cached_property
     def groups(self) -> LikeLengths:
@@ -131,6 +150,10 @@ class MicroBatch:
         """Positions in the row, t, on all context ranks together."""
         return sum(self.packed.lengths)
 
+    def without_routes(self) -> MicroBatch:
+        """The same tokens, with experts as the routers choose them."""
+        return replace(self, packed=replace(self.packed, routes=None))
+
     def used(self) -> Tensor:
         """Positions that are not padding: int64, ascending, on the CPU."""
         starts = np.cumsum([0, *self.packed.lengths])
@@ -165,13 +188,16 @@ def make_micro_batch(
     context: int = 1,
     context_rank: int = 0,
     mask_truncated: bool = False,
+    experts: ExpertShape | None = None,
 ) -> MicroBatch:
     """Pack full trajectories; without any, a row without response tokens, for a rank that has no work.
 
     align: the positions on each context rank are padded to a multiple of this; sequence parallelism needs the
     tensor-parallel size. context: number of context ranks; each sequence is padded to a multiple of twice
     this number. Padding follows a sequence: nothing attends to it and it is not in the loss. mask_truncated:
-    exclude truncated responses from the loss; they are scored all the same.
+    exclude truncated responses from the loss; they are scored all the same. experts: replay the trajectories'
+    routes, which all or none of them have.
+    Raises ValueError if some have routes and some do not.
     """
     lengths = [fill_length(t.length - 1, context) for t in trajectories] or [fill_length(1, context)]
     step = sequence_multiple(context)
@@ -199,6 +225,8 @@ def make_micro_batch(
             floats["anchor"][answer] = t.anchor
     packed = pack_lengths(lengths, device, context=context, context_rank=context_rank)
     mine = zigzag_places(lengths, context)[context_rank]
+    if experts is not None and any(len(t.routes) for t in trajectories):
+        packed.routes = _pack_routes(trajectories, lengths, mine, experts, device)
     return MicroBatch(
         trajectories=list(trajectories),
         **{name: _copy(ints[name][mine], device)[None] for name in ("tokens", "labels")},
@@ -210,6 +238,33 @@ def make_micro_batch(
         **{name: _copy(x, device) for name, x in floats.items()},
         packed=packed,
     )
+
+
+def _pack_routes(
+    trajectories: Sequence[Trajectory],
+    lengths: Sequence[int],
+    mine: NDArray[np.int64],
+    experts: ExpertShape,
+    device: torch.device,
+) -> MicroBatchRoutes:
+    """The routes at the positions ``mine`` of a row of sequences of these lengths, padding included."""
+    size, topk = sum(lengths), experts.per_token
+    # Any experts will do for padding, as long as a token's are different ones; these spread the work.
+    spread = (np.arange(size)[:, None] * topk + np.arange(topk)) % experts.count
+    rows = np.repeat(spread.astype(route_dtype(experts.count))[:, None], len(experts.layers), axis=1)
+    real = np.zeros(size, bool)
+    start = 0
+    for t, length in zip(trajectories, lengths, strict=True):
+        part = slice(start, start + t.length - 1)
+        if t.routes.shape != rows[part].shape:
+            raise ValueError(
+                f"routes of prompt {t.prompt_id}, sample {t.sample} have shape {t.routes.shape}; "
+                f"its tokens need {rows[part].shape}"
+            )
+        rows[part], real[part] = t.routes, True
+        start += length
+    by_layer = np.ascontiguousarray(rows[mine].swapaxes(0, 1))
+    return MicroBatchRoutes(_copy(by_layer, device), _copy(real[mine], device))
 
 
 def pack_lengths(

@@ -41,6 +41,7 @@ from rpg_megatron.policy.precision import (
     token_multiple,
     uses_transformer_engine,
 )
+from rpg_megatron.policy.router_replay import install_replay
 from rpg_megatron.system.collectives import gather_objects
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
@@ -108,6 +109,10 @@ class Policy:
         """This rank's GPTModels: one for each virtual stage."""
         if settings.precision.fp8 is not None and device.type == "cpu":
             emulate_fp8(self.chunks, settings.precision.fp8)
+        self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
+        """The experts whose choice by the engine is replayed; None: the routers choose."""
+        if self.replayed is not None:
+            install_replay(self.chunks, self.replayed)
         load(self)
         quantise(self.named_parameters())
         self._models = wrap_data_parallel(
@@ -158,6 +163,7 @@ class Policy:
             context=self.mesh.context,
             context_rank=self.mesh.context_rank,
             mask_truncated=self.settings.training.mask_truncated,
+            experts=self.replayed,
         )
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:

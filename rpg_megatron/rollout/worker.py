@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.data.prompts import load_decoder
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
@@ -122,6 +122,8 @@ class Worker:
                     stop=self._stop_texts,
                     logprobs=task.logprobs,
                     interruptible=task.interruptible,
+                    # The last token so far is computed now, by the weights that sample the next one.
+                    routes_from=len(task.prompt) + start - 1 if start else 0,
                 )
             except EngineGone as e:
                 failure = failure or str(e)
@@ -271,6 +273,7 @@ def _trajectory(
         reason=score.reason,
         seed=task.seed + number,
         ticket=task.ticket,
+        routes=np.concatenate([piece.routes for piece in pieces]),
     )
 
 
@@ -298,8 +301,11 @@ def worker_socket(work: Path, number: int) -> Path:
 
 def engine_clients(settings: Settings, work: Path, token: str) -> list[EngineClient]:
     """A client of each engine."""
+    replay = settings.training.router_replay == "rollout"
+    experts = read_model_shape(settings.model.path).experts if replay else None
+    timeout = settings.engine.request_timeout
     return [
-        EngineClient(i, engine_address(work, i), token, timeout=settings.engine.request_timeout)
+        EngineClient(i, engine_address(work, i), token, timeout=timeout, experts=experts)
         for i in range(settings.engine.replicas)
     ]
 

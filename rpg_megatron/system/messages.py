@@ -32,7 +32,7 @@ from rpg_megatron.config.errors import UserError
 logger = logging.getLogger(__name__)
 
 _ARRAY = 1
-"""Number of msgpack's extension type for a numpy array: (dtype, bytes), one dimension."""
+"""Number of msgpack's extension type for a numpy array: (dtype, bytes, shape)."""
 _POLL_SECONDS = 0.2
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES = 5
@@ -54,15 +54,16 @@ def _pack(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, np.ndarray):
-        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((value.dtype.str, value.tobytes())))
+        packed = value.dtype.str, value.tobytes(), value.shape
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(packed))
     raise TypeError(f"a message cannot hold {type(value)}")
 
 
 def _unpack_array(code: int, data: memoryview) -> Any:
-    dtype, values = msgspec.msgpack.decode(data, type=tuple[str, bytes])
+    dtype, values, shape = msgspec.msgpack.decode(data, type=tuple[str, bytes, tuple[int, ...]])
     if code != _ARRAY or np.dtype(dtype).kind not in "biuf":
         raise ValueError(f"extension {code} of type {dtype}")
-    return np.frombuffer(values, dtype).copy()  # what is read from bytes cannot be written to
+    return np.frombuffer(values, dtype).reshape(shape).copy()  # what is read from bytes cannot be written to
 
 
 def _unpack(kind: type, value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource
 from rpg_megatron.data.packing import Plan
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import NO_ROUTES, Trajectory
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rollout.sampler_client import SamplerClient, TrajectoryClient
 from rpg_megatron.system.collectives import TIMEOUT, broadcast_object, control_group, run_together
@@ -31,6 +31,8 @@ Part = NDArray[np.int64]
 """What rank 0 sends a leader: see ``pack_part``."""
 
 _FINISHES = ("stop", "length")
+Flat = tuple[Tensor, Tensor, Tensor]
+"""A share as tensors: see ``flatten``."""
 _FIELDS = 6
 """Number of int32 fields of a trajectory besides its tokens."""
 
@@ -59,9 +61,9 @@ class BatchScatter:
 
         plan, index, advantages [N]: on rank 0; empty, None and empty elsewhere. source: on leaders. A leader
         gets the trajectories as the source gives them, with group and advantage set. The other ranks get
-        copies with the fields that an update needs: tokens, ``behaviour``, ``finish``, ``advantage`` rounded
-        to float32, and prompt, group and sample numbers. When the method returns on any rank, all leaders
-        have fetched. If a leader cannot fetch, all ranks raise (``run_together``).
+        copies with the fields that an update needs: tokens, ``behaviour``, ``routes``, ``finish``,
+        ``advantage`` rounded to float32, and prompt, group and sample numbers. When the method returns on any
+        rank, all leaders have fetched. If a leader cannot fetch, all ranks raise (``run_together``).
         """
         leads, part = self._mesh.leads, np.zeros(0, np.int64)
         if index is not None:
@@ -93,15 +95,21 @@ class BatchScatter:
         dist.recv(torch.from_numpy(part), 0, group=self._control)
         return part
 
-    def _broadcast(self, flat: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _broadcast(self, flat: Flat | None) -> Flat:
         """Broadcast ``flat`` from the leader to the replica's other ranks."""
-        lengths = torch.tensor([len(x) for x in flat]) if flat else torch.empty(2, dtype=torch.int64)
-        dist.broadcast(lengths, self._leader, group=self._group)
+        sizes = torch.empty(6, dtype=torch.int64)
+        if flat:
+            ints, floats, routes = flat
+            sizes = torch.tensor([len(ints), len(floats), *routes.shape, routes.element_size()])
+        dist.broadcast(sizes, self._leader, group=self._group)
         if flat is None:
-            ints, floats = lengths.tolist()
-            flat = torch.empty(ints, dtype=torch.int32), torch.empty(floats, dtype=torch.float32)
-        for tensor in flat:
-            dist.broadcast(tensor, self._leader, group=self._group)
+            n_ints, n_floats, *shape, item = sizes.tolist()
+            routes = torch.empty(shape, dtype=torch.uint8 if item == 1 else torch.int16)
+            flat = torch.empty(n_ints, dtype=torch.int32), torch.empty(n_floats, dtype=torch.float32), routes
+        ints, floats, routes = flat
+        for tensor in (ints, floats, routes.view(-1).view(torch.uint8)):  # gloo does not know int16
+            if tensor.numel():
+                dist.broadcast(tensor, self._leader, group=self._group)
         return flat
 
 
@@ -146,8 +154,10 @@ def fetch_part(part: Part, source: TrajectorySource) -> tuple[Share, list[Trajec
     return _cut([mine[place] for place in np.argsort(order).tolist()], sizes), mine
 
 
-def flatten(share: Share) -> tuple[Tensor, Tensor]:
-    """A share as two tensors: int32 (batch sizes, fields, tokens) and float32 (advantages, ``behaviour``)."""
+def flatten(share: Share) -> Flat:
+    """A share as tensors: int32 (batch sizes, fields, tokens), float32 (advantages, ``behaviour``), and the
+    routes of all trajectories, [rows, layers, experts of a token].
+    """
     trajectories = list(each(share))
     fields = [
         (len(t.prompt), len(t.response), _FINISHES.index(t.finish), t.prompt_id, t.group, t.sample)
@@ -156,16 +166,22 @@ def flatten(share: Share) -> tuple[Tensor, Tensor]:
     tokens = [ids for t in trajectories for ids in (t.prompt, t.response)]
     ints = [np.array(_sizes_of(share), np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
     floats = [np.array([t.advantage for t in trajectories], np.float32), *(t.behaviour for t in trajectories)]
-    return torch.from_numpy(np.concatenate(ints)), torch.from_numpy(np.concatenate(floats))
+    routes = np.concatenate([t.routes for t in trajectories] or [NO_ROUTES])
+    return (
+        torch.from_numpy(np.concatenate(ints)),
+        torch.from_numpy(np.concatenate(floats)),
+        torch.from_numpy(routes),
+    )
 
 
-def unflatten(ints: Tensor, floats: Tensor) -> Share:
-    """Inverse of ``flatten``. Arrays of the trajectories are views of the two tensors."""
+def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> Share:
+    """Inverse of ``flatten``. Arrays of the trajectories are views of the tensors."""
     sizes, words = _read_sizes(ints.numpy())
     values = floats.numpy()
     count = sum(map(sum, sizes))
     fields = words[: count * _FIELDS].reshape(count, _FIELDS).tolist()
     offset, value_offset = count * _FIELDS, count  # after the fields, after the advantages
+    chosen, row = routes.numpy(), 0
     trajectories = []
     for (prompt_length, length, finish, prompt_id, group, sample), advantage in zip(
         fields, values[:count].tolist(), strict=True
@@ -183,9 +199,10 @@ def unflatten(ints: Tensor, floats: Tensor) -> Share:
                 text="",
                 group=group,
                 advantage=advantage,
+                routes=chosen[row : row + prompt_length + length - 1] if len(chosen) else NO_ROUTES,
             )
         )
-        offset, value_offset = end, value_offset + length
+        offset, value_offset, row = end, value_offset + length, row + prompt_length + length - 1
     return _cut(trajectories, sizes)
 
 

@@ -14,6 +14,13 @@ from rpg_megatron.policy.model import Mesh
 from rpg_megatron.system.collectives import control_group, gather_objects
 
 
+def keeps_routes(step: int, steps: int | tuple[int, ...]) -> bool:
+    """Whether the rollouts of a step keep their routes. steps: ``rollout.journal_routes``."""
+    if isinstance(steps, tuple):
+        return step in steps
+    return steps > 0 and step % steps == 0
+
+
 class RolloutSaver:
     """This rank's part of the rollouts of a run, one step at a time."""
 
@@ -28,15 +35,15 @@ class RolloutSaver:
         """
         remove_rollouts(rollouts_file(self._run_dir, step))
 
-    def start(self, step: int, mine: Sequence[Trajectory]) -> None:
+    def start(self, step: int, mine: Sequence[Trajectory], *, routes: bool) -> None:
         """Begin to write on leaders. Call it on all ranks, and ``finish`` before.
 
-        The trajectories must not change before ``finish``.
+        The trajectories must not change before ``finish``. routes: with theirs, if they have some.
         """
         mesh = self._mesh
         self._file = part_file(rollouts_file(self._run_dir, step), mesh.data_rank, mesh.data)
         if mesh.leads:
-            self._writer.start(self._file, mine)
+            self._writer.start(self._file, mine, routes=routes)
 
     def finish(self) -> list[str]:
         """Wait until all leaders have written the step; returns the failures, on every rank. Collective."""

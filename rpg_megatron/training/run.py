@@ -32,7 +32,7 @@ from rpg_megatron.training.mismatch import check_mismatch
 from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.profiling import Profiler
 from rpg_megatron.training.reporter import Reporter
-from rpg_megatron.training.rollout_saver import RolloutSaver
+from rpg_megatron.training.rollout_saver import RolloutSaver, keeps_routes
 from rpg_megatron.training.summary import add_accuracy, write_summary
 from rpg_megatron.training.trainer import Batch, TooManySkippedUpdates, Trainer
 from rpg_megatron.training.weight_sync import open_weight_sync
@@ -259,7 +259,8 @@ class RankRun:
     def save_rollouts(self, step: int, batch: Batch) -> None:
         """Begin to write the step's rollouts, each leader its own. Row and checkpoint wait for all."""
         self._finish_rollouts()
-        self._rollouts.start(step, batch.mine)
+        routes = keeps_routes(step, self.settings.rollout.journal_routes)
+        self._rollouts.start(step, batch.mine, routes=routes)
         if self.mesh.rank == 0:
             self._metrics.add_responses(batch.mine)
 

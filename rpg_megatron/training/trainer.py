@@ -28,8 +28,10 @@ from rpg_megatron.objectives import metric_key, takes_maximum
 from rpg_megatron.objectives.advantages import response_kl
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.expert_load import counted_routes, counts_matrix, load_metrics
+from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy, UpdateStats
+from rpg_megatron.policy.router_replay import count_changes
 from rpg_megatron.policy.schedules import build_schedule
 from rpg_megatron.system.collectives import (
     barrier,
@@ -184,6 +186,9 @@ class Trainer:
         """
         micro_batches = [self.policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
         probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
+        for micro in micro_batches:
+            if micro.packed.routes is not None:
+                micro.packed.routes.watch()
         with counted_routes(self.policy.chunks if self.shape.experts else ()) as routes:
             scored = self.policy.logprobs([*micro_batches, *probes])
         if (experts := self.shape.experts) is not None:
@@ -193,7 +198,7 @@ class Trainer:
         anchor = old
         if self.anchor:
             with self.anchor.swapped_in():
-                anchor = self.policy.logprobs(micro_batches)
+                anchor = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
         entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
         old_logps = _logps_to_host(old)
         anchor_logps = old_logps if anchor is old else _logps_to_host(anchor)
@@ -211,6 +216,9 @@ class Trainer:
         batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
         if self.settings.reward.kl is not None:
             self._subtract_kl(batch, self.settings.reward.kl)
+        if self.policy.replayed is not None:
+            batch.metrics |= count_changes(micro_batches, self.policy.replayed, self.mesh)
+            batch.metrics |= self._compare_routes((probes or micro_batches)[:1])
 
     def _subtract_kl(self, batch: Batch, settings: KLRewardSettings) -> None:
         """Set the advantages to those of rewards minus the KL of each response to the anchor.
@@ -232,6 +240,29 @@ class Trainer:
         advantages = broadcast_object(advantages)
         for t in each(batch.minibatches):
             t.advantage = advantages[t.group, t.sample]
+
+    def _compare_routes(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Mean and maximum of |old - behaviour|, in nats, with the routes that were replayed and without.
+
+        micro_batches: scored already, with replay; they are scored again without. One on each data rank is
+        enough to see the difference, at the price of one forward pass of that micro-batch.
+        """
+        sums = torch.zeros(3, dtype=torch.float64)
+        largest = torch.zeros(2, dtype=torch.float64)
+        own = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
+        for micro, row in zip(micro_batches, _logps_to_host(own) if own else [], strict=True):
+            for t, logp in micro.split(row) if self.mesh.reports else ():
+                pair = np.stack([t.old - t.behaviour, logp.numpy() - t.behaviour])
+                gaps = torch.from_numpy(pair).double().abs()
+                sums += torch.cat([gaps.sum(1), torch.tensor([gaps.size(1)])])
+                largest = torch.maximum(largest, gaps.amax(1))
+        dist.all_reduce(sums, group=control_group())
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
+        names = "routes/replayed_mismatch", "routes/own_mismatch"
+        means = (sums[:2] / sums[2].clamp(min=1)).tolist()
+        return dict(zip((f"{n}_mean" for n in names), means, strict=True)) | dict(
+            zip((f"{n}_max" for n in names), largest.tolist(), strict=True)
+        )
 
     def _rows_to_score(self, minibatches: Share) -> list[list[Trajectory]]:
         """This rank's trajectories in rows of the token budget, whatever mini-batch they are in.

@@ -19,6 +19,7 @@ from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.policy.router_replay import count_changes
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.support.rank_policy import checkpoint_policy, cut_unevenly
 
@@ -45,11 +46,18 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         mini = [[trajectories[i] for i in micro] for micro in plan]
     packs = [policy.pack(micro) for micro in mini]
     scored: dict[int, list] = {}
+    for pack in packs if policy.replayed else ():
+        if pack.packed.routes is not None:
+            pack.packed.routes.watch()
     for pack, values in zip(packs, policy.logprobs(packs), strict=True):
         for row, what in enumerate(("logp", "entropy")):
             for trajectory, part in pack.split(values[row]):
                 scored.setdefault(trajectory.prompt_id, []).append((what, part.tolist()))
 
+    changes = count_changes(packs, policy.replayed, mesh) if policy.replayed else {}
+    for pack in packs if policy.replayed else ():
+        if pack.packed.routes is not None:
+            pack.packed.routes.changed = None
     gradients: dict[str, torch.Tensor] = {}
     step = policy._optimizer.step
 
@@ -87,6 +95,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         "after": after,
         "anchored": anchored,
         "names": names,
+        "changes": changes,
         "update": {
             "grad_norm": update.grad_norm,
             "tokens": update.tokens,

@@ -115,7 +115,7 @@ def with_guard(trainer: Trainer, mode: str) -> None:
 def replayed(trainer: Trainer, step: Batch, folder: Path) -> bool:
     """Whether the step, trained again from its rollouts with the same weights, is the same bits."""
     saver = RolloutSaver(folder, trainer.mesh)
-    saver.start(STEP, step.mine)
+    saver.start(STEP, step.mine, routes=False)
     assert saver.finish() == []
     file = rollouts_file(folder, STEP)
     source = JournalSource(file) if trainer.mesh.leads else None

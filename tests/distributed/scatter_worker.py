@@ -147,7 +147,7 @@ def save(
     barrier()
     last = mesh.rank == mesh.replica(mesh.data - 1)[0]
     with slow_writes() if last else nullcontext():
-        saver.start(step, mine)
+        saver.start(step, mine, routes=False)
         failures = saver.finish()
     read = [to_row(t) for t in read_rollouts(file)] if mesh.rank == 0 else []
     barrier()
@@ -158,7 +158,7 @@ def save(
     if last:
         blocked.mkdir(parents=True)
     barrier()
-    saver.start(step, mine)
+    saver.start(step, mine, routes=False)
     told = gather_objects(saver.finish())
     return {
         f"written {step}": failures == [] and read == [to_row(t) for t in whole],

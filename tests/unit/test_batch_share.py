@@ -1,4 +1,4 @@
-"""A share of a batch is the same after its way as two flat tensors, empty micro-batches and shares included.
+"""A share of a batch is the same after its way as flat tensors, empty micro-batches and shares included.
 
 And a leader makes it of its part of the plan, whose size does not depend on the tokens. That both go to the
 right ranks is tests/distributed/test_batch_scatter.
@@ -39,17 +39,23 @@ sizes = st.tuples(st.integers(0, 2**31 - 1), st.integers(1, 5), st.integers(0, 9
 shares = st.lists(st.lists(st.lists(sizes, max_size=3), max_size=3), max_size=3)
 
 
-@given(shares)
-def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]]) -> None:
+@given(shares, st.sampled_from([None, np.uint8, np.int16]))
+def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]], kind: type | None) -> None:
     share: Share = [[[trajectory(*t) for t in micro] for micro in mini] for mini in cut]
-    ints, floats = flatten(share)
+    for t in each(share) if kind else ():
+        t.routes = np.random.default_rng(t.length).integers(0, 99, (t.length - 1, 3, 2)).astype(kind)
+    ints, floats, routes = flatten(share)
     assert (ints.dtype, floats.dtype) == (torch.int32, torch.float32)
-    back = unflatten(ints, floats)
+    back = unflatten(ints, floats, routes)
     assert [[len(micro) for micro in mini] for mini in back] == [[len(m) for m in mini] for mini in cut]
     for a, b in zip(each(share), each(back), strict=True):
         assert all(getattr(a, name) == getattr(b, name) for name in NAMES)
         assert all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("prompt", "response", "behaviour"))
         assert (b.text, len(b.versions)) == ("", 0)
+        assert len(a.routes) == len(b.routes)
+        if len(a.routes):
+            assert a.routes.dtype == b.routes.dtype
+            assert np.array_equal(a.routes, b.routes)
 
 
 @given(shares, st.randoms())

@@ -5,6 +5,8 @@ that names the engine. Not covered: that vLLM answers in this form (the integrat
 """
 
 import asyncio
+import base64
+import io
 import json
 import socket
 import tempfile
@@ -18,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from rpg_megatron.bridge.vllm.generate_route import SampledBytes
+from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.system.events import EventSender
 
@@ -46,7 +49,9 @@ class Response:
 Handler = Callable[[Request], Response]
 
 
-def generate(handler: Handler, as_bytes: bool = False, **changes: Any) -> list[Sample]:
+def generate(
+    handler: Handler, as_bytes: bool = False, experts: ExpertShape | None = None, **changes: Any
+) -> list[Sample]:
     """By a real server on a socket."""
 
     async def serve(request: web.Request) -> web.Response:
@@ -69,7 +74,8 @@ def generate(handler: Handler, as_bytes: bool = False, **changes: Any) -> list[S
         await runner.setup()
         if handler is not refuse:
             await web.UnixSite(runner, str(socket)).start()
-        client = EngineClient(3, socket, "secret", timeout=1 if handler is hang else 60, as_bytes=as_bytes)
+        timeout = 1 if handler is hang else 60
+        client = EngineClient(3, socket, "secret", timeout=timeout, as_bytes=as_bytes, experts=experts)
         asked = {"n": 1, "max_tokens": 8, "temperature": 0.7, "seed": 5, "stop_token_ids": [9]} | changes
         try:
             return await client.generate(np.array([1, 2], np.int32), **asked)
@@ -218,6 +224,38 @@ def test_every_failure_of_bytes_names_the_engine(handler: Handler, says: str) ->
         generate(handler, as_bytes=True)
     assert str(error.value).startswith("engine 3 ")
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_routes_of_experts(as_bytes: bool) -> None:
+    """The prompt has two tokens; the routes of its first are left out."""
+    routes = np.array([[[0, 0], [1, 2]], [[0, 0], [3, 0]]], np.uint8)
+    asked = []
+
+    def handler(request: Request) -> Response:
+        asked.append(request.body["sampling_params"].get("routed_experts_prompt_start"))
+        if as_bytes:
+            tokens, values = np.array([5, 6], np.int32), np.array([-1, -2], np.float32)
+            found = SampledBytes(
+                0, "stop", tokens.tobytes(), values.tobytes(), None, routes.tobytes(), routes.shape
+            )
+            return Response(content=msgspec.msgpack.encode([found]))
+        file = io.BytesIO()
+        np.save(file, routes)
+        text = base64.b64encode(file.getvalue()).decode()
+        return answer(choice([5, 6], [-1.0, -2.0]) | {"routed_experts": text})(request)
+
+    experts = ExpertShape(4, 2, 64, True, (1,))
+    (sample,) = generate(handler, as_bytes, experts, routes_from=1)
+    assert sample.routes.tolist() == [[[1, 2]], [[3, 0]]]
+    (plain,) = generate(handler, as_bytes)
+    assert len(plain.routes) == 0
+    assert asked == [1, None]
+    routes[1, 1] = 0
+    with pytest.raises(EngineError, match=r"engine 3 returned routes with an expert twice .* set training"):
+        generate(handler, as_bytes, experts, routes_from=1)
+    with pytest.raises(EngineError, match=r"engine 3 returned routes of shape \(2, 2, 2\) for 3 tokens"):
+        generate(handler, as_bytes, experts)
 
 
 # -- events --------------------------------------------------------------------------------------------------

@@ -227,6 +227,6 @@ def test_nothing_but_data_is_decoded() -> None:
         encode({"f": print})
     import msgspec
 
-    objects = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("|O", b"\0" * 8))))
+    objects = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(("|O", b"\0" * 8, (1,)))))
     with pytest.raises(ValueError, match="extension 1 of type"):
         decode(objects, NDArray[np.float64])

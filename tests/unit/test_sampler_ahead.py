@@ -13,6 +13,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,11 @@ class Engine:
 
     async def generate(self, prompt: np.ndarray, *, n: int, **request: Any) -> list[Sample]:
         self.requests.append({"prompt": prompt.tolist(), "n": n, "version": self.version} | request)
-        one = [self._one(prompt.tolist(), request["seed"] + i, request["max_tokens"]) for i in range(n)]
+        most, start = request["max_tokens"], request["routes_from"]
+        one = [self._one(prompt.tolist(), request["seed"] + i, most, start) for i in range(n)]
         return list(await asyncio.gather(*one))
 
-    async def _one(self, prompt: list[int], seed: int, most: int) -> Sample:
+    async def _one(self, prompt: list[int], seed: int, most: int, routes_from: int) -> Sample:
         version, draw, tokens, values, finish = self.version, random.Random(seed), [], [], ""
         self.running += 1
         try:
@@ -85,7 +87,12 @@ class Engine:
                 finish = "stop" if token == 0 else "length" if len(tokens) == most else ""
         finally:
             self.running -= 1
-        return Sample(np.array(tokens, np.int32), np.array(values, np.float32), finish, version)
+        # Each row names the version that computed it and its token's place.
+        end = len(prompt) + len(tokens) - 1
+        made = -1 if version is None else version
+        routes = np.array([[[made, place]] for place in range(routes_from, end)], np.int16)
+        found = Sample(np.array(tokens, np.int32), np.array(values, np.float32), finish, version)
+        return replace(found, routes=routes) if tokens else found
 
     async def post(self, *_: Any) -> tuple[int, str]:
         return 200, ""
@@ -232,6 +239,8 @@ def check(run: Run) -> None:
         for t in batch:
             before = [*t.prompt.tolist(), *t.response.tolist()]
             assert len(t.versions) == len(t.response) == len(t.behaviour)
+            sampled_by = [*[int(t.versions[0])] * (len(t.prompt) - 1), *t.versions.tolist()]
+            assert t.routes[:, 0].tolist() == [[v, place] for place, v in enumerate(sampled_by)]
             assert (np.diff(t.versions) >= 0).all()
             for place, version in enumerate(t.versions.tolist()):
                 end = len(t.prompt) + place

@@ -28,6 +28,12 @@ class SampledBytes(msgspec.Struct, array_like=True):
     """float32, of the sampled tokens; empty if the request has no ``logprobs``."""
     version: int | None = None
     """Version of the weights that sampled all tokens; None before the first sync."""
+    routes: bytes = b""
+    """Of an engine that returns routes, to a request with ``logprobs``: the experts chosen in each layer for
+    each token but the last, unsigned integers of one or two bytes.
+    """
+    routes_shape: tuple[int, int, int] = (0, 0, 0)
+    """Tokens (after the first ``routed_experts_prompt_start`` of the prompt), layers, experts of a token."""
 
 
 class Gate:
@@ -104,4 +110,7 @@ def _packed(output: Any, with_logprobs: bool) -> SampledBytes:
         if not np.array_equal(output.logprobs.token_ids, tokens):
             raise RuntimeError("vLLM returned log-probs of other tokens than it sampled")
         logprobs = np.asarray(output.logprobs.logprobs, np.float32)
-    return SampledBytes(output.index, output.finish_reason or "stop", tokens.tobytes(), logprobs.tobytes())
+    sampled = SampledBytes(output.index, output.finish_reason or "stop", tokens.tobytes(), logprobs.tobytes())
+    if with_logprobs and output.routed_experts is not None:
+        sampled.routes, sampled.routes_shape = output.routed_experts.tobytes(), output.routed_experts.shape
+    return sampled

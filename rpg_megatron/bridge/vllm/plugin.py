@@ -46,6 +46,7 @@ from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, Sha
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.vllm import generate_route, sync_route
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
+from rpg_megatron.bridge.vllm.route_capture import capture_routes
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
 
@@ -98,6 +99,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         if self.device.type == "cpu":  # only there a step can take minutes
             for layer in getattr(getattr(self.model, "model", None), "layers", ()):
                 layer.register_forward_pre_hook(self._progress.mark)
+            if self.vllm_config.model_config.enable_return_routed_experts:
+                capture_routes(self.model)
         self._readers: dict[str, Reader] = {}
         self.version: int | None = None
         self.unsettled = False

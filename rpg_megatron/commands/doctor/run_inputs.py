@@ -29,7 +29,13 @@ from rpg_megatron.launcher.input_checks import (
     disk_bytes,
     own_code,
 )
-from rpg_megatron.launcher.preflight import check_batch, check_head_dim, check_model, check_parallel
+from rpg_megatron.launcher.preflight import (
+    check_batch,
+    check_head_dim,
+    check_model,
+    check_parallel,
+    check_router_replay,
+)
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 
 SPEED_BYTES = 32 * 1024**2
@@ -55,7 +61,12 @@ def probe_model(subject: Subject) -> Iterator[Check]:
     yield ok(
         "model", f"{settings.model.path}: {shape.family}, {count(worker_parameters(shape, 1))}, complete"
     )
-    for name, check in (("layout", check_parallel), ("head size", check_head_dim), ("batch", check_batch)):
+    for name, check in (
+        ("layout", check_parallel),
+        ("router replay", check_router_replay),
+        ("head size", check_head_dim),
+        ("batch", check_batch),
+    ):
         try:
             check(settings, shape)
             yield ok(name, "fits the model")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps, read_state
 from rpg_megatron.commands.replay import RANK, REPORT, REQUEST
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.data.rollout_files import rollouts_complete, rollouts_file
+from rpg_megatron.data.rollout_files import has_routes, rollouts_complete, rollouts_file
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 from rpg_megatron.launcher.resume import ORIGIN
 from rpg_megatron.launcher.run import RunLauncher
@@ -68,6 +68,8 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
     settings = load_settings(settings_file(folder, step), overrides)
     check_parallel(settings, check_model(settings.model.path))
     check_batch(settings, check_model(settings.model.path))
+    if settings.training.router_replay != "off":
+        _check_routes(folder, range(done + 1, step + 1))
     made = {settings_file(folder, s) for s in range(done + 1, step + 1)}
     same = all(_order_of(load_settings(file)) == _order_of(settings) for file in made)
     exact = same and settings.device == "cpu"
@@ -90,6 +92,17 @@ def _check_row(folder: Path, step: int) -> None:
     if step not in steps:
         have = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no step"
         raise UserError(f"--step {step}: {folder / METRICS} has no row of that step's training; {have}")
+
+
+def _check_routes(folder: Path, steps: range) -> None:
+    without = [step for step in steps if not has_routes(rollouts_file(folder, step))]
+    if without:
+        raise UserError(
+            f"{rollouts_file(folder, without[0])}: holds no routes (rollout.journal_routes does not name the "
+            "step); the run replayed them (training.router_replay), so all steps that are trained here, "
+            f"{steps[0]} to {steps[-1]}, need theirs. Choose a step soon after a checkpoint with routes in "
+            "between, or add training.router_replay=off to use the trainer's own, which gives other numbers"
+        )
 
 
 def _start(folder: Path, step: int) -> Path | None:

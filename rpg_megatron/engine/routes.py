@@ -1,0 +1,50 @@
+"""The experts that an engine chose for the tokens of a response, out of its answer, checked."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.data.trajectory import Routes, route_dtype
+
+
+def unpack_routes(values: bytes, shape: tuple[int, int, int]) -> Routes:
+    """Routes of the plug-in's route. Raises ValueError."""
+    count = shape[0] * shape[1] * shape[2]
+    routes: Routes = np.frombuffer(values, np.uint8 if len(values) == count else np.uint16)
+    return routes.reshape(shape)
+
+
+def read_routes(text: str | None) -> Routes:
+    """Routes of vLLM's own route: a .npy file in base64. Raises ValueError."""
+    if text is None:
+        return np.zeros((0, 0, 0), np.uint8)
+    array: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    return array
+
+
+def check_routes(routes: Routes, tokens: int, experts: ExpertShape) -> Routes:
+    """The routes of the layers with experts: uint8 or int16 [tokens, layers, experts of a token].
+
+    routes: of all layers of the model, as vLLM returns them. Raises ValueError if they are not of so many
+    tokens, or cannot be routes: kernels that choose experts by themselves leave zeros.
+    """
+    if routes.ndim != 3 or len(routes) != tokens or routes.shape[1] <= experts.layers[-1]:
+        raise ValueError(f"routes of shape {routes.shape} for {tokens} tokens")
+    rows = routes[:, experts.layers].astype(route_dtype(experts.count))
+    if rows.shape[2] != experts.per_token:
+        raise ValueError(f"{rows.shape[2]} experts for each token instead of {experts.per_token}")
+    if rows.size and (rows.max() >= experts.count or rows.min() < 0):
+        raise ValueError(f"an expert beyond the {experts.count} of the model")
+    if rows.size and not rows.any() and experts.count > 1:
+        raise ValueError("routes that are all zero: its kernels for experts tell none")
+    columns = np.ascontiguousarray(rows.reshape(-1, experts.per_token).T)
+    for k in range(1, experts.per_token):  # each pair of columns once: much faster than to sort short rows
+        if (columns[k:] == columns[:-k]).any():
+            raise ValueError("routes with an expert twice for a token: its kernels for experts tell none")
+    return rows

@@ -1,0 +1,117 @@
+"""Router replay: the experts that the engine chose for each token take the place of the router's own choice.
+
+In bfloat16, engine and trainer now and then choose other experts for the same token, and its log-probs differ
+by much more than rounding. With replay the trainer computes with the engine's choice; the weights of the
+chosen experts are still those of the trainer's router, so that gradients reach it.
+
+The choice is a part of the micro-batch. A hook before each layer's attention, which gets the micro-batch in
+the forward pass and again where a whole layer is recomputed, hands it to the layer's router; so several
+micro-batches may be under way in a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.policy.microbatch import MicroBatch, MicroBatchRoutes
+from rpg_megatron.policy.model import Mesh
+from rpg_megatron.system.collectives import control_group
+
+
+class _ChosenExperts:
+    """In a router, in the place and with the method of Megatron's RouterReplay.
+
+    Megatron's own keeps every target for a later recomputation, and all routers of a process in one list.
+    """
+
+    def __init__(self, row: int) -> None:
+        self._row = row
+        self._routes: MicroBatchRoutes | None = None
+        self._rows = slice(None)
+
+    def use(self, routes: MicroBatchRoutes | None, rows: slice) -> None:
+        """Choose by ``routes`` from now on; None: by the router. rows: this rank's, of the micro-batch's."""
+        self._routes, self._rows = routes, rows
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [tokens, topk] and indices, int64 [tokens, topk], of the chosen experts."""
+        if self._routes is None:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        chosen = self._routes.experts[self._row, self._rows].long()
+        if self._routes.changed is not None:
+            _, own = default_compute_topk(scores, topk, num_groups, group_topk)
+            replayed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
+            self._routes.changed[self._rows] += ~replayed.gather(1, own).all(1)
+        return scores.gather(1, chosen), chosen
+
+
+def install_replay(chunks: Iterable[GPTModel], experts: ExpertShape) -> None:
+    """Let the routers of this rank's model choose as each micro-batch says, see ``MicroBatch``."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            index = layer.layer_number - 1  # Megatron counts layers from 1, through the whole model
+            if index in experts.layers:
+                chosen = _ChosenExperts(experts.layers.index(index))
+                layer.mlp.router.router_replay = chosen
+                layer.self_attention.register_forward_pre_hook(
+                    partial(_hand_over, chosen, chunk.config.sequence_parallel), with_kwargs=True
+                )
+
+
+def _hand_over(
+    chosen: _ChosenExperts, split: bool, _module: Any, _args: Any, arguments: dict[str, Any]
+) -> None:
+    """split: with sequence parallelism, a router has a part of the row's tokens."""
+    routes: MicroBatchRoutes | None = arguments["packed_seq_params"].routes
+    rows = slice(None)
+    if routes is not None and split:
+        size = routes.experts.size(1) // mpu.get_tensor_model_parallel_world_size()
+        first = mpu.get_tensor_model_parallel_rank() * size
+        rows = slice(first, first + size)
+    chosen.use(routes, rows)
+
+
+def count_changes(micro_batches: Sequence[MicroBatch], experts: ExpertShape, mesh: Mesh) -> dict[str, float]:
+    """How often the trainer's router would have chosen other experts than were replayed. Collective.
+
+    Of micro-batches that ``MicroBatchRoutes.watch`` was called on before they were scored; all tokens count,
+    those of prompts too. ``routes/changed``: share of the choices, one for each token and layer;
+    ``routes/changed_tokens``: share of the tokens that have one in any layer. A layer chooses from what it
+    gets after the replayed choices of the layers before it.
+    """
+    found = [routes for m in micro_batches if (routes := m.packed.routes) is not None]
+    changed = [routes.changed for routes in found if routes.changed is not None]
+    sums = torch.zeros(3, dtype=torch.float64)
+    if changed:
+        layers = torch.cat(changed)
+        if mesh.pipeline > 1:
+            dist.all_reduce(layers, group=mpu.get_pipeline_model_parallel_group())
+        real = torch.cat([routes.real for routes in found])
+        # With sequence parallelism each tensor rank has counted in a part of the tokens; without, there is
+        # one tensor rank.
+        if mesh.last_stage:
+            mine = layers.masked_fill(~real, 0)
+            counts = torch.stack([mine.sum(), (mine > 0).sum(), real.sum() * (mesh.tensor_rank == 0)])
+            sums += counts.cpu()
+    dist.all_reduce(sums, group=control_group())
+    pairs, tokens, count = sums.tolist()
+    return {
+        "routes/changed": pairs / max(count * len(experts.layers), 1),
+        "routes/changed_tokens": tokens / max(count, 1),
+    }

@@ -1,0 +1,173 @@
+"""Experts that are replayed are those of the token, the layer and the micro-batch, in every layout.
+
+Why: a route of a neighbouring token, of another layer or of a later micro-batch gives plausible numbers. Each
+trajectory has random experts, alike neither the router's own nor one another, and log-probs, loss and every
+gradient are compared with transformers in float64, whose routers are forced to the same experts, and with one
+rank. What the routers would have chosen is counted as transformers counts it.
+Not covered here: where routes come from (tests/integration/test_router_replay.py), their way to the ranks
+(tests/unit/test_batch_share.py).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from rpg_megatron.data.trajectory import Trajectory
+from tests.support.layouts import (
+    OBJECTIVES,
+    check,
+    gradient_error,
+    make_batch,
+    make_case,
+    reference_logprobs,
+    reference_update,
+)
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import make_model, use_float64
+
+SIZES = {
+    "vocab_size": 251,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
+    "num_experts": 6,
+    "max_position_embeddings": 512,
+}
+LAYERS, EXPERTS, TOPK = 3, 6, 2
+SP = {"tensor": 2, "sequence": True}
+FULL, SELECTIVE = {"memory": {"recompute": "full"}}, {"memory": {"recompute": "selective"}}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+    "one rank": (1, {}, 5, {}),
+    "PP2, full recompute": (2, {"pipeline": 2}, 5, FULL),
+    "DP2, EP2": (2, {"data": 2, "expert": 2}, 7, {}),
+    "TP2+SP": (2, SP, 3, {}),
+    "CP2": (2, {"context": 2}, 3, {}),
+}
+"""Name -> (ranks, parallel settings, micro-batches, other settings)."""
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+    "one rank, experts recomputed": (1, {}, 5, SELECTIVE),
+    "DP2, EP2, experts recomputed": (2, {"data": 2, "expert": 2}, 7, SELECTIVE),
+    "TP2+SP, EP2, full recompute": (2, {**SP, "expert": 2}, 3, FULL),
+    "PP2 x VPP2, full recompute": (2, {"pipeline": 2, "virtual": 2}, 5, FULL),
+    "CP2, EP2, full recompute": (2, {"context": 2, "expert": 2}, 3, FULL),
+    "TP2+SP x PP2, EP2, full recompute": (4, {**SP, "pipeline": 2, "expert": 2}, 3, FULL),
+    "TP2+SP x CP2, EP4": (4, {**SP, "context": 2, "expert": 4}, 3, {}),
+    "PP2 x DP2, EP2, full recompute": (4, {"pipeline": 2, "data": 2, "expert": 2}, 7, FULL),
+    "CP2 x PP2, EP2": (4, {"context": 2, "pipeline": 2, "expert": 2}, 3, {}),
+}
+
+
+@contextmanager
+def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str, float]]:
+    """Within the block, one pass over the batch, a sequence at a time, uses its routes.
+
+    Yields the shares of choices and of tokens at which the router would have chosen others, after the pass.
+    """
+    kind = modeling_qwen3_moe.Qwen3MoeTopKRouter
+    routers = [m for m in model.modules() if isinstance(m, kind)]
+    passed = {id(router): 0 for router in routers}
+    changed = [np.zeros(t.length - 1, int) for t in batch]
+
+    def route(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        number, layer = passed[id(self)], [id(r) for r in routers].index(id(self))
+        passed[id(self)] += 1
+        chosen = torch.from_numpy(batch[number].routes[:, layer].astype(np.int64))
+        logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
+        own = logits.topk(self.top_k, dim=-1).indices.sort(-1).values
+        changed[number] += (own != chosen.sort(-1).values).any(-1).numpy()
+        return logits, logits.gather(1, chosen).softmax(-1), chosen
+
+    before, kind.forward = kind.forward, route
+    counts: dict[str, float] = {}
+    try:
+        yield counts
+    finally:
+        kind.forward = before
+    flat = np.concatenate(changed)
+    counts |= {"routes/changed": flat.mean() / len(routers), "routes/changed_tokens": (flat > 0).mean()}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [LAYOUTS, pytest.param({"one rank": LAYOUTS["one rank"]} | MORE_LAYOUTS, marks=pytest.mark.long)],
+    ids=["layouts", "more layouts"],
+)
+def test_replayed_experts_in_every_layout(
+    tmp_path: Path, layouts: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(3)
+    batch = make_batch()
+    for t in batch:
+        shape = t.length - 1, LAYERS, EXPERTS
+        t.routes = random.random(shape).argsort(-1)[..., :TOPK].astype(np.uint8)
+    with use_float64():
+        model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **SIZES)
+        with torch.no_grad(), forced(model, batch) as counts:
+            rows = [(logp.numpy(), entropy.numpy()) for logp, entropy in reference_logprobs(model, batch)]
+        with torch.no_grad():
+            unforced = [logp.numpy() for logp, _ in reference_logprobs(model, batch)]
+        for t, (logp, _) in zip(batch, rows, strict=True):
+            own = np.random.default_rng(t.prompt_id)
+            t.old = (logp + own.normal(0, 0.15, len(logp))).astype(np.float32)
+            t.anchor = (logp + own.normal(0, 0.3, len(logp))).astype(np.float32)
+        with forced(model, batch):
+            wanted = reference_update(model, batch, "rpg")
+    assert 0.2 < counts["routes/changed"] < counts["routes/changed_tokens"] <= 1
+    assert min(np.abs(a - b).max() for (a, _), b in zip(rows, unforced, strict=True) if len(b) > 9) > 1e-2
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    training = {
+        "minibatches": 1,
+        "tokens_per_microbatch": 100,
+        "logprob_chunk": 17,
+        "router_replay": "rollout",
+    }
+    found: dict[str, Any] = {}
+    for world in sorted({w for w, *_ in layouts.values()}):
+        cases = {
+            name: make_case(
+                tmp_path / "model",
+                parallel,
+                micro,
+                {**OBJECTIVES["rpg"], "training": training, **more},
+                lr=0.0,
+                after=False,
+            )
+            for name, (w, parallel, micro, more) in layouts.items()
+            if w == world
+        }
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        found |= run_ranks("tests.distributed.layout_worker", world, tmp_path, timeout=600)
+    told = []
+    one = load_file(tmp_path / "gradients" / "one rank" / "model.safetensors")
+    for name, result in found.items():
+        check(tmp_path, name, result, batch, rows, wanted)
+        gradients = load_file(tmp_path / "gradients" / name / "model.safetensors")
+        error, where = gradient_error(gradients, {key: value.double() for key, value in one.items()})
+        gap = max(
+            np.abs(np.subtract(dict(parts)["logp"], dict(found["one rank"]["scored"][key])["logp"])).max()
+            for key, parts in result["scored"].items()
+        )
+        told.append(f"{name:40s} log-probs {gap:.1e}, gradients {error:.1e} ({where}), {result['changes']}")
+        assert result["changes"] == pytest.approx(counts), name
+        assert gap <= 8e-6, name  # sums in another order: a log-prob of -8 has steps of 1e-6
+        absolute = max(float((gradients[key] - g).abs().max()) for key, g in one.items())
+        assert absolute <= 1e-6, name
+    with capsys.disabled():
+        print("\nreplayed experts: largest differences to one rank, gradients by their largest element")
+        print("\n".join(told))

@@ -1,0 +1,210 @@
+"""Routes of experts on their way from an engine's answer to a micro-batch: none is lost, moved or made up.
+
+Why: a route that belongs to another token, or zeros of an engine that captured none, give plausible numbers.
+Not covered here: that vLLM returns them (tests/integration/test_router_replay.py), that routers follow them
+(tests/distributed/test_router_replay.py), segments of a response (test_sampler_ahead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rpg_megatron.commands.replay.command import _check_routes
+from rpg_megatron.config import UserError, load_settings, read_model_shape
+from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.data.rollout_files import (
+    has_routes,
+    part_file,
+    read_rollouts,
+    rollouts_file,
+    write_rollouts,
+)
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.engine.command import engine_command, engine_environment
+from rpg_megatron.engine.routes import check_routes
+from rpg_megatron.launcher.preflight import check_router_replay
+from rpg_megatron.policy.context_parallel import zigzag_places
+from rpg_megatron.policy.microbatch import make_micro_batch
+from rpg_megatron.system.messages import decode, encode
+from rpg_megatron.training.rollout_saver import keeps_routes
+from tests.support.tiny_models import TINY, TINY_MOE
+
+EXPERTS = ExpertShape(300, 3, 64, True, (1, 3))
+REPLAY = "training.router_replay=rollout"
+
+
+def trajectory(prompt: int, response: int, experts: ExpertShape = EXPERTS) -> Trajectory:
+    random = np.random.default_rng((prompt, response))
+    size = prompt + response - 1, len(experts.layers), experts.count
+    routes = random.random(size).argsort(-1)[..., : experts.per_token]
+    return Trajectory(
+        prompt_id=prompt,
+        sample=0,
+        prompt=np.arange(prompt, dtype=np.int32),
+        response=np.arange(response, dtype=np.int32),
+        behaviour=np.zeros(response, np.float32),
+        versions=np.zeros(response, np.int32),
+        finish="stop",
+        text="",
+        routes=routes.astype(np.int16 if experts.count > 256 else np.uint8),
+    )
+
+
+def returned(tokens: int, experts: ExpertShape = EXPERTS) -> np.ndarray:
+    """As vLLM returns them: of all layers, zeros in dense ones."""
+    found = np.zeros((tokens, experts.layers[-1] + 2, experts.per_token), np.uint16)
+    found[:, experts.layers] = trajectory(1, tokens, experts).routes
+    return found
+
+
+def test_routes_of_the_layers_with_experts() -> None:
+    rows = check_routes(returned(7), 7, EXPERTS)
+    assert rows.dtype == np.int16
+    assert np.array_equal(rows, trajectory(1, 7).routes)
+    few = replace(EXPERTS, count=256)
+    assert check_routes(returned(7, few), 7, few).dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda r: r[1:], r"routes of shape \(6, 5, 3\) for 7 tokens"),
+        (lambda r: r[:0, :0, :0], r"routes of shape \(0, 0, 0\) for 7 tokens"),
+        (lambda r: r[:, :3], r"routes of shape \(7, 3, 3\)"),
+        (lambda r: r[..., :2], "2 experts for each token instead of 3"),
+        (lambda r: r * 0, "all zero"),
+        (lambda r: r * (np.arange(7) != 4)[:, None, None], "an expert twice"),  # one token in all layers
+        (lambda r: np.where(r == r[5, 3, 2], r[5, 3, 0], r), "an expert twice"),  # first and last of one row
+        (lambda r: r + 300, "beyond the 300"),
+    ],
+)
+def test_what_cannot_be_routes_is_an_error(spoil: Callable[[np.ndarray], np.ndarray], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_routes(spoil(returned(7)), 7, EXPERTS)
+
+
+def test_all_zero_routes_of_a_single_expert() -> None:
+    one = replace(EXPERTS, per_token=1, count=4)
+    assert check_routes(returned(9, one), 9, one).any()
+    with pytest.raises(ValueError, match="all zero"):
+        check_routes(returned(9, one) * 0, 9, one)
+
+
+@pytest.mark.parametrize("count", [6, 300])
+def test_messages_keep_shape_and_type(count: int) -> None:
+    t = trajectory(4, 5, replace(EXPERTS, count=count))
+    back = decode(encode([t]), list[Trajectory])[0]
+    assert (back.routes.dtype, back.routes.shape) == (t.routes.dtype, (8, 2, 3))
+    assert np.array_equal(back.routes, t.routes)
+    assert back.routes.flags.writeable
+
+
+@pytest.mark.parametrize("count", [6, 300])
+def test_rollout_files(tmp_path: Path, count: int) -> None:
+    experts = replace(EXPERTS, count=count)
+    batch = [trajectory(2 + i, 1 + i % 9, experts) for i in range(70)]  # more than are held at once
+    (tmp_path / "rollouts").mkdir()
+    file = rollouts_file(tmp_path, 1)
+    write_rollouts(file, batch)
+    for t, back in zip(batch, read_rollouts(file), strict=True):
+        assert back.routes.dtype == t.routes.dtype
+        assert np.array_equal(back.routes, t.routes)
+    without, bare = rollouts_file(tmp_path, 2), rollouts_file(tmp_path, 3)
+    write_rollouts(without, batch, routes=False)
+    write_rollouts(bare, [replace(t, routes=np.zeros((0, 0, 0), np.uint8)) for t in batch])
+    assert without.read_bytes() == bare.read_bytes()
+    assert read_rollouts(without)[0].routes.shape == (0, 0, 0)
+    parts = rollouts_file(tmp_path, 4)
+    for number, part in enumerate((batch, [])):  # a leader may have no trajectories
+        write_rollouts(part_file(parts, number, 2), part)
+    assert [has_routes(rollouts_file(tmp_path, step)) for step in (1, 2, 3, 4)] == [True, False, False, True]
+    _check_routes(tmp_path, range(1, 2))
+    with pytest.raises(UserError, match=r"step_000002.parquet: holds no routes .* 1 to 3, need theirs"):
+        _check_routes(tmp_path, range(1, 4))
+
+
+@pytest.mark.parametrize(("context", "align"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_slices_of_context_ranks(context: int, align: int) -> None:
+    batch = [trajectory(3, 4), trajectory(1, 1), trajectory(9, 6)]
+    rows = np.concatenate([t.routes for t in batch])
+    found = np.zeros_like(rows)
+    for rank in range(context):
+        micro = make_micro_batch(
+            batch, torch.device("cpu"), align=align, context=context, context_rank=rank, experts=EXPERTS
+        )
+        routes = micro.packed.routes
+        assert routes is not None
+        experts = routes.experts.numpy().swapaxes(0, 1)  # [positions of this rank, layers, experts]
+        assert len(experts) == micro.size // context
+        assert (np.diff(np.sort(experts, -1)) > 0).all()  # on padding too
+        assert experts.max() < EXPERTS.count
+        used = micro.used().numpy()
+        place = zigzag_places(micro.packed.lengths, context)[rank]
+        assert np.array_equal(routes.real.numpy(), np.isin(place, used))
+        for row, position in zip(experts, place, strict=True):
+            if position in used:
+                found[np.searchsorted(used, position)] = row
+        assert micro.without_routes().packed.routes is None
+        assert make_micro_batch(batch, torch.device("cpu")).packed.routes is None
+    assert np.array_equal(found, rows)
+
+
+def test_a_micro_batch_that_lacks_routes_is_an_error() -> None:
+    batch = [trajectory(3, 4), replace(trajectory(2, 2), routes=np.zeros((0, 0, 0), np.uint8))]
+    with pytest.raises(ValueError, match=r"prompt 2, sample 0 have shape \(0, 0, 0\)"):
+        make_micro_batch(batch, torch.device("cpu"), experts=EXPERTS)
+    assert make_micro_batch([], torch.device("cpu"), experts=EXPERTS).packed.routes is None
+
+
+def test_engines_return_routes(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    plain, replay = load_settings(config_file), load_settings(config_file, [REPLAY])
+    flag = "--enable-return-routed-experts"
+    assert [flag in engine_command(s, 0, tmp_path / "e") for s in (plain, replay)] == [False, True]
+    runners = [engine_environment(s, 0, tmp_path, "t")["VLLM_USE_V2_MODEL_RUNNER"] for s in (plain, replay)]
+    assert runners == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            [REPLAY, "parallel.pipeline=2", "memory.recompute=selective"],
+            "memory.recompute selective excludes training.router_replay with parallel.pipeline",
+        ),
+        (
+            [REPLAY, "parallel.pipeline=2", "training.tokens_per_microbatch=8000"],
+            "selective, chosen for micro-batches of this size, excludes training.router_replay",
+        ),
+        ([REPLAY, "engine.arguments=[-pp, '2']"], "-pp excludes .* no routes from pipeline stages"),
+        ([REPLAY, "engine.arguments=['--kv-transfer-config={}']"], "no routes with a KV connector"),
+        (["rollout.journal_routes=2"], "no effect unless training.router_replay is set"),
+        ([REPLAY, "rollout.journal_routes=[0]"], "steps start at 1"),
+        ([REPLAY, "rollout.journal_routes=-1"], "steps start at 1"),
+    ],
+)
+def test_what_excludes_replay(config_file: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_settings(config_file, overrides)
+
+
+def test_replay_needs_experts(config_file: Path) -> None:
+    settings = load_settings(config_file, [REPLAY])
+    with pytest.raises(UserError, match="has no experts; set it to off"):
+        check_router_replay(settings, read_model_shape(settings.model.path))
+    check_router_replay(settings, TINY_MOE)
+    check_router_replay(load_settings(config_file, ["training.router_replay=off"]), TINY)
+
+
+@pytest.mark.parametrize(
+    ("setting", "steps"), [("0", []), ("2", [2, 4]), ("[1, 4]", [1, 4]), ("[]", []), ("1", [1, 2, 3, 4])]
+)
+def test_steps_that_keep_routes(config_file: Path, setting: str, steps: list[int]) -> None:
+    rollout = load_settings(config_file, [REPLAY, f"rollout.journal_routes={setting}"]).rollout
+    assert [step for step in range(1, 5) if keeps_routes(step, rollout.journal_routes)] == steps
