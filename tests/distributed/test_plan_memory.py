@@ -198,10 +198,17 @@ def test_activations_are_those_that_autograd_saves(tmp_path: Path, tiny: dict[st
     cases = {
         f"{name} {dtype} {kind}": settings_for(model, precision={"dtype": dtype}, memory={"recompute": kind})
         for name, model in tiny.items()
+        if name != "moe"
         for dtype in ("float32", "bfloat16")
         for kind in ("none", "selective", "full")
     }
     check_activations(cases, tmp_path)
+
+
+@pytest.mark.long
+def test_activations_of_experts_are_those_that_autograd_saves(tmp_path: Path, tiny: dict[str, Path]) -> None:
+    kinds = ("none", "selective", "full")
+    check_activations({k: settings_for(tiny["moe"], memory={"recompute": k}) for k in kinds}, tmp_path)
 
 
 @pytest.mark.long
