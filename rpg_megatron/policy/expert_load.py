@@ -52,9 +52,9 @@ def counts_matrix(counts: Counts, shape: ModelShape) -> NDArray[np.float64]:
     e = shape.experts
     assert e is not None
     found = np.zeros((len(e.layers), e.count))
-    for row, layer in enumerate(e.layers):
-        if layer in counts:
-            found[row] = counts[layer].cpu().numpy()
+    here = [row for row, layer in enumerate(e.layers) if layer in counts]
+    if here:  # one copy from the device, not one a layer
+        found[here] = torch.stack([counts[e.layers[row]] for row in here]).cpu().numpy()
     return found
 
 

@@ -258,11 +258,14 @@ class Trainer:
                 largest = torch.maximum(largest, gaps.amax(1))
         dist.all_reduce(sums, group=control_group())
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
-        names = "routes/replayed_mismatch", "routes/own_mismatch"
-        means = (sums[:2] / sums[2].clamp(min=1)).tolist()
-        return dict(zip((f"{n}_mean" for n in names), means, strict=True)) | dict(
-            zip((f"{n}_max" for n in names), largest.tolist(), strict=True)
-        )
+        replayed, own = (sums[:2] / sums[2].clamp(min=1)).tolist()
+        replayed_max, own_max = largest.tolist()
+        return {
+            "routes/replayed_mismatch_mean": replayed,
+            "routes/own_mismatch_mean": own,
+            "routes/replayed_mismatch_max": replayed_max,
+            "routes/own_mismatch_max": own_max,
+        }
 
     def _rows_to_score(self, minibatches: Share) -> list[list[Trajectory]]:
         """This rank's trajectories in rows of the token budget, whatever mini-batch they are in.

@@ -127,9 +127,9 @@ def slow_writes() -> Iterator[None]:
     """Whoever does not wait for this rank's part finds it missing."""
     write = rollout_files.write_rollouts
 
-    def slow(file: Path, trajectories: Sequence[Trajectory]) -> None:
+    def slow(file: Path, trajectories: Sequence[Trajectory], *, routes: bool = False) -> None:
         time.sleep(0.3)
-        write(file, trajectories)
+        write(file, trajectories, routes=routes)
 
     rollout_files.write_rollouts = slow
     yield

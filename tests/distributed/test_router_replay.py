@@ -4,7 +4,7 @@ Why: a route of a neighbouring token, of another layer or of a later micro-batch
 trajectory has random experts, alike neither the router's own nor one another, and log-probs, loss and every
 gradient are compared with transformers in float64, whose routers are forced to the same experts, and with one
 rank. What the routers would have chosen is counted as transformers counts it.
-Not covered here: where routes come from (tests/integration/test_router_replay.py), their way to the ranks
+Not covered here: where routes come from (tests/integration/test_router_replay_run.py), their way to the ranks
 (tests/unit/test_batch_share.py).
 """
 

@@ -1,8 +1,8 @@
 """Routes of experts on their way from an engine's answer to a micro-batch: none is lost, moved or made up.
 
 Why: a route that belongs to another token, or zeros of an engine that captured none, give plausible numbers.
-Not covered here: that vLLM returns them (tests/integration/test_router_replay.py), that routers follow them
-(tests/distributed/test_router_replay.py), segments of a response (test_sampler_ahead).
+Not covered here: that vLLM returns them (tests/integration/test_router_replay_run.py), that routers follow
+them (tests/distributed/test_router_replay.py), segments of a response (test_sampler_ahead).
 """
 
 from __future__ import annotations
