@@ -180,7 +180,8 @@ def test_a_signal_when_the_engine_is_up(
     one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
     one.wait_for_output("step 2/100000", 500)
     files = one.shared_memory()
-    assert [f for f in files if "cpushm" in f.name]
+    # vLLM's workers share memory only in its build for AVX-512.
+    assert [f for f in files if "cpushm" in f.name] or "avx512f" not in Path("/proc/cpuinfo").read_text()
     one.process.send_signal(number)
     returned, _ = one.finish(60)
     assert returned == code
