@@ -222,8 +222,8 @@ def test_a_seed_gives_the_same_responses_again(engine: Engine) -> None:
 
 
 def test_bytes_are_what_json_says(engine: Engine) -> None:
-    """The same requests one after the other. The engine's batches, and so its last bits, are the same unless it
-    takes the samples of a request apart, as it does now and then on a busy machine; then again.
+    """The same requests one after the other. The engine's batches, and so its last bits, are the same unless
+    it takes the samples of a request apart, as it does now and then on a busy machine; then again.
     """
     for changes in ({}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": False}):
         for left in (2, 1, 0):
