@@ -6,7 +6,7 @@ Imports no numpy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, override
 
 from rpg_megatron.config.base import ImportedSettings, Section, one_of
 
@@ -37,7 +37,8 @@ class RPGAdvantageSettings(AdvantageSettings):
     type: Literal["rpg"] = "rpg"
     """rpg: reward minus group mean, not divided by the standard deviation; the others: docs/objectives.md."""
 
-    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:  # noqa: D102
+    @override
+    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:
         from rpg_megatron.objectives.advantages import centre
 
         return centre(rewards, group)[0]
@@ -49,7 +50,8 @@ class GRPOAdvantageSettings(AdvantageSettings):
     type: Literal["grpo"]
     """The advantage."""
 
-    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:  # noqa: D102
+    @override
+    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:
         from rpg_megatron.objectives.advantages import centre, group_deviation
 
         centred, member, count = centre(rewards, group)
@@ -62,7 +64,8 @@ class LeaveOneOutAdvantageSettings(AdvantageSettings):
     type: Literal["leave_one_out"]
     """The advantage."""
 
-    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:  # noqa: D102
+    @override
+    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:
         from rpg_megatron.objectives.advantages import centre
 
         centred, member, count = centre(rewards, group)
@@ -78,7 +81,8 @@ class BatchMeanAdvantageSettings(AdvantageSettings):
     type: Literal["batch_mean"]
     """The advantage."""
 
-    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:  # noqa: D102
+    @override
+    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:
         found: Floats = rewards - rewards.mean()
         return found
 
@@ -91,7 +95,8 @@ class ReinforcePlusPlusAdvantageSettings(AdvantageSettings):
     type: Literal["reinforce_plus_plus"]
     """The advantage."""
 
-    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:  # noqa: D102
+    @override
+    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:
         from rpg_megatron.objectives.advantages import whiten
 
         return whiten(rewards, lengths)
@@ -103,7 +108,8 @@ class ReinforcePlusPlusBaselineAdvantageSettings(AdvantageSettings):
     type: Literal["reinforce_plus_plus_baseline"]
     """The advantage."""
 
-    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:  # noqa: D102
+    @override
+    def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:
         from rpg_megatron.objectives.advantages import centre, whiten
 
         return whiten(centre(rewards, group)[0], lengths)

@@ -5,7 +5,7 @@ The classes below ``LossSettings`` are all there are: a new one needs no entry a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, override
 
 from pydantic import Field, model_validator
 
@@ -90,7 +90,8 @@ class RPGSettings(LossSettings):
     """token: one ratio per token. sequence: one per response, exact off-policy for every divergence, but with
     a far higher variance."""
 
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+    @override
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         from rpg_megatron.objectives import rpg_loss
 
         return rpg_loss(
@@ -124,10 +125,12 @@ class GRPOSettings(LossSettings):
     """Weight k3 by the importance ratio: its gradient is then that of the reverse KL."""
 
     @property
-    def needs_anchor(self) -> bool:  # noqa: D102
+    @override
+    def needs_anchor(self) -> bool:
         return self.beta > 0
 
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+    @override
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         from rpg_megatron.objectives import grpo_loss
 
         return grpo_loss(
@@ -151,7 +154,8 @@ class DAPOSettings(LossSettings):
     clip: ClipSettings = ClipSettings()
     """Clipping of the ratio."""
 
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+    @override
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         from rpg_megatron.objectives import ppo_loss
 
         clip = self.clip.build()
@@ -166,7 +170,8 @@ class PPOSettings(LossSettings):
     clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
     """Clipping of the ratio."""
 
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+    @override
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         from rpg_megatron.objectives import ppo_loss
 
         clip = self.clip.build()
@@ -189,7 +194,8 @@ class ReinforcePlusPlusSettings(LossSettings):
     beta: float = Field(1e-4, ge=0)
     """Coefficient of the additive k1 KL term."""
 
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+    @override
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         from rpg_megatron.objectives import reinforce_pp_loss
 
         return reinforce_pp_loss(
@@ -217,7 +223,8 @@ class CISPOSettings(LossSettings):
     high: float = Field(0.28, ge=0)
     """The ratio is at most 1 + high."""
 
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+    @override
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         from rpg_megatron.objectives import cispo_loss
 
         return cispo_loss(logp, tokens.old, tokens.advantages, low=self.low, high=self.high)
@@ -239,7 +246,8 @@ class GSPOSettings(LossSettings):
     high: float = Field(4e-4, ge=0)
     """Upper bound of the sequence's ratio is 1 + high."""
 
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:  # noqa: D102
+    @override
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         from rpg_megatron.objectives import gspo_loss
 
         return gspo_loss(

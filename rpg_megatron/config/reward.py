@@ -52,7 +52,10 @@ BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")
 """Values of reward.type that are not import paths; see ``rewards/extraction`` for where each finds the
 answer."""
 TERM_NAME = r"[A-Za-z][A-Za-z0-9_-]*"
-_TAKEN = ("mean", "std", "accuracy", "overlong", "format", "timeouts", "crashes", "out_of_memory", "errors")
+_TAKEN = (
+    *("mean", "std", "accuracy", "overlong", "format", "kl"),
+    *("timeouts", "crashes", "out_of_memory", "errors"),
+)
 """Names of other metrics ``reward/*``."""
 
 

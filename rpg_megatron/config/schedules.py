@@ -6,7 +6,7 @@ The classes below ``ScheduleSettings`` are all there are: a new one needs no ent
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, override
 
 from pydantic import Field
 
@@ -34,7 +34,8 @@ class ConstantSettings(ScheduleSettings):
     """constant, linear, cosine, wsd, or the import path module:function of function(step, steps, **settings),
     which returns the factor of lr; the other keys are then its settings."""
 
-    def __call__(self, step: int, steps: int) -> float:  # noqa: D102
+    @override
+    def __call__(self, step: int, steps: int) -> float:
         return 1.0
 
 
@@ -46,7 +47,8 @@ class LinearSettings(ScheduleSettings):
     end: float = Field(0.0, ge=0, le=1)
     """Factor of lr at the end."""
 
-    def __call__(self, step: int, steps: int) -> float:  # noqa: D102
+    @override
+    def __call__(self, step: int, steps: int) -> float:
         return 1 - (1 - self.end) * _done(step, steps)
 
 
@@ -58,7 +60,8 @@ class CosineSettings(ScheduleSettings):
     end: float = Field(0.0, ge=0, le=1)
     """Factor of lr at the end."""
 
-    def __call__(self, step: int, steps: int) -> float:  # noqa: D102
+    @override
+    def __call__(self, step: int, steps: int) -> float:
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * _done(step, steps))) / 2
 
 
@@ -72,7 +75,8 @@ class WSDSettings(ScheduleSettings):
     end: float = Field(0.0, ge=0, le=1)
     """Factor of lr at the end."""
 
-    def __call__(self, step: int, steps: int) -> float:  # noqa: D102
+    @override
+    def __call__(self, step: int, steps: int) -> float:
         return 1 - (1 - self.end) * max(_done(step, steps) - (1 - self.decay), 0) / self.decay
 
 

@@ -17,7 +17,7 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
-from rpg_megatron.rewards.pool import FAILURES, ForkServer, Outcome, Worker, read_answer
+from rpg_megatron.rewards.pool import FAILURES, ForkServer, Outcome, RewardWorker, read_answer
 
 _GRACE = 5.0
 """Seconds after its deadline in which a call has to end in its process."""
@@ -38,7 +38,7 @@ class _Call:
 class _Process:
     """A process and the calls under way in it."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: RewardWorker):
         self.worker = worker
         self.calls: dict[int, _Call] = {}
         self.full = False

@@ -59,7 +59,7 @@ def read_answer(answer: dict[str, Any]) -> Outcome:
     )
 
 
-class Worker(NamedTuple):
+class RewardWorker(NamedTuple):
     """A fork of the fork server."""
 
     connection: Connection
@@ -109,7 +109,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self.closed = False
         self._owner = os.getpid()
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, RewardWorker] = {}
         self._process: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         if not lazy:
             self._process = self._start()
@@ -119,7 +119,7 @@ class ForkServer:
         """Seconds for one call."""
         return self._function.async_deadline if self.asks.get("async") else self._function.deadline
 
-    def fork(self) -> Worker:
+    def fork(self) -> RewardWorker:
         """A new worker. Restarts the fork server if it was killed."""
         for attempt in range(3):
             ours, theirs = socket.socketpair()
@@ -130,7 +130,7 @@ class ForkServer:
                 if not connection.poll(_START_SECONDS):
                     raise EOFError
                 pid = int(connection.recv_bytes())
-                worker = Worker(connection, pid, os.pidfd_open(pid))
+                worker = RewardWorker(connection, pid, os.pidfd_open(pid))
             except (EOFError, OSError):
                 connection.close()
                 logger.warning("a reward worker died at its start (attempt %d)", attempt + 1)
@@ -142,7 +142,7 @@ class ForkServer:
             return worker
         raise RuntimeError("reward workers cannot be started; see the warnings above")
 
-    def remove(self, worker: Worker) -> None:
+    def remove(self, worker: RewardWorker) -> None:
         """Forget a worker that has ended."""
         with self._lock:
             self.workers.pop(worker.pid, None)
@@ -259,7 +259,7 @@ class WorkerPool:
         self.close()
 
     def _work(self) -> None:
-        worker: Worker | None = None
+        worker: RewardWorker | None = None
         while (task := self._tasks.get()) is not None:
             arguments, future = task
             if not future.set_running_or_notify_cancel():
@@ -287,7 +287,7 @@ class WorkerPool:
             worker.kill()
             self._server.remove(worker)
 
-    def _call(self, worker: Worker, arguments: Any) -> tuple[Outcome, bool]:
+    def _call(self, worker: RewardWorker, arguments: Any) -> tuple[Outcome, bool]:
         """The outcome, and whether the worker has ended."""
         try:
             # The worker is idle and reads, so sending does not block for long, even with a large input.

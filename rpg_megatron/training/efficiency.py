@@ -73,6 +73,7 @@ class Efficiency:
         self._shape, self._device = shape, device
         self._world = settings.parallel.world
         self._passes = 1 if settings.anchor.type == "old" else 2
+        self._epochs = settings.training.epochs
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # The peak is that of bfloat16.
         self._peak = peak if settings.precision.dtype == "bfloat16" else None
@@ -106,12 +107,14 @@ class Efficiency:
     def mfu(self, row: dict[str, float]) -> dict[str, float]:
         """``gpu/mfu*``: share of the GPUs' peak that the model's FLOPs are; nothing where it is unknown.
 
-        An update is three forward passes; what is recomputed does not count, nor what the engines do.
+        Each pass of updates over the batch is three forward passes. What is recomputed does not count, nor
+        what the engines do.
         """
         if self._peak is None or "step/forward_flops" not in row:
             return {}
         one = row["step/forward_flops"] / (self._peak * self._world)
-        work = {"update": 3 * one, "logprobs": self._passes * one, "step": (3 + self._passes) * one}
+        update, scoring = 3 * self._epochs * one, self._passes * one
+        work = {"update": update, "logprobs": scoring, "step": update + scoring}
         keys = {"update": "gpu/mfu_update", "logprobs": "gpu/mfu_logprobs", "step": "gpu/mfu"}
         return {
             key: work[phase] / row[f"time/{phase}"]

@@ -258,11 +258,11 @@ class Trainer:
                 largest = torch.maximum(largest, gaps.amax(1))
         dist.all_reduce(sums, group=control_group())
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
-        replayed, own = (sums[:2] / sums[2].clamp(min=1)).tolist()
+        replayed_mean, own_mean = (sums[:2] / sums[2].clamp(min=1)).tolist()
         replayed_max, own_max = largest.tolist()
         return {
-            "routes/replayed_mismatch_mean": replayed,
-            "routes/own_mismatch_mean": own,
+            "routes/replayed_mismatch_mean": replayed_mean,
+            "routes/own_mismatch_mean": own_mean,
             "routes/replayed_mismatch_max": replayed_max,
             "routes/own_mismatch_max": own_max,
         }

@@ -42,12 +42,17 @@ def test_peaks_are_of_known_cards(name: str, peak: float | None) -> None:
 
 
 def make(
-    monkeypatch: pytest.MonkeyPatch, name: str, *, device: torch.device = CUDA, dtype: str = "bfloat16"
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    *,
+    device: torch.device = CUDA,
+    dtype: str = "bfloat16",
+    epochs: int = 1,
 ) -> Efficiency:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(efficiency, "UtilizationSampler", lambda device: SimpleNamespace())
     raw = {"model": {"path": "m"}, "data": {"path": "d"}, "precision": {"dtype": dtype}}
-    raw |= {"parallel": {"tensor": 2}, "anchor": {"type": "fixed"}}
+    raw |= {"parallel": {"tensor": 2}, "anchor": {"type": "fixed"}, "training": {"epochs": epochs}}
     return Efficiency(Settings.model_validate(raw), TINY, device)
 
 
@@ -70,6 +75,12 @@ def test_mfu_counts_three_passes_of_an_update_and_one_for_each_policy(
         "gpu/mfu_update": pytest.approx(3 * flops / 2 / (2 * 989e12)),
         "gpu/mfu_logprobs": pytest.approx(2 * flops / 1 / (2 * 989e12)),
         "gpu/mfu": pytest.approx(5 * flops / 10 / (2 * 989e12)),
+    }
+    # Two passes of updates over a batch: its log-probs are computed once all the same.
+    assert make(monkeypatch, "NVIDIA H100 80GB HBM3", epochs=2).mfu(row) == {
+        "gpu/mfu_update": pytest.approx(6 * flops / 2 / (2 * 989e12)),
+        "gpu/mfu_logprobs": pytest.approx(2 * flops / 1 / (2 * 989e12)),
+        "gpu/mfu": pytest.approx(8 * flops / 10 / (2 * 989e12)),
     }
     for absent in (
         make(monkeypatch, "NVIDIA GeForce RTX 4090"),
