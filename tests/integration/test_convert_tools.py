@@ -5,9 +5,9 @@ or take damage for weights. Real Megatron-Core on gloo ranks, random models of a
 that tensor parallelism does not divide, layers that stages do not, query groups that are cut, tied
 embeddings. ``make test`` has one case per family (Qwen2's is the fixture ``pair``, which comes back in
 ``test_a_checkpoint_of_megatron_lm_needs_a_config``); the grid of layouts is ``long``. The contents of a
-Megatron checkpoint are also compared with shards that were made without the box table. Not covered:
-Megatron-LM's own training loop, Transformer Engine's layers, optimizer state, and memory
-(benchmarks/convert.py).
+Megatron checkpoint are also compared with shards that were made without the box table. An exported mixture of
+experts is served by vLLM without our plug-in. Not covered: Megatron-LM's own training loop, Transformer
+Engine's layers, optimizer state, and memory (benchmarks/convert.py).
 """
 
 from __future__ import annotations
@@ -177,6 +177,57 @@ def test_every_layout(tmp_path: Path, family: str, written: tuple[int, int]) -> 
 def test_every_dtype(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     source = write_model(tmp_path / "hf", family, dtype=str(dtype)[6:], **WIDE)
     there_and_back(tmp_path, source, (2, 3), (4, 2), "both")
+
+
+STOCK_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, prompts = sys.argv[1], json.loads(sys.argv[2])
+    llm = LLM(
+        model, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64,
+        kv_cache_memory_bytes=2**26,
+    )
+    outs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts],
+        SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+    )
+    found = [
+        [entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], ids[1:], strict=True)]
+        for o, ids in zip(outs, prompts, strict=True)
+    ]
+    print("FOUND", json.dumps(found))
+"""
+
+
+@pytest.mark.long  # an engine's start; exports are bit-identical to what transformers wrote, as tested above
+def test_a_stock_vllm_serves_an_exported_mixture(tmp_path: Path) -> None:
+    """Without our plug-in: log-probs as transformers computes them from the model before the conversion."""
+    experts = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    experts |= {"intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 128}
+    source = write_model(tmp_path / "hf", "qwen3-moe", **experts)
+    there_and_back(tmp_path, source, (2, 1), (1, 2))
+
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 128, (n,), generator=generator).tolist() for n in (40, 17, 5)]
+    (tmp_path / "serve.py").write_text(STOCK_VLLM)
+    # No plug-in; what a CPU with two cores needs is as in engine/command.py.
+    environment = os.environ | {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    command = [sys.executable, str(tmp_path / "serve.py"), str(tmp_path / "back"), json.dumps(prompts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for ids, found in zip(prompts, json.loads(lines[0].removeprefix("FOUND ")), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1].double()
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        gap = (torch.tensor(found, dtype=torch.float64) - wanted).abs().max().item()
+        print(f"vLLM against transformers: {gap:.1e}")
+        assert gap <= 1e-4
 
 
 @pytest.fixture(scope="module")

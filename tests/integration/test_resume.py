@@ -98,8 +98,9 @@ def test_a_run_that_meets_with_everything(
 def lose_engine_twice_and_a_rank(run: Run) -> None:
     one = run.start()
     one.wait_for_engine()
+    engine = one.engine()  # the search takes a while, and the first rollout may be over in less than a second
     one.wait(lambda: len(run.rows()) == 1)  # of step 0: now the first rollout begins
-    kill_at_work(one.engine())
+    kill_at_work(engine)
     one.wait_for_restart(1)
     one.wait_for_rollouts(1)
     engine = one.engine()
