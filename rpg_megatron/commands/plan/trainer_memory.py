@@ -42,6 +42,14 @@ MALLOC = 0.07
 """On a CPU: fragmentation of malloc by freed tensors, relative to the tensors' bytes. Fitted to
 measurements of 2% to 16%; 0 if every tensor had its own pages.
 """
+MALLOC_EXPERTS = 0.13
+"""The same for a mixture of experts, whose tensors are smaller and of sizes that change with the routes.
+Fitted to measurements of 0% to 23%.
+"""
+
+LARGEST_KEPT = 32 * 1024**2
+"""On a CPU: glibc returns freed tensors of this size or more to the system; smaller ones stay.
+"""
 
 WORKSPACES = "weights in FP8"
 """Name of a part: rebuilt after engines used the GPU."""
@@ -165,10 +173,14 @@ def rank_memory(
             MemoryPart("optimizer's temporaries", 2 * 4 * largest // share, "estimated", "optimizer")
         )
         if replicas > 1 and distributed:
-            # gloo's reduce-scatter copies the whole buffer, also one of experts that no other rank has.
+            # gloo's reduce-scatter copies the whole buffer, also one of experts that no other rank has. The
+            # copy has pages of its own, beside those of the backward pass, which malloc keeps.
+            kept = activations + (working if logits // 2 >= LARGEST_KEPT else max(working, round(head)))
             parts.append(MemoryPart("copy of the gradients", 4 * count, "estimated", "reduce"))
+            parts.append(MemoryPart("freed activations, kept by malloc", kept, "estimated", "reduce"))
         tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
-        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(MALLOC * tensors), "estimated"))
+        fragments = MALLOC if shape.experts is None else MALLOC_EXPERTS
+        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(fragments * tensors), "estimated"))
     return RankMemory(stage, publishes, count, tuple(parts))
 
 
