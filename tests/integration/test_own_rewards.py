@@ -53,6 +53,14 @@ async def waits(response, *, seconds: float = 0.2):
     await asyncio.sleep(seconds)
     return len(response)
 async def group(responses): return [float(len(r)) for r in responses]
+async def raises(response):
+    if response == "own limit":
+        async with asyncio.timeout(0.01): await asyncio.sleep(1000)
+    if response == "cancelled":
+        task = asyncio.create_task(asyncio.sleep(1000))
+        task.cancel()
+        await task
+    return 1.0
 
 def wrong(prompt, answer): return 1
 def both(response, responses): return 1
@@ -179,6 +187,15 @@ def test_async_calls_run_together_and_bad_ones_cost_themselves_only(scores: Call
         "ended after 2 s",
         "the process died",
     ]
+
+
+def test_time_outs_and_cancelled_tasks_of_the_function_itself_are_errors(scores: Callable[..., Any]) -> None:
+    found, counts = scores(own("raises", wrong=-1.0), ["own limit", "cancelled", "fine"])
+    assert [score.reward for score in found] == [-1.0, -1.0, 1.0]
+    assert [score.reason for score in found[:2]] == [
+        f"own_rewards_of_test:raises: error: {name}: " for name in ("TimeoutError", "CancelledError")
+    ]
+    assert (counts["reward/timeouts"], counts["reward/errors"]) == (0, 2)
 
 
 def test_a_call_that_blocks_the_others_is_killed_and_they_are_made_again(
