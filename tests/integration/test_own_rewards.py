@@ -228,6 +228,7 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
     scores: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "s3cret")
     bad = ["slow", "broken", "refused", "garbage", "dies", "vague", "half", "x" * 101]
@@ -256,7 +257,10 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
         slow=2, broken=2, refused=1, garbage=2, dies=2, vague=1, half=2
     )
     assert judge.keys == {"bearer s3cret"}
-    assert "s3cret" not in caplog.text + "".join(s.reason for s in found)
+    logged = capfd.readouterr().err  # the process's, which goes to the sampler's log
+    for kind in ("timed out", "status 500", "status 401", "no chat completion", "no score between"):
+        assert logged.count(kind) == 1, logged
+    assert "s3cret" not in logged + caplog.text + "".join(s.reason for s in found)
     assert caplog.text.count("counts as wrong") == 1
 
 
@@ -279,6 +283,7 @@ def test_a_judge_that_is_down_is_left_alone(judge: StandInJudge, scores: Callabl
     ("change", "told"),
     [
         ({"url": "localhost:8001"}, "reward.url: must begin with http://"),
+        ({"question": "{respons}"}, "reward.question: must hold {response}"),
         ({"pattern": "score"}, "reward.pattern: needs a group"),
         ({"highest": -1}, "reward: highest must be above lowest"),
         ({"key_variable": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set; export it"),
