@@ -236,7 +236,7 @@ class Judge:
         return score
 
     def _warn_once(self, problem: str) -> None:
-        """Log a kind of failure the first time: metrics do not tell a wrong key from a server that is down."""
+        """Log a kind of failure the first time: counts do not tell a wrong key from a server that is down."""
         if problem not in self._told:
             self._told.add(problem)
             logger.warning("judge %s: %s (later ones are only counted)", self._server, problem)
