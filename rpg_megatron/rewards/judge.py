@@ -27,7 +27,7 @@ _COUNTS = (
     *("requests", "failures", "skipped", "timeouts", "errors", "garbage", "unreadable"),
     *("tokens", "cost"),
 )
-_PASSES = (408, 409, 425, 429)
+_RETRIED = (408, 409, 425, 429)
 """Statuses below 500 after which a request is made again."""
 
 
@@ -203,7 +203,7 @@ class Judge:
         except (aiohttp.ClientError, OSError, ValueError) as e:
             raise _NoAnswer("errors", type(e).__name__) from None
         if status != 200:
-            again = status >= 500 or status in _PASSES
+            again = status >= 500 or status in _RETRIED
             wait = float(after) if after.isdigit() else 0.0
             raise _NoAnswer("errors", f"status {status}", again=again, wait=wait)
         return self._text(text, counts)
