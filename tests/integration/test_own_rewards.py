@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.launcher.input_checks import check_reward
 from rpg_megatron.rewards import async_pool
+from rpg_megatron.rewards import judge as judge_module
+from rpg_megatron.rewards.judge import Judge, JudgeSettings
 from rpg_megatron.rewards.own_reward import load_reward
 from rpg_megatron.rewards.reward import Response, Score, Scorer
 from tests.support.judges import StandInJudge, stand_in_judge
@@ -93,7 +96,10 @@ def scores() -> Iterator[Callable[..., tuple[list[Score], dict[str, float]]]]:
         scorers.append(Scorer(settings(reward).reward, 100))
         seen = [Response(t, np.arange(i + 1, dtype=np.int32), "stop") for i, t in enumerate(texts)]
         found = asyncio.run(scorers[-1].score(seen, "5", CONTEXT, **how))
-        return found, scorers[-1].pop_counts()
+        counts = scorers[-1].pop_counts()
+        again = scorers[-1].pop_counts()
+        assert again == dict.fromkeys(counts, 0.0), "counted twice, or a series that ends"
+        return found, counts
 
     yield score
     for scorer in scorers:
@@ -266,17 +272,43 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
 
 def test_no_more_requests_at_a_time_than_allowed(judge: StandInJudge, scores: Callable[..., Any]) -> None:
     judge.delay = 0.05
-    found, _ = scores(judged(judge) | {"concurrency": 3}, ["z" * n for n in range(20)])
-    assert [s.reward for s in found] == [n / 100 for n in range(20)]
+    reward = judged(judge, lowest=-20, highest=20) | {"concurrency": 3}
+    found, _ = scores(reward, ["z" * n for n in range(20)])
+    assert [s.reward for s in found] == [(n + 20) / 40 for n in range(20)]
     assert judge.most == 3
 
 
 def test_a_judge_that_is_down_is_left_alone(judge: StandInJudge, scores: Callable[..., Any]) -> None:
     reward = judged(judge, rest_after=2, retries=0) | {"concurrency": 1}
-    found, counts = scores(reward, [f"broken {n}" for n in range(10)])
-    assert {s.reward for s in found} == {-0.5}
-    assert counts["reward/correctness/skipped"] == 8
-    assert sum(judge.asked.values()) == 2
+    found, counts = scores(reward, ["broken 0", "fine", *(f"broken {n}" for n in range(1, 10))])
+    assert [s.reward for s in found] == [-0.5, 0.04, *[-0.5] * 9]
+    assert list(judge.asked) == ["broken 0", "fine", "broken 1", "broken 2"], "two failures in a row"
+    assert counts["reward/correctness/skipped"] == 7
+
+
+def test_a_judge_is_asked_again_after_waits_that_grow(
+    judge: StandInJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def waits_of(text: str) -> list[float]:
+        waits.clear()
+        made = Judge(JudgeSettings(url=judge.url, model="m", question="{response}"))
+        assert (await made(text, "5", "P"))[0] is None
+        assert made._http is not None
+        await made._http.close()
+        return list(waits)
+
+    monkeypatch.setattr(judge_module, "asyncio", SimpleNamespace(sleep=sleep))
+    for number, wait in enumerate(found := asyncio.run(waits_of("broken"))):
+        assert 0.5 * 2**number <= wait <= 1.5 * 2**number
+    assert len(found) == 3
+    assert asyncio.run(waits_of("busy")) == [7.0] * 3, "the server's Retry-After"
+    assert asyncio.run(waits_of("moved")) == []
+    assert judge.asked["moved"] == 1, "the key is for the server of the settings only"
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,7 @@ def test_rejected_groups_are_replaced_in_prompt_order(settings: Settings, tmp_pa
     generated = sum(batch.metrics["sampling/generated"] for batch in run.batches)
     assert generated > STEPS * settings.rollout.prompts_per_step
     assert run.sampler._stream._next_ticket >= generated
+    assert not [ticket for ticket in run.worker._groups if ticket >= 0], "rejected groups stay in memory"
 
 
 @pytest.mark.parametrize("reject", [False, True])

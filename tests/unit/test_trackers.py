@@ -158,6 +158,7 @@ def test_each_tracker_gets_all_that_it_can_take_and_none_stops_another(
     wait_until(lambda: read(folder, "dies.jsonl")[-1:] == [[7]])
     wait_until(lambda: len(warnings) == 3)
     dropped = trackers.metrics()["trackers/dropped"]
+    assert trackers.metrics()["trackers/dropped"] == 0
     for one in trackers._clients:
         one.begin_to_close()
     for file in ("works.jsonl", "raises.jsonl", "dies.jsonl"):
