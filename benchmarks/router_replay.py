@@ -27,7 +27,7 @@ from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.models.registry import mapping_for
 from tests.support.engine import running_engines
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import config_of, write_checkpoint
+from tests.support.tiny_models import write_checkpoint
 
 SHAPE = ModelShape(
     family="qwen3_moe",
@@ -92,21 +92,7 @@ def make_checkpoint(folder: Path, shape: ModelShape, noise: float = 0.1) -> None
         name: (1 + noise * random.normal(size=size) if len(size) == 1 else noise * random.normal(size=size))
         for name, size in mapping_for(shape).hf_tensors().items()
     }
-    described = config_of(shape) | expert_keys(shape)
-    write_checkpoint(folder, described, {n: w.astype(np.float32) for n, w in weights.items()})
-
-
-def expert_keys(shape: ModelShape) -> dict[str, Any]:
-    """Keys of config.json."""
-    e = shape.experts
-    assert e is not None
-    return {
-        "num_experts": e.count,
-        "num_experts_per_tok": e.per_token,
-        "moe_intermediate_size": e.ffn_hidden_size,
-        "norm_topk_prob": e.normalised,
-        "mlp_only_layers": [layer for layer in range(shape.num_layers) if layer not in e.layers],
-    }
+    write_checkpoint(folder, shape, {n: w.astype(np.float32) for n, w in weights.items()})
 
 
 def sample(settings: Settings, folder: Path, responses: int) -> list[Trajectory]:

@@ -269,7 +269,7 @@ class PromptStream:
                 )
         self._weights = [weight / sum(weights) for weight in weights]
         self._seed = seed
-        self._fingerprint = _fingerprint(prompts)
+        self._fingerprint, self._rows = _fingerprint(prompts), _rows_fingerprint(prompts)
         self._orders: list[tuple[int, Tokens]] = [(-1, np.zeros(0, np.int32)) for _ in weights]
         self._taken = [0 for _ in weights]
 
@@ -296,19 +296,26 @@ class PromptStream:
             "taken": list(self._taken),
             "weights": list(self._weights),
             "prompts": self._fingerprint,
+            "rows": self._rows,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the position that ``state()`` returned.
 
         Raises UserError if the data set, its weights or the seed has changed, because the position then has
-        no meaning.
+        no meaning; or if columns have changed that reward functions of the user can read.
         """
         if state["prompts"] != self._fingerprint or state["weights"] != self._weights:
             raise UserError(
                 "the training prompts have changed since the checkpoint was written (the files of data.path "
-                "or data.mixture, their settings or the tokenizer); restore the old ones, or start a new run "
-                "from the exported model"
+                "or data.mixture, the rows of data.source, their settings or the tokenizer); restore the old "
+                "ones, or start a new run from the exported model"
+            )
+        if state.get("rows", self._rows) != self._rows:  # earlier versions did not keep it
+            raise UserError(
+                "columns of the training data have changed since the checkpoint was written (those besides "
+                "prompt and answer, which your reward functions can read as `row`); restore the old ones, or "
+                "start a new run from the exported model"
             )
         if state["seed"] != self._seed:
             raise UserError(
@@ -334,4 +341,14 @@ def _fingerprint(prompts: list[Prompt]) -> str:
         digest.update(f"{prompt.source} {prompt.id} {len(prompt.tokens)} ".encode())
         digest.update(prompt.tokens.tobytes())
         digest.update(prompt.answer.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _rows_fingerprint(prompts: list[Prompt]) -> str:
+    """Of what reward functions of the user see of the prompts; empty if no rows were kept."""
+    if not any(prompt.context for prompt in prompts):
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(prompt.context.encode() + b"\0")
     return digest.hexdigest()

@@ -22,6 +22,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.files import read_text
+from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, OwnTrackerSettings, WandbSettings
@@ -150,7 +151,8 @@ def check_own_code(settings: Settings) -> None:
 def own_code(settings: Settings) -> Iterator[Wanted]:
     """The code of the user that settings name by import path, except rewards and sources of prompts."""
     if isinstance(settings.objective, ImportedSettings):
-        yield Wanted("objective", settings.objective.type, settings.objective.keywords, 0, makes=True)
+        objective, reserved = settings.objective, tuple(ImportedLossSettings.model_fields)
+        yield Wanted("objective", objective.type, objective.keywords, 0, makes=True, reserved=reserved)
     if isinstance(settings.advantage, ImportedSettings):
         yield Wanted("advantage", settings.advantage.type, settings.advantage.keywords, 3)
     schedule, steps = settings.optimizer.schedule, settings.training.steps

@@ -55,7 +55,7 @@ _FREE = (
     *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge", "cluster"),
     *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
     *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
-    *("profile", "reward.workers", "reward.concurrency", "trackers"),
+    *("profile", "rollout.workers", "reward.workers", "reward.concurrency", "trackers"),
 )
 """Keys and sections that may change when a run is resumed: they affect placement, length and logging, and
 results by rounding at most. All others affect the training."""

@@ -86,6 +86,7 @@ class AsyncPool:
             self._sender.join()
             for reader in self._readers:
                 reader.join()
+            self._finish_waiting()  # of readers that did not see that it is closed
             self._server.close()
 
     # -- threads ---------------------------------------------------------------------------------------------
@@ -103,6 +104,9 @@ class AsyncPool:
             except Exception as e:
                 self._free.release()
                 call.future.set_exception(e)
+        self._finish_waiting()
+
+    def _finish_waiting(self) -> None:
         while not self._waiting.empty():
             call = self._waiting.get()
             if call is not None and (call.deaths or call.future.set_running_or_notify_cancel()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import re
@@ -16,6 +17,8 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+logger = logging.getLogger(__name__)
+
 _LARGEST = 4 * 1024**2
 """Bytes of an answer that are read."""
 _LONGEST_WAIT = 30.0
@@ -24,7 +27,7 @@ _COUNTS = (
     *("requests", "failures", "skipped", "timeouts", "errors", "garbage", "unreadable"),
     *("tokens", "cost"),
 )
-_PASSES = (408, 409, 425, 429)
+_RETRIED = (408, 409, 425, 429)
 """Statuses below 500 after which a request is made again."""
 
 
@@ -78,6 +81,13 @@ class JudgeSettings(BaseModel):
             raise ValueError("must begin with http:// or https://, and hold no user or password")
         return value.rstrip("/")
 
+    @field_validator("question")
+    @classmethod
+    def _shows_the_response(cls, value: str) -> str:
+        if "{response}" not in value:
+            raise ValueError("must hold {response}, the place of the text that is judged")
+        return value
+
     @field_validator("pattern")
     @classmethod
     def _has_a_group(cls, value: str) -> str:
@@ -112,6 +122,8 @@ class Judge:
 
     def __init__(self, settings: JudgeSettings):
         """Raises ValueError if the environment has no key or URL that the settings name."""
+        self._server = settings.url
+        """As the settings name it, for the log."""
         if settings.url.startswith("$"):
             url = _variable(settings.url[1:])
             settings = JudgeSettings.model_validate(settings.model_dump() | {"url": url})
@@ -122,6 +134,7 @@ class Judge:
         self._failures = 0
         """Responses in a row without an answer."""
         self._down_until = 0.0
+        self._told: set[str] = set()
 
     async def __call__(
         self, response: str, answer: str, prompt: str
@@ -150,6 +163,7 @@ class Judge:
                 text = await self._ask(body, counts)
             except _NoAnswer as e:
                 counts[e.count] += 1
+                self._warn_once(str(e))
                 if not e.again or attempt == s.retries:
                     break
                 await asyncio.sleep(min(max(wait * random.uniform(0.5, 1.5), e.wait), _LONGEST_WAIT))
@@ -189,7 +203,7 @@ class Judge:
         except (aiohttp.ClientError, OSError, ValueError) as e:
             raise _NoAnswer("errors", type(e).__name__) from None
         if status != 200:
-            again = status >= 500 or status in _PASSES
+            again = status >= 500 or status in _RETRIED
             wait = float(after) if after.isdigit() else 0.0
             raise _NoAnswer("errors", f"status {status}", again=again, wait=wait)
         return self._text(text, counts)
@@ -217,8 +231,15 @@ class Judge:
             score = float("nan")
         if not self._settings.lowest <= score <= self._settings.highest:
             counts["unreadable"] += 1
+            self._warn_once("no score between lowest and highest where pattern looks for it")
             return None
         return score
+
+    def _warn_once(self, problem: str) -> None:
+        """Log a kind of failure the first time: counts do not tell a wrong key from a server that is down."""
+        if problem not in self._told:
+            self._told.add(problem)
+            logger.warning("judge %s: %s (later ones are only counted)", self._server, problem)
 
 
 async def _read_all(content: aiohttp.StreamReader) -> bytes:

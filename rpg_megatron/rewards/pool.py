@@ -272,6 +272,7 @@ class WorkerPool:
                     worker = worker or self._server.fork()
                     outcome, ended = self._call(worker, arguments)
                     if ended:
+                        worker.kill()  # also what it started, if it ends by itself
                         self._server.remove(worker)
                         worker = None
                     if outcome.failure != "crash" or self._server.closed:
@@ -288,16 +289,14 @@ class WorkerPool:
             self._server.remove(worker)
 
     def _call(self, worker: RewardWorker, arguments: Any) -> tuple[Outcome, bool]:
-        """The outcome, and whether the worker has ended."""
+        """The outcome, and whether the worker has ended or has to."""
         try:
             # The worker is idle and reads, so sending does not block for long, even with a large input.
             worker.connection.send_bytes(json.dumps(arguments).encode())
             if not worker.connection.poll(self._deadline):
-                worker.kill()
                 return Outcome(None, "timeout", f"killed after {self._deadline:g} s"), True
             answer = json.loads(worker.connection.recv_bytes())
         except (EOFError, OSError, ValueError):
-            worker.kill()
             return Outcome(None, "crash", "the worker died"), True
         return read_answer(answer), bool(answer["exits"])
 

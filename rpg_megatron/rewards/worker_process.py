@@ -57,16 +57,16 @@ def serve_async(connection: Connection, call: Call, deadline: float) -> None:
     connection.send_bytes(str(os.getpid()).encode())
 
     async def one(number: int, given: Any) -> None:
-        count = _responses(given)
+        count, limit = _responses(given), asyncio.timeout(deadline)
         try:
-            async with asyncio.timeout(deadline):
+            async with limit:
                 answer = read_result(await call(given), count)
-        except TimeoutError:
-            answer = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
         except MemoryError:
             answer = {"failure": "memory", "detail": "out of memory"}
-        except (Exception, SystemExit) as e:
-            answer = _error(e)
+        except (Exception, SystemExit, asyncio.CancelledError) as e:  # the last also of the user's own tasks
+            over = isinstance(e, TimeoutError) and limit.expired()  # else it is the user's own time-out
+            ended = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
+            answer = ended if over else _error(e)
         exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
         connection.send_bytes(json.dumps(answer | {"number": number, "exits": exits}).encode())
 

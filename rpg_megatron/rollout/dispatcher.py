@@ -159,14 +159,16 @@ class Dispatcher:
         return [job.graded.result() for job in jobs]
 
     async def counts(self) -> dict[str, float]:
-        """Metrics ``reward/*`` of failures since the last call, of all workers."""
+        """Metrics ``reward/*`` since the last call, summed over all workers: failures, and what reward
+        functions counted, of which a worker knows only what its own have.
+        """
         total: dict[str, float] = {}
         for worker in self._workers:
             try:
                 counts = await worker.counts()
             except WorkerGone:
                 continue
-            total = {key: total.get(key, 0.0) + value for key, value in counts.items()}
+            total |= {key: total.get(key, 0.0) + value for key, value in counts.items()}
         return total
 
     def restore(self, number: int) -> None:

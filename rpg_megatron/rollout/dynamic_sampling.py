@@ -30,12 +30,16 @@ class Group:
 def keeps(settings: RolloutSettings, scores: GroupScores) -> bool:
     """Whether a group is trained on: with dynamic sampling, as its filter says.
 
-    Raises UserError if the user's filter cannot be imported.
+    Raises UserError if the user's filter cannot be imported, or fails.
     """
     if settings.dynamic is None:
         return True
-    filter_ = settings.dynamic
-    return bool(_load_filter(filter_.path, json.dumps(filter_.keywords, sort_keys=True))(scores))
+    path = settings.dynamic.path
+    chosen = _load_filter(path, json.dumps(settings.dynamic.keywords, sort_keys=True))
+    try:
+        return bool(chosen(scores))
+    except Exception as e:
+        raise UserError(f"rollout.dynamic.type: {path} fails: {type(e).__name__}: {e}; fix it") from e
 
 
 @functools.cache

@@ -182,11 +182,13 @@ class RolloutProducer:
         if future.cancelled() or entry.forgotten:
             return
         self._under_way -= 1
-        if error := future.exception():
-            self._error = self._error or error
+        try:
+            scores = future.result()
+            entry.kept = keeps(self._rollout, scores)
+        except Exception as e:  # raised by ``next_batch``; here it would only be logged
+            self._error = self._error or e
         else:
-            entry.group = Group(entry.task, future.result())
-            entry.kept = keeps(self._rollout, entry.group.scores)
+            entry.group = Group(entry.task, scores)
             self._kept += entry.kept
             if not entry.kept:
                 task = asyncio.create_task(self._dispatcher.forget([entry.task.ticket]))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.config import Settings
-from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.system.collectives import gather_objects
 from tests.distributed.skip_worker import differing, start, state, train
+from tests.support.ranks import measure_cases
 
 
 def requested() -> int:
@@ -73,16 +70,5 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
     return {"ranks": everyone}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    device = start_device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
-    start_process_group(device)
-    cases = json.loads((folder / "cases.json").read_text())
-    results = {name: measure(case, folder, device) for name, case in cases.items()}
-    if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    measure_cases(measure)

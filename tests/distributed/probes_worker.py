@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import iter_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.system.collectives import gather_objects
@@ -30,6 +27,7 @@ from rpg_megatron.training.rollout_saver import RolloutSaver
 from rpg_megatron.training.run import RankRun
 from rpg_megatron.training.trainer import Batch, Trainer
 from tests.support.batches import ListSource
+from tests.support.ranks import measure_cases
 
 STEP = 6
 PROBES = 1000
@@ -174,16 +172,5 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     return {"ranks": everyone}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    device = start_device("cpu")
-    start_process_group(device)
-    cases = json.loads((folder / "cases.json").read_text())
-    results = {name: measure(case, folder, device) for name, case in cases.items()}
-    if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    measure_cases(measure)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import sys
 from pathlib import Path
 
 import torch
@@ -14,11 +12,11 @@ from megatron.core import parallel_state as mpu
 from rpg_megatron.checkpoints.run_folder import CONFIG
 from rpg_megatron.config import Settings
 from rpg_megatron.policy.anchor import HeldAnchor
-from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.training.checkpoint_saver import Saver, load_model
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.support.rank_policy import checkpoint_policy, cut_unevenly
+from tests.support.ranks import measure_cases
 
 
 def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
@@ -55,16 +53,5 @@ def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
     return reports
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    device = start_device("cpu")
-    start_process_group(device)
-    cases = json.loads((folder / "cases.json").read_text())
-    results = {name: run(case, folder, device) for name, case in cases.items()}
-    if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    measure_cases(run)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import gather_objects
 from rpg_megatron.training.batch_scatter import each
 from rpg_megatron.training.trainer import Trainer
 from tests.support.batches import prepare
+from tests.support.ranks import measure_cases
 
 
 def start(case: dict, mesh: Mesh, device: torch.device) -> Trainer:
@@ -95,16 +92,5 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
     return {"ranks": everyone}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    device = start_device("cpu")
-    start_process_group(device)
-    cases = json.loads((folder / "cases.json").read_text())
-    results = {name: measure(case, folder, device) for name, case in cases.items()}
-    if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    measure_cases(measure)

@@ -11,8 +11,6 @@ Not covered here: bfloat16, Transformer Engine's grouped layers, the engine.
 from __future__ import annotations
 
 import copy
-import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,18 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from tests.support.layouts import (
+    FULL,
     OBJECTIVES,
+    SELECTIVE,
+    SP,
     check,
     gradient_error,
     make_batch,
-    make_case,
     reference_logprobs,
     reference_update,
+    run_layouts,
+    score_batch,
 )
-from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_model, use_float64
 
 SIZES = {
@@ -57,8 +58,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-SP = {"tensor": 2, "sequence": True}
-FULL, SELECTIVE = {"memory": {"recompute": "full"}}, {"memory": {"recompute": "selective"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "TP2+SP x DP2, EP2": (4, {**SP, "data": 2, "expert": 2}, 4, {}),
     "PP2 x DP2, EP2, full recompute": (4, {"pipeline": 2, "data": 2, "expert": 2}, 7, FULL),
@@ -133,41 +132,24 @@ def test_experts_in_every_layout(
     with use_float64():
         model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **MODELS[name])
         batch = make_batch()
-        with torch.no_grad():
-            rows = [(logp.numpy(), entropy.numpy()) for logp, entropy in reference_logprobs(model, batch)]
-        for t, (logp, _) in zip(batch, rows, strict=True):
-            random = np.random.default_rng(t.prompt_id)
-            t.old = (logp + random.normal(0, 0.15, len(logp))).astype(np.float32)
-            t.anchor = (logp + random.normal(0, 0.3, len(logp))).astype(np.float32)
+        rows = score_batch(model, batch)
         wanted = reference_update(model, batch, "rpg")
     own = transformers_error(model, batch, rows, wanted)
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
     source = load_file(tmp_path / "model" / "model.safetensors")
     told = [f"{'transformers, float32':64s} log-probs {own[0]:.1e}, gradients {own[1]:.1e}"]
-    for world in sorted({w for w, *_ in layouts.values()}):
-        cases = {
-            layout: make_case(
-                tmp_path / "model", parallel, micro, {**OBJECTIVES["rpg"], **more}, lr=0.0, after=False
-            )
-            for layout, (w, parallel, micro, more) in layouts.items()
-            if w == world
-        }
-        (tmp_path / "cases.json").write_text(json.dumps(cases))
-        results = run_ranks("tests.distributed.layout_worker", world, tmp_path, timeout=600)
-        assert set(results) == set(cases)
-        for layout, result in results.items():
-            check(tmp_path, layout, result, batch, rows, wanted)
-            exported = load_file(tmp_path / "weights" / layout / "model.safetensors")
-            assert set(exported) == set(source), layout
-            for key, weight in source.items():
-                assert torch.equal(exported[key], weight), f"{layout}: {key} is not what it was"
-            gradients = load_file(tmp_path / "gradients" / layout / "model.safetensors")
-            worst, where = gradient_error(gradients, wanted["gradients"])
-            logp = max(
-                np.abs(dict(parts)["logp"] - rows[int(key)][0]).max()
-                for key, parts in result["scored"].items()
-            )
-            told.append(f"{layout:64s} log-probs {logp:.1e}, gradients {worst:.1e} ({where})")
+    results = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, after=False, timeout=600)
+    for layout, result in results.items():
+        check(tmp_path, layout, result, batch, rows, wanted)
+        exported = load_file(tmp_path / "weights" / layout / "model.safetensors")
+        assert set(exported) == set(source), layout
+        for key, weight in source.items():
+            assert torch.equal(exported[key], weight), f"{layout}: {key} is not what it was"
+        gradients = load_file(tmp_path / "gradients" / layout / "model.safetensors")
+        worst, where = gradient_error(gradients, wanted["gradients"])
+        logp = max(
+            np.abs(dict(parts)["logp"] - rows[int(key)][0]).max() for key, parts in result["scored"].items()
+        )
+        told.append(f"{layout:64s} log-probs {logp:.1e}, gradients {worst:.1e} ({where})")
     with capsys.disabled():
         print(f"\n{name}: largest differences to float64, of gradients relative to the largest element")
         print("\n".join(told))

@@ -17,7 +17,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -36,8 +35,8 @@ from tests.support.layouts import (
     check,
     make_batch,
     make_case,
-    reference_logprobs,
     reference_update,
+    score_batch,
 )
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, WIDE, make_model, tiny_shape
@@ -132,13 +131,7 @@ def test_families_in_every_layout(tmp_path: Path) -> None:
     for name, (family, changes, _) in MODELS.items():
         model = make_model(tmp_path / name, family, **AWKWARD | changes)
         batch[name] = make_batch()
-        with torch.no_grad():
-            scored = reference_logprobs(model, batch[name])
-        rows[name] = [(logp.numpy(), entropy.numpy()) for logp, entropy in scored]
-        for t, (logp, _) in zip(batch[name], rows[name], strict=True):
-            random = np.random.default_rng(t.prompt_id)
-            t.old = (logp + random.normal(0, 0.15, len(logp))).astype(np.float32)
-            t.anchor = (logp + random.normal(0, 0.3, len(logp))).astype(np.float32)
+        rows[name] = score_batch(model, batch[name])
         wanted[name] = reference_update(model, batch[name], "rpg")
         (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(batch[name]))
     runs = {

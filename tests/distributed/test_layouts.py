@@ -13,8 +13,6 @@ Not covered here: GPUs, bfloat16, the other losses (their gradients: tests/unit)
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,12 @@ from tests.support.layouts import (
     OBJECTIVES,
     check,
     make_batch,
-    make_case,
     make_layout_model,
     reference_logprobs,
     reference_update,
+    run_layouts,
+    score_batch,
 )
-from tests.support.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP1": (1, {}, 1),
@@ -69,23 +67,6 @@ ENTROPIES = ("TP1, 2 micro-batches", "TP2+SP", "CP2")
 """What the entropy's gradient could break: a vocabulary and a sequence that are split over ranks."""
 
 
-def run_layouts(
-    folder: Path, layouts: dict[str, Any], settings: dict[str, Any], *, updates: int = 1, lr: float = 1e-3
-) -> dict[str, Any]:
-    """Run each layout on the batch in ``folder``; layouts of one size share their processes."""
-    results: dict[str, Any] = {}
-    for world in sorted({w for w, _, _ in layouts.values()}):
-        cases = {
-            name: make_case(folder / "model", parallel, microbatches, settings, updates=updates, lr=lr)
-            for name, (w, parallel, microbatches) in layouts.items()
-            if w == world
-        }
-        (folder / "cases.json").write_text(json.dumps(cases))
-        results |= run_ranks("tests.distributed.layout_worker", world, folder)
-    assert set(results) == set(layouts)
-    return results
-
-
 @pytest.mark.parametrize(
     ("tied", "kind", "names"),
     [
@@ -101,15 +82,9 @@ def run_layouts(
 def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str, names: Sequence[str]) -> None:
     model = make_layout_model(tmp_path / "model", tied=tied)
     batch = make_batch()
-    with torch.no_grad():
-        rows = [(logp.numpy(), entropy.numpy()) for logp, entropy in reference_logprobs(model, batch)]
-    for t, (logp, _) in zip(batch, rows, strict=True):
-        random = np.random.default_rng(t.prompt_id)
-        t.old = (logp + random.normal(0, 0.15, len(logp))).astype(np.float32)
-        t.anchor = (logp + random.normal(0, 0.3, len(logp))).astype(np.float32)
+    rows = score_batch(model, batch)
     wanted = reference_update(model, batch, kind)
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
-    results = run_layouts(tmp_path, {name: LAYOUTS[name] for name in names}, OBJECTIVES[kind])
+    results = run_layouts(tmp_path, {name: LAYOUTS[name] for name in names}, batch, OBJECTIVES[kind])
     for name, result in results.items():
         check(tmp_path, name, result, batch, rows, wanted)
         exported = Qwen3ForCausalLM.from_pretrained(tmp_path / "weights" / name, dtype=torch.float64).eval()
@@ -135,13 +110,13 @@ def test_optimizers_end_where_the_reference_does(tmp_path: Path, kind: str, layo
     with torch.no_grad():
         for t, (logp, _) in zip(batch, reference_logprobs(model, batch), strict=True):
             t.old = t.anchor = logp.float().numpy()
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
     # A large epsilon: where gradients are tiny, Adam's first steps would otherwise blow rounding errors up.
     settings = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3, "clip_grad": 0.0}
     optimizer = {"type": kind.partition(",")[0], "distributed": "distributed" in kind, **settings}
     results = run_layouts(
         tmp_path,
         {name: LAYOUTS[name] for name in layouts},
+        batch,
         {"optimizer": optimizer, **OBJECTIVES["rpg"]},
         updates=3,
         lr=1e-2,

@@ -10,8 +10,6 @@ Not covered here: where routes come from (tests/integration/test_router_replay_r
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,15 +24,18 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from rpg_megatron.data.trajectory import Trajectory
 from tests.support.layouts import (
+    FULL,
     OBJECTIVES,
+    SELECTIVE,
+    SP,
     check,
     gradient_error,
     make_batch,
-    make_case,
     reference_logprobs,
     reference_update,
+    run_layouts,
+    score_batch,
 )
-from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_model, use_float64
 
 SIZES = {
@@ -50,8 +51,6 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 LAYERS, EXPERTS, TOPK = 3, 6, 2
-SP = {"tensor": 2, "sequence": True}
-FULL, SELECTIVE = {"memory": {"recompute": "full"}}, {"memory": {"recompute": "selective"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "one rank": (1, {}, 5, {}),
     "PP2, full recompute": (2, {"pipeline": 2}, 5, FULL),
@@ -118,41 +117,22 @@ def test_replayed_experts_in_every_layout(
         t.routes = random.random(shape).argsort(-1)[..., :TOPK].astype(np.uint8)
     with use_float64():
         model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **SIZES)
-        with torch.no_grad(), forced(model, batch) as counts:
-            rows = [(logp.numpy(), entropy.numpy()) for logp, entropy in reference_logprobs(model, batch)]
+        with forced(model, batch) as counts:
+            rows = score_batch(model, batch)
         with torch.no_grad():
             unforced = [logp.numpy() for logp, _ in reference_logprobs(model, batch)]
-        for t, (logp, _) in zip(batch, rows, strict=True):
-            own = np.random.default_rng(t.prompt_id)
-            t.old = (logp + own.normal(0, 0.15, len(logp))).astype(np.float32)
-            t.anchor = (logp + own.normal(0, 0.3, len(logp))).astype(np.float32)
         with forced(model, batch):
             wanted = reference_update(model, batch, "rpg")
     assert 0.2 < counts["routes/changed"] < counts["routes/changed_tokens"] <= 1
     assert min(np.abs(a - b).max() for (a, _), b in zip(rows, unforced, strict=True) if len(b) > 9) > 1e-2
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
     training = {
         "minibatches": 1,
         "tokens_per_microbatch": 100,
         "logprob_chunk": 17,
         "router_replay": "rollout",
     }
-    found: dict[str, Any] = {}
-    for world in sorted({w for w, *_ in layouts.values()}):
-        cases = {
-            name: make_case(
-                tmp_path / "model",
-                parallel,
-                micro,
-                {**OBJECTIVES["rpg"], "training": training, **more},
-                lr=0.0,
-                after=False,
-            )
-            for name, (w, parallel, micro, more) in layouts.items()
-            if w == world
-        }
-        (tmp_path / "cases.json").write_text(json.dumps(cases))
-        found |= run_ranks("tests.distributed.layout_worker", world, tmp_path, timeout=600)
+    settings = OBJECTIVES["rpg"] | {"training": training}
+    found = run_layouts(tmp_path, layouts, batch, settings, lr=0.0, after=False, timeout=600)
     told = []
     one = load_file(tmp_path / "gradients" / "one rank" / "model.safetensors")
     for name, result in found.items():

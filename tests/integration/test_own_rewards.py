@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.launcher.input_checks import check_reward
 from rpg_megatron.rewards import async_pool
+from rpg_megatron.rewards import judge as judge_module
+from rpg_megatron.rewards.judge import Judge, JudgeSettings
 from rpg_megatron.rewards.own_reward import load_reward
 from rpg_megatron.rewards.reward import Response, Score, Scorer
 from tests.support.judges import StandInJudge, stand_in_judge
@@ -53,6 +56,14 @@ async def waits(response, *, seconds: float = 0.2):
     await asyncio.sleep(seconds)
     return len(response)
 async def group(responses): return [float(len(r)) for r in responses]
+async def raises(response):
+    if response == "own limit":
+        async with asyncio.timeout(0.01): await asyncio.sleep(1000)
+    if response == "cancelled":
+        task = asyncio.create_task(asyncio.sleep(1000))
+        task.cancel()
+        await task
+    return 1.0
 
 def wrong(prompt, answer): return 1
 def both(response, responses): return 1
@@ -85,7 +96,10 @@ def scores() -> Iterator[Callable[..., tuple[list[Score], dict[str, float]]]]:
         scorers.append(Scorer(settings(reward).reward, 100))
         seen = [Response(t, np.arange(i + 1, dtype=np.int32), "stop") for i, t in enumerate(texts)]
         found = asyncio.run(scorers[-1].score(seen, "5", CONTEXT, **how))
-        return found, scorers[-1].pop_counts()
+        counts = scorers[-1].pop_counts()
+        again = scorers[-1].pop_counts()
+        assert again == dict.fromkeys(counts, 0.0), "counted twice, or a series that ends"
+        return found, counts
 
     yield score
     for scorer in scorers:
@@ -181,6 +195,15 @@ def test_async_calls_run_together_and_bad_ones_cost_themselves_only(scores: Call
     ]
 
 
+def test_time_outs_and_cancelled_tasks_of_the_function_itself_are_errors(scores: Callable[..., Any]) -> None:
+    found, counts = scores(own("raises", wrong=-1.0), ["own limit", "cancelled", "fine"])
+    assert [score.reward for score in found] == [-1.0, -1.0, 1.0]
+    assert [score.reason for score in found[:2]] == [
+        f"own_rewards_of_test:raises: error: {name}: " for name in ("TimeoutError", "CancelledError")
+    ]
+    assert (counts["reward/timeouts"], counts["reward/errors"]) == (0, 2)
+
+
 def test_a_call_that_blocks_the_others_is_killed_and_they_are_made_again(
     scores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +234,7 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
     scores: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "s3cret")
     bad = ["slow", "broken", "refused", "garbage", "dies", "vague", "half", "x" * 101]
@@ -239,29 +263,59 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
         slow=2, broken=2, refused=1, garbage=2, dies=2, vague=1, half=2
     )
     assert judge.keys == {"bearer s3cret"}
-    assert "s3cret" not in caplog.text + "".join(s.reason for s in found)
+    logged = capfd.readouterr().err  # the process's, which goes to the sampler's log
+    for kind in ("timed out", "status 500", "status 401", "no chat completion", "no score between"):
+        assert logged.count(kind) == 1, logged
+    assert "s3cret" not in logged + caplog.text + "".join(s.reason for s in found)
     assert caplog.text.count("counts as wrong") == 1
 
 
 def test_no_more_requests_at_a_time_than_allowed(judge: StandInJudge, scores: Callable[..., Any]) -> None:
     judge.delay = 0.05
-    found, _ = scores(judged(judge) | {"concurrency": 3}, ["z" * n for n in range(20)])
-    assert [s.reward for s in found] == [n / 100 for n in range(20)]
+    reward = judged(judge, lowest=-20, highest=20) | {"concurrency": 3}
+    found, _ = scores(reward, ["z" * n for n in range(20)])
+    assert [s.reward for s in found] == [(n + 20) / 40 for n in range(20)]
     assert judge.most == 3
 
 
 def test_a_judge_that_is_down_is_left_alone(judge: StandInJudge, scores: Callable[..., Any]) -> None:
     reward = judged(judge, rest_after=2, retries=0) | {"concurrency": 1}
-    found, counts = scores(reward, [f"broken {n}" for n in range(10)])
-    assert {s.reward for s in found} == {-0.5}
-    assert counts["reward/correctness/skipped"] == 8
-    assert sum(judge.asked.values()) == 2
+    found, counts = scores(reward, ["broken 0", "fine", *(f"broken {n}" for n in range(1, 10))])
+    assert [s.reward for s in found] == [-0.5, 0.04, *[-0.5] * 9]
+    assert list(judge.asked) == ["broken 0", "fine", "broken 1", "broken 2"], "two failures in a row"
+    assert counts["reward/correctness/skipped"] == 7
+
+
+def test_a_judge_is_asked_again_after_waits_that_grow(
+    judge: StandInJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def waits_of(text: str) -> list[float]:
+        waits.clear()
+        made = Judge(JudgeSettings(url=judge.url, model="m", question="{response}"))
+        assert (await made(text, "5", "P"))[0] is None
+        assert made._http is not None
+        await made._http.close()
+        return list(waits)
+
+    monkeypatch.setattr(judge_module, "asyncio", SimpleNamespace(sleep=sleep))
+    for number, wait in enumerate(found := asyncio.run(waits_of("broken"))):
+        assert 0.5 * 2**number <= wait <= 1.5 * 2**number
+    assert len(found) == 3
+    assert asyncio.run(waits_of("busy")) == [7.0] * 3, "the server's Retry-After"
+    assert asyncio.run(waits_of("moved")) == []
+    assert judge.asked["moved"] == 1, "the key is for the server of the settings only"
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"url": "localhost:8001"}, "reward.url: must begin with http://"),
+        ({"question": "{respons}"}, "reward.question: must hold {response}"),
         ({"pattern": "score"}, "reward.pattern: needs a group"),
         ({"highest": -1}, "reward: highest must be above lowest"),
         ({"key_variable": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set; export it"),

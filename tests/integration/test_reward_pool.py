@@ -34,6 +34,9 @@ def reward(response, answer):
         subprocess.Popen(["sleep", "1000"])
         while True:
             pass
+    if response == "grows":
+        subprocess.Popen(["sleep", "1000"])
+        return len(b"x" * (300 << 20)) > 0
     if response == "crash":
         os.abort()
     if response == "nap":
@@ -173,6 +176,17 @@ def test_nothing_is_left_when_it_is_closed(
     pool.close()
     assert all(f.result(timeout=60).failure == "crash" for f in [running, *waiting])
     wait_until(lambda: children(mark) == [])
+
+
+def test_a_worker_that_is_replaced_leaves_nothing(
+    start: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv("RPG_TEST_POOL", mark)
+    pool = start(workers=1, deadline=20.0)
+    assert pool.submit(["grows", "a"]).result(timeout=300).value is True
+    assert pool.submit(["a", "a"]).result(timeout=300).value is True  # of another worker
+    assert not [p for p in children(mark) if "sleep" in Path(f"/proc/{p}/cmdline").read_text()]
 
 
 def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., WorkerPool]) -> None:

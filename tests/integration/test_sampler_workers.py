@@ -141,7 +141,8 @@ def test_the_batch_does_not_depend_on_workers_or_route(
     config_file: Path, expected: list[list[dict[str, Any]]]
 ) -> None:
     with sampler(config_file, 1, as_bytes=False) as (json, _):
-        assert [json.step(number) for number in (1, 2, 3)] == expected
+        first, state = json.step(1), json.client.state()
+        assert [first, *(json.step(number) for number in (2, 3))] == expected
     with sampler(config_file, 2) as (two, engines):
         assert len(two.workers()) == 2
         for pid in (two.pid, *two.workers()):
@@ -162,6 +163,12 @@ def test_the_batch_does_not_depend_on_workers_or_route(
         killed.start()
         assert two.step(3) == expected[2]
         killed.join()
+        # A run of one worker is resumed with two; a group that it carried over is in one worker's file.
+        engines.delay = 0
+        one, other = (config_file.parent / name / "rollouts" for name in ("run-1-False", "run-2-True"))
+        shutil.copytree(one, other, dirs_exist_ok=True)
+        two.client.restore(state)
+        assert two.step(2) == expected[1]
 
 
 AHEAD = ("rollout.ahead=1", "rollout.inflight=drain", "correction.type=truncate", "training.steps=4")

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+HEADERS = {307: "location: /elsewhere\r\n", 429: "retry-after: 7\r\n"}
+"""By status."""
 GARBAGE = (b"<html>", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}')
 
 
@@ -16,8 +18,9 @@ class StandInJudge:
     """HTTP/1.1 on a port of this machine, in a thread.
 
     Words: "slow" answers after 60 s, "half" sends half of an answer, "broken" status 500, "refused" status
-    401, "garbage" something else than a chat, "dies" closes the connection, "vague" a text without a score,
-    "once" fails the first time; any other text gets its number of characters as the score.
+    401, "busy" 429, "moved" another place, "garbage" something else than a chat, "dies" ends the connection,
+    "vague" a text without a score, "once" fails the first time; any other text gets its number of characters
+    as the score.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,7 @@ class StandInJudge:
                         status, answer = await self.answer(body["messages"][-1]["content"], fields)
                 finally:
                     self._running -= 1
-                kind = "content-type: application/json\r\n"
+                kind = "content-type: application/json\r\n" + HEADERS.get(status, "")
                 writer.write(f"HTTP/1.1 {status} x\r\n{kind}content-length: {len(answer)}\r\n\r\n".encode())
                 half = b'"half"' in answer
                 writer.write(answer[: len(answer) // 2] if half else answer)
@@ -69,6 +72,8 @@ class StandInJudge:
             return 500, json.dumps({"error": fields}).encode()  # a server that shows the key
         if "refused" in question:
             return 401, b"{}"
+        if "busy" in question or "moved" in question:
+            return 429 if "busy" in question else 307, b"{}"
         if "garbage" in question:
             return 200, GARBAGE[self.asked[question] % len(GARBAGE)]
         text = "I like it" if "vague" in question else f"It is fine. Score: {len(question)}"

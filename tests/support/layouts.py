@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from rpg_megatron.data.trajectory import Trajectory
+from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_model
 
 TEMPERATURE = 0.7
-
+SP = {"tensor": 2, "sequence": True}
+FULL, SELECTIVE = {"memory": {"recompute": "full"}}, {"memory": {"recompute": "selective"}}
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "rpg": {"objective": {"beta": 0.05}, "anchor": {"type": "fixed"}},
@@ -77,6 +81,17 @@ def reference_logprobs(
         logits = model(whole[None, :-1]).logits[0, len(t.prompt) - 1 :] / TEMPERATURE
         log_p = torch.log_softmax(logits, -1)
         rows.append((log_p.gather(1, whole[len(t.prompt) :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
+    return rows
+
+
+def score_batch(model: PreTrainedModel, batch: list[Trajectory]) -> list[tuple[Any, Any]]:
+    """``reference_logprobs`` as arrays; sets ``old`` and ``anchor`` of the batch near them."""
+    with torch.no_grad():
+        rows = [(logp.numpy(), entropy.numpy()) for logp, entropy in reference_logprobs(model, batch)]
+    for t, (logp, _) in zip(batch, rows, strict=True):
+        random = np.random.default_rng(t.prompt_id)
+        t.old = (logp + random.normal(0, 0.15, len(logp))).astype(np.float32)
+        t.anchor = (logp + random.normal(0, 0.3, len(logp))).astype(np.float32)
     return rows
 
 
@@ -148,6 +163,34 @@ def make_case(
             **settings,
         },
     }
+
+
+def run_layouts(
+    folder: Path,
+    layouts: dict[str, Any],
+    batch: list[Trajectory],
+    settings: dict[str, Any],
+    *,
+    timeout: float = 240,
+    **how: Any,
+) -> dict[str, Any]:
+    """Run each layout on the batch with the model in ``folder``; layouts of one size share their processes.
+
+    layouts: name -> (ranks, parallel settings, micro-batches), and perhaps sections that replace those of
+    ``settings``. how: of ``make_case``.
+    """
+    (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
+    results: dict[str, Any] = {}
+    for world in sorted({ranks for ranks, *_ in layouts.values()}):
+        cases = {
+            name: make_case(folder / "model", parallel, microbatches, settings | dict(*more), **how)
+            for name, (ranks, parallel, microbatches, *more) in layouts.items()
+            if ranks == world
+        }
+        (folder / "cases.json").write_text(json.dumps(cases))
+        results |= run_ranks("tests.distributed.layout_worker", world, folder, timeout=timeout)
+    assert set(results) == set(layouts)
+    return results
 
 
 def check(

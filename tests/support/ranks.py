@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -93,6 +93,22 @@ def run_alone(worker: str, folder: Path, *arguments: str, timeout: float = 400) 
         )
     assert done.returncode == 0, log.read_text()[-5000:]
     return json.loads((folder / "result.json").read_text())
+
+
+def measure_cases(measure: Callable[[dict[str, Any], Path, torch.device], Any]) -> None:
+    """What a worker does that is started with arguments FOLDER [DEVICE]: measures each case of
+    FOLDER/cases.json, on all ranks; rank 0 writes the results, by name, to FOLDER/result.json.
+    """
+    from rpg_megatron.policy.device import start_device, start_process_group  # slow; in workers only
+
+    folder = Path(sys.argv[1])
+    device = start_device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
+    start_process_group(device)
+    cases = json.loads((folder / "cases.json").read_text())
+    results = {name: measure(case, folder, device) for name, case in cases.items()}
+    if torch.distributed.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
 
 
 def start_ranks(worker: str, world: int, folder: Path) -> tuple[list[Any], TextIO]:

@@ -113,9 +113,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
     "llama": {"family": "llama", "qk_norm": False, "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64)},
 }
+"""What differs from TINY in each family."""
 TINY_MOE = replace(TINY, family="qwen3_moe", experts=ExpertShape(8, 2, 24, True, (1, 2, 3)))
 """A mixture of experts whose first layer is dense."""
-"""What differs from TINY in each family."""
 
 
 def tiny_shape(family: str = "qwen3", **changes: Any) -> ModelShape:
@@ -140,6 +140,14 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if (experts := shape.experts) is not None:
+        config |= {
+            "num_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.ffn_hidden_size,
+            "norm_topk_prob": experts.normalised,
+            "mlp_only_layers": [layer for layer in range(shape.num_layers) if layer not in experts.layers],
+        }
     if (scaling := shape.rope_scaling) is not None:
         config["rope_scaling"] = {
             "rope_type": "llama3",

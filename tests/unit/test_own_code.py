@@ -77,6 +77,10 @@ def schedule(step, steps, *, low: float = 0.5):
 def varied(scores, *, least: float = 0.1):
     return max(scores.rewards) - min(scores.rewards) > least
 
+class Takes:
+    def __init__(self, entropy_bonus: float): ...
+    def __call__(self, logp, tokens): ...
+
 def taken(scores, rounds=1):
     return True
 """
@@ -253,6 +257,10 @@ def test_a_filter_of_the_user_sees_dense_rewards() -> None:
         (
             "rollout.dynamic.type=own_module_of_test:taken",
             "has a setting 'rounds', which is a key of the section itself; give it another name",
+        ),
+        (
+            "objective={type: 'own_module_of_test:Takes', entropy_bonus: 0.1}",
+            "has a setting 'entropy_bonus', which is a key of the section itself; give it another name",
         ),
     ],
 )

@@ -21,6 +21,7 @@ from rpg_megatron import cli
 from rpg_megatron.commands.plan.activations import in_flight
 from rpg_megatron.commands.plan.batch import plan_batch
 from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
+from rpg_megatron.commands.plan.experts import ExpertWidths, expert_widths
 from rpg_megatron.commands.plan.gpus import card_bytes
 from rpg_megatron.commands.plan.plan import Target, plan_for
 from rpg_megatron.commands.plan.sweep import smallest, sweep
@@ -426,6 +427,13 @@ def test_a_rank_holds_its_share_of_the_experts_and_the_state_of_those_it_shares(
     assert plan.largest.parameters == OTHERS + EXPERTS // 8
     parts = {p.name: p.nbytes for p in plan.largest.parts}
     assert parts["optimizer"] == 12 * OTHERS // 16 + 12 * EXPERTS // 8 // 2
+    split = {"tensor": 2, "sequence": True, "data": 8, "expert": 4, "expert_tensor": 2}
+    plan = plan_of(write(QWEN3_30B_A3B, parallel=split))
+    mine = {p.name: p.nbytes for p in plan.largest.parts}["optimizer"]
+    assert mine == 12 * (plan.largest.parameters - EXPERTS // 8) // 8 + 12 * EXPERTS // 8 // 2
+    # Both tensor ranks of an expert process the tokens that either of them routes.
+    widths = expert_widths(plan.shape, plan.settings.parallel, "even")
+    assert widths == ExpertWidths(own=0.5, rows=8, columns=384, count=128, held=32, per_token=8)
     # An engine worker has the routers whole.
     routers, norms, heads = 48 * 128 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048, 2048 * 151936
     cut = 30_532_122_624 - routers - norms - 2 * heads

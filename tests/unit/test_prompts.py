@@ -253,6 +253,20 @@ def test_restoring_with_other_data_or_seed_is_refused() -> None:
         PromptStream(some_prompts(10), seed=2).restore(state)
 
 
+def test_columns_that_rewards_can_read_are_part_of_the_data(tmp_path: Path) -> None:
+    def stream(level: int, *, rows: bool) -> PromptStream:
+        row = json.dumps({"prompt": "1+1", "answer": "2", "level": level}) + "\n"
+        return PromptStream(load_prompts(data(tmp_path, row), CharacterTokenizer(), rows=rows), seed=1)
+
+    state = stream(3, rows=True).state()
+    stream(3, rows=True).restore(state)
+    with pytest.raises(UserError, match="columns of the training data have changed"):
+        stream(4, rows=True).restore(state)
+    del state["rows"]  # of an earlier version
+    stream(4, rows=True).restore(state)
+    stream(4, rows=False).restore(stream(3, rows=False).state())
+
+
 def mixed(*sizes: int) -> list[Prompt]:
     return [
         Prompt(100 * s + i, f"p{i}", str(i), np.array([i], np.int32), source=s)

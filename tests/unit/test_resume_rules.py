@@ -304,7 +304,8 @@ def test_settings_and_logs_that_were_removed_are_made_again(tmp_path: Path, kill
 
 
 def test_what_does_not_affect_the_training_may_change(tmp_path: Path, killed: Path) -> None:
-    run = open_run(make_settings(tmp_path, profile={"steps": [5]}, reward={"workers": 7}))
+    more = {"reward": {"workers": 7, "concurrency": 8}, "rollout": {"workers": 3}}
+    run = open_run(make_settings(tmp_path, profile={"steps": [5]}, **more))
     assert run.checkpoint == step_folder(killed, 4)
 
 

@@ -24,6 +24,7 @@ from rpg_megatron.data.prompts import decoder_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, Sample
 from rpg_megatron.evaluation.metrics import score_sets
+from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.sampler import Sampler
 from rpg_megatron.rollout.sampler_client import RolloutBatch
@@ -284,6 +285,20 @@ def test_metrics_and_events(settings: Settings, tmp_path: Path) -> None:
     cut = [t.finish == "length" for t in batch.trajectories]
     assert batch.metrics["response/truncated_frac"] == pytest.approx(np.mean(cut)) != 0
     assert batch.seconds >= batch.metrics["time/reward"] >= 0
+
+
+def test_counts_are_of_all_workers() -> None:
+    class Counting:
+        def __init__(self, **counts: float):
+            self.found = {f"reward/{name}": value for name, value in counts.items()}
+
+        async def counts(self) -> dict[str, float]:
+            return self.found
+
+    workers: list[Any] = [Counting(errors=1, a=2), Counting(errors=3), Counting(errors=0, b=5)]
+    pool: Any = None
+    found = asyncio.run(Dispatcher(pool, workers, 1).counts())
+    assert found == {"reward/errors": 4, "reward/a": 2, "reward/b": 5}
 
 
 # -- dynamic sampling ----------------------------------------------------------------------------------------

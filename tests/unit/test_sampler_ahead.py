@@ -23,6 +23,7 @@ import pytest
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.rollout import OwnDynamicSamplingSettings
 from rpg_megatron.data.prompts import decoder_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, EngineGone, Sample
@@ -200,6 +201,7 @@ def settings(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     (config_file.parent / "digit_reward.py").write_text(
         "def even(response, answer): return len(response) % 2 == 0\n"
         "def never(response, answer): return False\n"
+        "def broken(scores): return scores.parts['right']\n"
     )
     monkeypatch.chdir(config_file.parent)
     return load_settings(
@@ -297,6 +299,7 @@ def test_rejected_groups_are_replaced_in_prompt_order(settings: Settings, tmp_pa
     generated = sum(batch.metrics["sampling/generated"] for batch in run.batches)
     assert generated > STEPS * settings.rollout.prompts_per_step
     assert run.sampler._stream._next_ticket >= generated
+    assert not [ticket for ticket in run.worker._groups if ticket >= 0], "rejected groups stay in memory"
 
 
 @pytest.mark.parametrize("reject", [False, True])
@@ -411,3 +414,11 @@ def test_a_step_that_cannot_be_filled_ends_with_its_counts(settings: Settings, t
     starving = with_dynamic(settings).model_copy(update={"reward": reward})
     with pytest.raises(UserError, match=r"step 1: after 20 rounds .* all wrong\)"):
         asyncio.run(Run(starving, tmp_path / "run", 1).go())
+
+
+def test_a_filter_that_fails_ends_the_step(settings: Settings, tmp_path: Path) -> None:
+    """The run would wait for ever if its error were only logged."""
+    dynamic = OwnDynamicSamplingSettings(type="digit_reward:broken")
+    run = Run(changed(settings, dynamic=dynamic), tmp_path / "run", 1)
+    with pytest.raises(UserError, match="digit_reward:broken fails: KeyError: 'right'; fix it"):
+        asyncio.run(run.go())

@@ -16,6 +16,8 @@ import os
 import re
 import socket
 import struct
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +160,7 @@ def test_each_tracker_gets_all_that_it_can_take_and_none_stops_another(
     wait_until(lambda: read(folder, "dies.jsonl")[-1:] == [[7]])
     wait_until(lambda: len(warnings) == 3)
     dropped = trackers.metrics()["trackers/dropped"]
+    assert trackers.metrics()["trackers/dropped"] == 0
     for one in trackers._clients:
         one.begin_to_close()
     for file in ("works.jsonl", "raises.jsonl", "dies.jsonl"):
@@ -188,7 +191,25 @@ def test_each_tracker_gets_all_that_it_can_take_and_none_stops_another(
     assert "8 of 8 rows were not delivered" in told["Blocks"][0]
     assert "8 of 8 rows were not delivered" in told["Fails"][1]
     assert len(warnings) == 6
-    assert {p.pid for p in psutil.Process().children(recursive=True)} == before
+    wait_until(lambda: {p.pid for p in psutil.Process().children(recursive=True)} == before)
+
+
+def test_a_process_that_starts_while_its_tracker_is_given_up_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting, start = threading.Event(), subprocess.Popen
+
+    def slow(*_: Any, **how: Any) -> Any:
+        starting.set()
+        time.sleep(0.5)
+        return start(["sleep", "1000"], **how)
+
+    monkeypatch.setattr(client.subprocess, "Popen", slow)
+    one = client.TrackerClient(tmp_path, 0, "my_trackers:Works", lambda text: None)
+    assert starting.wait(60)
+    one.close(0.0)
+    one._thread.join(20)
+    assert not one._thread.is_alive()
 
 
 def test_a_resumed_run_has_the_same_id_and_writes_the_count(

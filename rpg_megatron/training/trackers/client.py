@@ -56,6 +56,8 @@ class TrackerClient:
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = threading.Condition()
         self._closing = threading.Event()
+        self._given_up = False
+        """Whether no process may be there any more."""
         self._given, self._delivered, self._dropped, self._told = 0, 0, 0, 0
         self._warned = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,6 +91,7 @@ class TrackerClient:
         self.begin_to_close()
         self._thread.join(seconds)
         late = self._thread.is_alive()
+        self._given_up = True  # first: a process that is being started now is ended by the thread
         self._end_process()
         self._thread.join(1.0)
         lost = self._given - self._delivered
@@ -156,6 +159,8 @@ class TrackerClient:
                 )
         except OSError as e:
             return str(e)
+        if self._given_up:
+            self._end_process()
         return self._ask(None)
 
     def _open_log(self) -> IO[bytes]:
