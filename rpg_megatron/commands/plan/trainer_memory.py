@@ -48,8 +48,7 @@ Fitted to measurements of 0% to 23%.
 """
 
 LARGEST_KEPT = 32 * 1024**2
-"""On a CPU: glibc returns freed tensors of this size or more to the system; smaller ones stay.
-"""
+"""On a CPU: glibc returns freed tensors of this size or more to the system; smaller ones stay."""
 
 WORKSPACES = "weights in FP8"
 """Name of a part: rebuilt after engines used the GPU."""
