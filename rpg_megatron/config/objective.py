@@ -72,6 +72,11 @@ class TrainingSettings(Section):
     """Mixtures of experts: who chooses the experts of a token. off: the trainer's routers. rollout: the
     engine that sampled it returns its choice, which the trainer uses in log-probs and updates; in bfloat16
     the two differ for some tokens. docs/mixture-of-experts.md has what it gives and costs."""
+    router_aux_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Mixtures of experts: coefficient of the auxiliary loss that spreads the tokens over the experts (switch
+    load balancing, taken of each micro-batch). The loss of an update gets this number times the mean over all
+    its tokens, prompts included, summed over layers; in a layer with an even load it is 1. 0: none.
+    docs/mixture-of-experts.md has the formula."""
 
     @field_validator("router_replay", mode="before")
     @classmethod

@@ -54,7 +54,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
-    check_router_replay(settings, shape)
+    check_routers(settings, shape)
     check_head_dim(settings, shape)
     check_expert_columns(settings, shape)
     check_precision(settings, shape)
@@ -138,13 +138,14 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
             raise UserError(f"{where}: {e}") from None
 
 
-def check_router_replay(settings: Settings, shape: ModelShape) -> None:
-    """Check that a run with router replay has routers."""
-    if settings.training.router_replay != "off" and shape.experts is None:
-        raise UserError(
-            f"training.router_replay {settings.training.router_replay}: the model at {settings.model.path} "
-            "has no experts; set it to off"
-        )
+def check_routers(settings: Settings, shape: ModelShape) -> None:
+    """Check that a run with settings of routers has some."""
+    training = settings.training
+    for name, off in (("router_replay", "off"), ("router_aux_loss", 0)):
+        if (value := getattr(training, name)) != off and shape.experts is None:
+            raise UserError(
+                f"training.{name} {value}: the model at {settings.model.path} has no experts; set it to {off}"
+            )
 
 
 def check_head_dim(settings: Settings, shape: ModelShape) -> None:

@@ -125,6 +125,8 @@ class MicroBatch:
     """int64 [1, c]: the next token; 0 on padding."""
     positions: Tensor
     """int64 [1, c]: position in the sequence."""
+    padding: Tensor
+    """bool [1, c]: no token of a trajectory."""
     mask: Tensor
     """bool [t]: the label is a response token to learn from."""
     learnt: Tensor
@@ -206,7 +208,7 @@ def make_micro_batch(
     size = sum(lengths)
     ints = {name: np.zeros(size, np.int64) for name in ("tokens", "labels", "sequence")}
     floats = {name: np.zeros(size, np.float32) for name in ("old", "anchor", "behaviour", "advantage")}
-    mask = np.zeros(size, bool)
+    mask, padding = np.zeros(size, bool), np.ones(size, bool)
     starts = np.cumsum([0, *lengths])
     for number, t in enumerate(trajectories):
         start = starts[number]
@@ -215,6 +217,7 @@ def make_micro_batch(
         answer = slice(end - len(t.response), end)
         ints["tokens"][start:end] = whole[:-1]
         ints["labels"][start:end] = whole[1:]
+        padding[start:end] = False
         mask[answer] = not (mask_truncated and t.finish == "length")
         ints["sequence"][answer] = number
         floats["advantage"][answer] = t.advantage
@@ -232,6 +235,7 @@ def make_micro_batch(
         **{name: _copy(ints[name][mine], device)[None] for name in ("tokens", "labels")},
         sequence=_copy(ints["sequence"], device),
         positions=packed.positions[None],
+        padding=_copy(padding[mine], device)[None],
         mask=_copy(mask, device),
         learnt=_copy(np.flatnonzero(mask), device),
         label_range=(int(ints["labels"].min()), int(ints["labels"].max())),

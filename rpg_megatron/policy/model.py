@@ -32,6 +32,7 @@ from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.policy.layers import PackedAttention, RMSNorm
 from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
+from rpg_megatron.policy.router_aux_loss import Router
 from rpg_megatron.system.dtypes import torch_dtype
 
 CPU = torch.device("cpu")
@@ -250,8 +251,7 @@ def _expert_fields(shape: ModelShape, parallel: ParallelSettings, fused: bool) -
         # Softmax over the chosen experts' logits equals a softmax over all that is normalised afterwards.
         "moe_router_pre_softmax": not e.normalised,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",  # see router_aux_loss
         "moe_grouped_gemm": fused,  # in one kernel, which is Transformer Engine's
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
@@ -307,6 +307,8 @@ def build_model(
     fused = config.transformer_impl == "transformer_engine"
     make_layer = _fused_layer if fused else _local_layer
     layers = {experts: make_layer(shape, experts) for experts in _kinds_of_layers(shape)}
+    if mixture := layers.get(True):
+        mixture.submodules.mlp.keywords["submodules"].router = Router
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for number in range(virtual or 1):

@@ -41,6 +41,7 @@ from rpg_megatron.policy.precision import (
     token_multiple,
     uses_transformer_engine,
 )
+from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
 from rpg_megatron.policy.router_replay import install_replay
 from rpg_megatron.system.collectives import gather_objects
 
@@ -71,7 +72,7 @@ class UpdateStats:
 
     tokens: int
     loss: float
-    """Mean loss as the configured aggregation counts it."""
+    """Mean loss as the configured aggregation counts it, without ``aux_loss``."""
     abs_loss: float
     """Mean of |loss| over response tokens."""
     metrics: dict[str, float]
@@ -80,6 +81,8 @@ class UpdateStats:
     """Before clipping."""
     skipped: bool
     """The gradient was not finite, so the update was skipped."""
+    aux_loss: float | None = None
+    """``RouterAuxLoss``: mean over tokens and layers, without its coefficient. None: there is none."""
 
 
 class Policy:
@@ -113,6 +116,12 @@ class Policy:
         """The experts whose choice by the engine is replayed; None: the routers choose."""
         if self.replayed is not None:
             install_replay(self.chunks, self.replayed)
+        coefficient = settings.training.router_aux_loss
+        self._aux_loss = (
+            RouterAuxLoss(coefficient, self.chunks, shape.experts, device)
+            if coefficient and shape.experts is not None
+            else None
+        )
         load(self)
         quantise(self.named_parameters())
         self._models = wrap_data_parallel(
@@ -188,13 +197,16 @@ class Policy:
     ) -> UpdateStats:
         """One optimizer update on a mini-batch: this rank's micro-batches, as many on each data rank.
 
-        The loss is the mean, as ``aggregator`` counts, over the mini-batches of all ranks. If the gradient is
-        not finite on any rank, the update is skipped on all ranks.
+        The loss is the mean, as ``aggregator`` counts, over the mini-batches of all ranks, plus that of
+        ``RouterAuxLoss`` if there is one. If the gradient is not finite on any rank, the update is skipped on
+        all ranks.
         """
         for model in self._models:
             model.train()
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._aux_loss is not None:
+            self._aux_loss.start_update(micro_batches, aggregator)
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
             micro_batch = next(iterator)  # type: ignore[call-overload]
@@ -272,6 +284,7 @@ class Policy:
             None,
             labels=micro_batch.labels,
             packed_seq_params=micro_batch.packed,
+            padding_mask=None if self._aux_loss is None else micro_batch.padding,
             output_processor=logprob_head,
             output_processor_context=replace(self._head, label_range=micro_batch.label_range),
         )
@@ -320,10 +333,13 @@ class Policy:
             for i, name in enumerate(maxima):
                 if name in found:
                     largest[i] = torch.maximum(largest[i], found[name])
+        if self._aux_loss is not None:  # every rank has a term of it
+            sums = torch.cat([self._aux_loss.value().view(1), sums])
         dist.all_reduce(sums)
         if maxima:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         values = torch.cat([sums, largest]).tolist()
+        aux_loss = None if self._aux_loss is None else values.pop(0)
         (loss, count, tokens, abs_loss), values = values[:4], values[4:]
         metrics = {name: value / max(tokens, 1) for name, value in zip(means, values, strict=False)}
         # Without a token there is no maximum.
@@ -332,7 +348,13 @@ class Policy:
             for name, value in zip(maxima, values[len(means) :], strict=True)
         }
         return UpdateStats(
-            int(tokens), loss / max(count, 1), abs_loss / max(tokens, 1), metrics, grad_norm, skipped
+            tokens=int(tokens),
+            loss=loss / max(count, 1),
+            abs_loss=abs_loss / max(tokens, 1),
+            metrics=metrics,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            aux_loss=aux_loss,
         )
 
 

@@ -347,6 +347,8 @@ class Trainer:
         for name in dict.fromkeys(name for u in done for name in u.metrics):
             values = [u.metrics.get(name, 0.0) for u in done]
             row[metric_key(name)] = max(values) if takes_maximum(name) else mean(values)
+        if aux_losses := [u.aux_loss for u in done if u.aux_loss is not None]:
+            row["moe/aux_loss"] = sum(aux_losses) / len(aux_losses)
         if self.anchor:
             row["kl/anchor_refreshes"] = float(self.anchor.refreshes)
         return row

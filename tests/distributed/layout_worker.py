@@ -67,9 +67,10 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
 
     policy._optimizer.step = watched
     anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
-    for _ in range(case["updates"]):
+    before = [packs[: case["before"]]] if "before" in case else []
+    for given in [*before, *[packs] * case["updates"]]:
         with policy.updating():
-            update = policy.update(packs, build_loss(settings), build_aggregator(settings), lr=case["lr"])
+            update = policy.update(given, build_loss(settings), build_aggregator(settings), lr=case["lr"])
 
     def logprobs() -> list[list[float]]:
         """Every trajectory is scored by every rank here, so that one rank can be read alone."""
@@ -88,6 +89,9 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         export_hf(folder / what / name, settings.model.path, params, layout, placement, dtype=torch.float32)
     everyone: list = [None] * mesh.world
     dist.all_gather_object(everyone, scored if mesh.reports else {})
+    cuts: list = [None] * mesh.world
+    ids = [[t.prompt_id for t in micro] for micro in mini]
+    dist.all_gather_object(cuts, ids if mesh.reports else [])
     names: list = [None] * mesh.world
     dist.all_gather_object(names, [name for name, _ in policy.named_parameters()])
     return {
@@ -96,11 +100,13 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         "anchored": anchored,
         "names": names,
         "changes": changes,
+        "micro_batches": [micro for part in cuts for micro in part],
         "update": {
             "grad_norm": update.grad_norm,
             "tokens": update.tokens,
             "loss": update.loss,
             "abs_loss": update.abs_loss,
+            "aux_loss": update.aux_loss,
             **update.metrics,
         },
     }

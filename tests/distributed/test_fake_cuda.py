@@ -44,6 +44,7 @@ SEQUENCES = {
     "aggregation": {"type": "sequence_mean"},
     "correction": {"type": "icepop", "level": "sequence"},
 }
+AUX_LOSS = {"training": {"minibatches": 1, "router_aux_loss": 0.01}}
 FIXED = {"anchor": {"type": "fixed"}, "objective": {"beta": 0.01}}
 
 
@@ -67,7 +68,7 @@ LAYOUTS = {
     "half off-loaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
     "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
     "PP4 x VPP2 x DP2, float32": case("float32", VIRTUAL, **FIXED),
-    "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED) | EXPERTS,
+    "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED, **AUX_LOSS) | EXPERTS,
 }
 MORE_LAYOUTS = {
     f"{name}, {dtype}": case(dtype, **given)
@@ -90,9 +91,13 @@ MORE_LAYOUTS = {
     for name, given in {
         "one rank": {"memory": {"recompute": "selective"}},
         "TP2+SP x DP2, EP4": {"parallel": {**SP, "data": 2, "expert": 4}, "memory": {"recompute": "full"}},
-        "TP2+SP, ETP2": {"parallel": {**SP, "expert_tensor": 2}},
+        "TP2+SP, ETP2": {"parallel": {**SP, "expert_tensor": 2}, **AUX_LOSS},
         "TP2+SP x DP4, EP2, ETP2": {"parallel": {**SP, "data": 4, "expert": 2, "expert_tensor": 2}},
-        "PP2 x DP2, EP2, last rank": {"parallel": {"pipeline": 2, "data": 2, "expert": 2}, "rank": 3},
+        "PP2 x DP2, EP2, last rank": {
+            "parallel": {"pipeline": 2, "data": 2, "expert": 2},
+            "rank": 3,
+            **AUX_LOSS,
+        },
     }.items()
 }
 

@@ -10,8 +10,6 @@ Not covered here: where routes come from (tests/integration/test_router_replay_r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from rpg_megatron.data.trajectory import Trajectory
 from tests.support.layouts import (
     FULL,
     OBJECTIVES,
@@ -36,6 +31,7 @@ from tests.support.layouts import (
     run_layouts,
     score_batch,
 )
+from tests.support.mixtures import forced
 from tests.support.tiny_models import make_model, use_float64
 
 SIZES = {
@@ -70,36 +66,6 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "PP2 x DP2, EP2, full recompute": (4, {"pipeline": 2, "data": 2, "expert": 2}, 7, FULL),
     "CP2 x PP2, EP2": (4, {"context": 2, "pipeline": 2, "expert": 2}, 3, {}),
 }
-
-
-@contextmanager
-def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str, float]]:
-    """Within the block, one pass over the batch, a sequence at a time, uses its routes.
-
-    Yields the shares of choices and of tokens at which the router would have chosen others, after the pass.
-    """
-    kind = modeling_qwen3_moe.Qwen3MoeTopKRouter
-    routers = [m for m in model.modules() if isinstance(m, kind)]
-    passed = {id(router): 0 for router in routers}
-    changed = [np.zeros(t.length - 1, int) for t in batch]
-
-    def route(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        number, layer = passed[id(self)], [id(r) for r in routers].index(id(self))
-        passed[id(self)] += 1
-        chosen = torch.from_numpy(batch[number].routes[:, layer].astype(np.int64))
-        logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
-        own = logits.topk(self.top_k, dim=-1).indices.sort(-1).values
-        changed[number] += (own != chosen.sort(-1).values).any(-1).numpy()
-        return logits, logits.gather(1, chosen).softmax(-1), chosen
-
-    before, kind.forward = kind.forward, route
-    counts: dict[str, float] = {}
-    try:
-        yield counts
-    finally:
-        kind.forward = before
-    flat = np.concatenate(changed)
-    counts |= {"routes/changed": flat.mean() / len(routers), "routes/changed_tokens": (flat > 0).mean()}
 
 
 @pytest.mark.parametrize(

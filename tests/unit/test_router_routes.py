@@ -28,7 +28,7 @@ from rpg_megatron.data.rollout_files import (
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.command import engine_command, engine_environment
 from rpg_megatron.engine.routes import check_routes
-from rpg_megatron.launcher.preflight import check_router_replay
+from rpg_megatron.launcher.preflight import check_routers
 from rpg_megatron.policy.context_parallel import zigzag_places
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.system.messages import decode, encode
@@ -194,12 +194,18 @@ def test_what_excludes_replay(config_file: Path, overrides: list[str], says: str
         load_settings(config_file, overrides)
 
 
-def test_replay_needs_experts(config_file: Path) -> None:
-    settings = load_settings(config_file, [REPLAY])
-    with pytest.raises(UserError, match="has no experts; set it to off"):
-        check_router_replay(settings, read_model_shape(settings.model.path))
-    check_router_replay(settings, TINY_MOE)
-    check_router_replay(load_settings(config_file, ["training.router_replay=off"]), TINY)
+@pytest.mark.parametrize(
+    ("override", "off"),
+    [(REPLAY, "router_replay=off"), ("training.router_aux_loss=0.01", "router_aux_loss=0")],
+)
+def test_settings_of_routers_need_experts(config_file: Path, override: str, off: str) -> None:
+    settings = load_settings(config_file, [override])
+    name, _, value = override.partition("=")
+    says = f"{name} {value}: the model at .* has no experts; set it to {off.partition('=')[2]}$"
+    with pytest.raises(UserError, match=says):
+        check_routers(settings, read_model_shape(settings.model.path))
+    check_routers(settings, TINY_MOE)
+    check_routers(load_settings(config_file, [f"training.{off}"]), TINY)
 
 
 @pytest.mark.parametrize(

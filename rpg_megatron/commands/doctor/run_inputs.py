@@ -34,7 +34,7 @@ from rpg_megatron.launcher.preflight import (
     check_head_dim,
     check_model,
     check_parallel,
-    check_router_replay,
+    check_routers,
 )
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 
@@ -63,7 +63,7 @@ def probe_model(subject: Subject) -> Iterator[Check]:
     )
     for name, check in (
         ("layout", check_parallel),
-        ("router replay", check_router_replay),
+        ("routers", check_routers),
         ("head size", check_head_dim),
         ("batch", check_batch),
     ):

@@ -1,0 +1,116 @@
+"""The auxiliary loss that spreads the tokens evenly over a mixture's experts (``training.router_aux_loss``).
+
+Of the T tokens of a micro-batch, prompts included and padding left out, in one layer with E experts, k a
+token: E x the sum over experts i of f_i p_i. f_i is the share of the k T choices of the layer's router that
+are expert i, p_i the mean of its probability, with gradient. An update minimises its loss plus the
+coefficient times the sum over layers of the mean over all tokens of the update, each with the value of its
+micro-batch.
+
+Not by ``moe_aux_loss_coeff``: Megatron 0.19.2 weights a micro-batch by its tokens and leaves the sum to be
+divided by what the loss counts (``aggregation``), which need not be these tokens. Under tensor and context
+parallelism it takes its own part of the tokens for that of every rank, which padding makes wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.policy.microbatch import MicroBatch
+
+
+class RouterAuxLoss:
+    """The loss of all routers of this rank: its weight in an update, and its value."""
+
+    def __init__(
+        self, coefficient: float, chunks: Iterable[GPTModel], experts: ExpertShape, device: torch.device
+    ) -> None:
+        self._coefficient, self._layers = coefficient, len(experts.layers)
+        self._tokens = self._weight = torch.ones((), device=device)
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        for chunk in chunks:
+            for layer in chunk.decoder.layers:
+                if isinstance(router := getattr(layer.mlp, "router", None), Router):
+                    router.aux_loss = self
+
+    def start_update(
+        self, micro_batches: Sequence[MicroBatch], aggregator: Callable[..., tuple[Tensor, Tensor]]
+    ) -> None:
+        """Set the weight for an update on these micro-batches of this rank. Collective over the data ranks.
+
+        Gradients of an update are divided by the ``aggregator``'s count of all ranks, which must not depend
+        on the losses; so this loss is multiplied by it. The host does not wait for the device.
+        """
+        sums = torch.zeros(2, dtype=torch.int64, device=self._sum.device)
+        for micro_batch in micro_batches:
+            given = micro_batch.response_tokens()
+            _, count = aggregator(given.old, given.sequences, given.sequence_count)
+            tokens = sum(t.length - 1 for t in micro_batch.trajectories)
+            sums += torch.stack([count.long(), torch.full_like(count, tokens, dtype=torch.int64)])
+        dist.all_reduce(sums, group=mpu.get_data_parallel_group())
+        divisor, self._tokens = sums.clamp(min=1).unbind()  # Megatron divides by at least 1 too
+        self._weight = (self._coefficient * divisor / self._tokens).float()
+        self._sum = torch.zeros_like(self._sum)
+
+    def add_to(self, probs: Tensor, loss: Tensor) -> Tensor:
+        """``probs`` as they are; in backward, ``loss`` gets its gradient.
+
+        loss: of one layer, times the tokens of the micro-batch; this rank's term of a sum over the tensor and
+        context ranks.
+        """
+        self._sum = self._sum + loss.detach()
+        out: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * self._weight)
+        return out
+
+    def value(self) -> Tensor:
+        """This rank's term of the update's mean over tokens and layers, without the coefficient: float64.
+
+        The sum over all ranks is the mean.
+        """
+        return self._sum / (self._tokens * self._layers)
+
+
+class Router(TopKRouter):
+    """Megatron's router, which can add its term to a ``RouterAuxLoss`` in an update."""
+
+    aux_loss: RouterAuxLoss | None = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As Megatron's: weights and choice of the experts, both [tokens, experts].
+
+        logits: [tokens, 1, experts]. padding_mask: bool, any shape, True for padding; without one there is no
+        auxiliary loss.
+        """
+        probs, chosen = super().routing(logits)
+        # Passes without gradient: log-probs, and the first one of what is recomputed.
+        if self.aux_loss is None or padding_mask is None or not torch.is_grad_enabled():
+            return probs, chosen
+        logits = logits.view(-1, logits.size(-1))
+        padding = padding_mask.flatten()
+        if len(padding) > len(logits):
+            # Megatron 0.19.2 splits the mask over tensor ranks on the first stage of a pipeline only.
+            padding = padding.chunk(self.tp_group.size())[self.tp_group.rank()]
+        # With replay too, this is the choice of the router: it, and no engine's, is to become even.
+        own, scores = compute_routing_scores_for_aux_loss(
+            logits, self.topk, self.score_function, padding_mask=padding
+        )
+        counts, _, tokens = get_tokens_per_expert_and_token_count(
+            own, self.tp_cp_group, topk=self.topk, with_padding_mask=True
+        )
+        loss = switch_load_balancing_loss_func(
+            scores, counts, tokens.clamp(min=1), self.topk, scores.size(1), moe_aux_loss_coeff=1.0
+        )
+        return self.aux_loss.add_to(probs, loss * tokens), chosen

@@ -1,0 +1,74 @@
+"""Transformers' mixtures of experts as a reference: with given experts, and their auxiliary loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from rpg_megatron.data.trajectory import Trajectory
+from tests.support.layouts import reference_logprobs
+
+
+@contextmanager
+def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str, float]]:
+    """Within the block, one pass over the batch, a sequence at a time, uses its routes.
+
+    Yields the shares of choices and of tokens at which the router would have chosen others, after the pass.
+    """
+    kind = modeling_qwen3_moe.Qwen3MoeTopKRouter
+    routers = [m for m in model.modules() if isinstance(m, kind)]
+    passed = {id(router): 0 for router in routers}
+    changed = [np.zeros(t.length - 1, int) for t in batch]
+
+    def route(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        number, layer = passed[id(self)], [id(r) for r in routers].index(id(self))
+        passed[id(self)] += 1
+        chosen = torch.from_numpy(batch[number].routes[:, layer].astype(np.int64))
+        logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
+        own = logits.topk(self.top_k, dim=-1).indices.sort(-1).values
+        changed[number] += (own != chosen.sort(-1).values).any(-1).numpy()
+        return logits, logits.gather(1, chosen).softmax(-1), chosen
+
+    before, kind.forward = kind.forward, route
+    counts: dict[str, float] = {}
+    try:
+        yield counts
+    finally:
+        kind.forward = before
+    flat = np.concatenate(changed)
+    counts |= {"routes/changed": flat.mean() / len(routers), "routes/changed_tokens": (flat > 0).mean()}
+
+
+def balance(
+    model: PreTrainedModel, batch: list[Trajectory], micro_batches: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, int]:
+    """The auxiliary loss of an update, summed over layers and without a coefficient; and these layers.
+
+    Written out anew, in the model's precision. micro_batches: indices of the trajectories of each one. The
+    routers choose by themselves, also within ``forced``.
+    """
+    routers = [m for m in model.modules() if isinstance(m, modeling_qwen3_moe.Qwen3MoeTopKRouter)]
+    probs: list[list[torch.Tensor]] = [[] for _ in routers]  # of each layer, of each sequence
+    hooks = [
+        router.register_forward_pre_hook(
+            lambda m, args, found=found: found.append((args[0].flatten(0, -2) @ m.weight.t()).softmax(-1))
+        )
+        for router, found in zip(routers, probs, strict=True)
+    ]
+    reference_logprobs(model, batch)
+    for hook in hooks:
+        hook.remove()
+    total = torch.zeros(())
+    for own in filter(None, micro_batches):
+        for router, found in zip(routers, probs, strict=True):
+            p = torch.cat([found[i] for i in own])
+            chosen = p.detach().topk(router.top_k).indices.flatten()
+            share = chosen.bincount(minlength=p.size(1)) / len(chosen)
+            total = total + len(p) * p.size(1) * (share * p.mean(0)).sum()
+    return total / sum(t.length - 1 for t in batch), len(routers)
