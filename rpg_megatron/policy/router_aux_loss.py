@@ -7,8 +7,8 @@ coefficient times the sum over layers of the mean over all tokens of the update,
 micro-batch.
 
 Not by ``moe_aux_loss_coeff``: Megatron 0.19.2 weights a micro-batch by its tokens and leaves the sum to be
-divided by what the loss counts (``aggregation``), which need not be these tokens. Under tensor and context
-parallelism it takes its own part of the tokens for that of every rank, which padding makes wrong.
+divided by what the loss counts (``aggregation``), which need not be these tokens. With a mask for padding it
+also multiplies by the number of tensor and context ranks: what it takes for the rank's tokens are theirs.
 """
 
 from __future__ import annotations

@@ -90,8 +90,12 @@ MORE_LAYOUTS = {
     for dtype in ("bfloat16", "float32")
     for name, given in {
         "one rank": {"memory": {"recompute": "selective"}},
-        "TP2+SP x DP2, EP4": {"parallel": {**SP, "data": 2, "expert": 4}, "memory": {"recompute": "full"}},
-        "TP2+SP, ETP2": {"parallel": {**SP, "expert_tensor": 2}, **AUX_LOSS},
+        "TP2+SP x DP2, EP4": {
+            "parallel": {**SP, "data": 2, "expert": 4},
+            "memory": {"recompute": "full"},
+            **AUX_LOSS,
+        },
+        "TP2+SP, ETP2": {"parallel": {**SP, "expert_tensor": 2}},
         "TP2+SP x DP4, EP2, ETP2": {"parallel": {**SP, "data": 4, "expert": 2, "expert_tensor": 2}},
         "PP2 x DP2, EP2, last rank": {
             "parallel": {"pipeline": 2, "data": 2, "expert": 2},

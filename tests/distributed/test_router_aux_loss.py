@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.layouts import (
     OBJECTIVES,
     check,
+    gradient_error,
     make_batch,
     make_case,
     reference_logprobs,
@@ -141,7 +143,9 @@ def test_the_auxiliary_loss_of_an_update(
         assert value == pytest.approx(mean, rel=1e-6), name
         part = share / wanted["norm"]
         assert part > 0.3, name  # else a wrong factor would not be seen
-        told.append(f"{name:50s} {value:.6f}, off by {value - mean:.1e}; {part:.2f}")
+        gradients = load_file(tmp_path / "gradients" / name / "model.safetensors")
+        error, where = gradient_error(gradients, wanted["gradients"])
+        told.append(f"{name:50s} {part:.2f}; {value:.6f}, off by {value - mean:.1e}; {error:.1e} ({where})")
     without, *same = (
         r for name, r in found.items() if layouts[name][:3] == (1, {}, 5) and "replay" not in name
     )
@@ -150,7 +154,7 @@ def test_the_auxiliary_loss_of_an_update(
         assert result["update"]["loss"] == without["update"]["loss"]
     assert same
     with capsys.disabled():
-        print("\nauxiliary loss, difference to float64; norm of its gradient over that of all")
+        print("\nauxiliary loss: norm of its gradient over that of all; value, and differences to float64")
         print("\n".join(told))
 
 
