@@ -142,7 +142,7 @@ def test_the_auxiliary_loss_of_an_update(
         mean = float(aux.detach()) / LAYERS
         assert value == pytest.approx(mean, rel=1e-6), name
         part = share / wanted["norm"]
-        assert part > 0.3, name  # else a wrong factor would not be seen
+        assert part > 0.2, name  # else a wrong factor would not be seen
         gradients = load_file(tmp_path / "gradients" / name / "model.safetensors")
         error, where = gradient_error(gradients, wanted["gradients"])
         told.append(f"{name:50s} {part:.2f}; {value:.6f}, off by {value - mean:.1e}; {error:.1e} ({where})")
