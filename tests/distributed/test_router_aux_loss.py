@@ -23,7 +23,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.layouts import (
+    FULL,
     OBJECTIVES,
+    SELECTIVE,
+    SP,
     check,
     gradient_error,
     make_batch,
@@ -49,8 +52,6 @@ SIZES = {
 }
 LAYERS, EXPERTS, TOPK = 3, 8, 2
 COEFFICIENT = 0.3
-SP = {"tensor": 2, "sequence": True}
-FULL, SELECTIVE = {"memory": {"recompute": "full"}}, {"memory": {"recompute": "selective"}}
 Layouts = dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]]
 ONE: Layouts = {
     "without": (1, {}, 5, {}),
