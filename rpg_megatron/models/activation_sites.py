@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rpg_megatron.config.model_shape import ModelShape
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,6 +29,8 @@ PARTS: dict[str, str | None] = {
     "attention_output": "self_attn.o_proj.weight",
     "middle": None,
     "mlp_norm": "post_attention_layernorm.weight",
+    "router": "mlp.gate.weight",
+    "experts": None,
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "activation": None,
@@ -34,8 +38,11 @@ PARTS: dict[str, str | None] = {
 }
 """Sites of a layer in the order of computation, each with the HF parameter (name within the layer) that
 computes it from earlier sites, or None. ``input`` and ``middle`` are the residual stream before attention and
-before the MLP.
+before the MLP. A layer with experts has ``router``, its logits [t, experts], and ``experts``, the output of
+the block; the others have what follows.
 """
+EXPERT_PARTS, _DENSE_PARTS = ("router", "experts"), ("gate", "up", "activation", "mlp_output")
+EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 NORMS = ("input_norm", "query_norm", "key_norm", "mlp_norm", "final_norm")
 FINAL_INPUT, FINAL_NORM, LOGITS = "final_input", "final_norm", "logits"
 """The residual stream after the last layer, its norm, and the engine's logits at the sampled positions."""
@@ -54,11 +61,23 @@ def split_site(site: str) -> tuple[int | None, str]:
     return int(layer), part
 
 
-def all_sites(layers: int, qk_norm: bool) -> list[str]:
+def all_sites(shape: ModelShape) -> list[str]:
     """Every site of a model in the order of computation."""
-    parts = [p for p in PARTS if qk_norm or p not in ("query_norm", "key_norm")]
-    inside = [layer_site(i, part) for i in range(layers) for part in parts]
+    inside = [layer_site(i, part) for i in range(shape.num_layers) for part in layer_parts(shape, i)]
     return [*inside, FINAL_INPUT, FINAL_NORM, LOGITS]
+
+
+def layer_parts(shape: ModelShape, layer: int) -> list[str]:
+    """The sites of a layer in the order of computation."""
+    absent = set(_DENSE_PARTS if shape.has_experts(layer) else EXPERT_PARTS)
+    if not shape.qk_norm:
+        absent |= {"query_norm", "key_norm"}
+    return [part for part in PARTS if part not in absent]
+
+
+def block_output(shape: ModelShape, layer: int) -> str:
+    """The site that is added to the residual stream after ``middle``."""
+    return layer_site(layer, "experts" if shape.has_experts(layer) else "mlp_output")
 
 
 def parameter_of(site: str, tied: bool = False) -> str | None:
@@ -71,3 +90,18 @@ def parameter_of(site: str, tied: bool = False) -> str | None:
         return "model.embed_tokens.weight"
     inside = PARTS[part]
     return inside and f"model.layers.{layer}.{inside}"
+
+
+def parameters_of(site: str, shape: ModelShape) -> list[str]:
+    """HF names of all parameters that compute a site: none, one, or those of every expert."""
+    layer, part = split_site(site)
+    if layer is not None and part == "experts":
+        count = shape.experts.count if shape.experts else 0
+        return [expert_parameter(layer, e, matrix) for e in range(count) for matrix in EXPERT_MATRICES]
+    name = parameter_of(site, shape.tied_embeddings)
+    return [] if name is None else [name]
+
+
+def expert_parameter(layer: int, expert: int | str, matrix: str) -> str:
+    """HF name of a matrix of an expert; matrix: one of ``EXPERT_MATRICES``."""
+    return f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.weight"

@@ -102,12 +102,27 @@ def engine_temperature(run: RankRun, temperature: float) -> Iterator[None]:
     auditing.trace_engine = plain
 
 
+@contextmanager
+def expert(run: RankRun, factor: float) -> Iterator[None]:
+    """In every layer, the first expert of each rank adds too much."""
+    blocks = [layer.mlp for chunk in run.policy.chunks for layer in chunk.decoder.layers]
+    weights = [b.experts.local_experts[0].linear_fc2.weight for b in blocks]
+    with torch.no_grad():
+        before = [w.clone() for w in weights]
+        for w in weights:
+            w *= factor
+        yield
+        for w, plain in zip(weights, before, strict=True):
+            w.copy_(plain)
+
+
 TRAINER_FAULTS: dict[str, Callable[[RankRun], AbstractContextManager[None]]] = {
     "rope": lambda run: rope_base(run, 50_000.0),
     "temperature": lambda run: head(run, temperature=0.8),
     "vocabulary": lambda run: head(run, vocab=run.policy.settings.model.vocab_multiple),
     "packing": leak,
     "positions": lambda run: packs(run, run_on),
+    "trainer_expert": lambda run: expert(run, 1.1),
     "engine_temperature": lambda run: engine_temperature(run, 0.7),
 }
 
@@ -121,6 +136,7 @@ def load(run: RankRun, folder: Path) -> None:
         tensor=run.mesh.tensor,
         tensor_rank=run.mesh.tensor_rank,
         vocab_multiple=run.settings.model.vocab_multiple,
+        experts=run.mesh.experts,
     )
 
 

@@ -19,45 +19,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rpg_megatron.config import load_settings
 from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
+from tests.support.audit_faults import (
+    EAGER,
+    SMALL,
+    Weights,
+    audit_faults,
+    only_finding,
+    scale,
+    write_checkpoints,
+)
 from tests.support.engine import Service, running_service
 from tests.support.runs import QUICKSTART
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 MODEL = QUICKSTART.parent / "quickstart" / "model"
-SMALL = [
-    "rollout.max_response_tokens=12",
-    "engine.max_sequences=16",
-    "engine.kv_cache_gib=0.25",
-    "model.vocab_multiple=320",  # 304 rows and padding
-    "evaluation=null",
-]
-EAGER = "engine.arguments=['--enforce-eager', '--no-enable-prefix-caching']"
-Weights = dict[str, torch.Tensor]
-
-
-def write_weights(folder: Path, change: Callable[[Weights], object], source: Path = MODEL) -> Path:
-    """A copy of a checkpoint with other weights."""
-    shutil.copytree(source, folder)
-    weights = load_file(source / "model.safetensors")
-    change(weights)
-    save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def train_a_step(weights: Weights) -> None:
-    g = torch.Generator().manual_seed(0)
-    for name, w in weights.items():
-        weights[name] = w + 0.05 * w.std(correction=0).clamp(min=0.02) * torch.randn(w.shape, generator=g)
-
-
-def scale(name: str, factor: float) -> Callable[[Weights], object]:
-    return lambda weights: weights[name].mul_(factor)
 
 
 def scale_channel(weights: Weights) -> None:
@@ -104,41 +84,13 @@ TRAINER_FAULTS = ("rope", "temperature", "vocabulary", "packing", "positions", "
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trainer's weights in ``trained``, those of before in ``earlier``, and one folder for each fault."""
-    folder = tmp_path_factory.mktemp("audit")
-    trained = write_weights(folder / "trained", train_a_step)
-    (folder / "faults").mkdir()
-    shutil.copytree(MODEL, folder / "faults" / "earlier")
-    for name, change in ENGINE_FAULTS.items():
-        write_weights(folder / "faults" / name, change, trained)
-    return folder
-
-
-def audit_faults(
-    service: Service, checkpoints: Path, name: str, cases: list[str], layout: list[str]
-) -> dict[str, dict]:
-    """The report of every case in one layout of the trainer, against the service's engine."""
-    settings = load_settings(QUICKSTART, [*SMALL, f"model.path={checkpoints / 'trained'}", *layout])
-    run = service.folder / f"audit-{name}"
-    run.mkdir()
-    (run / "cases.json").write_text(json.dumps(cases))
-    codes, logs = service.run_ranks(
-        "tests.integration.audit_worker", settings, run, str(checkpoints / "faults")
-    )
-    assert set(codes) == {0}, logs
-    return json.loads((run / "result.json").read_text())
+    return write_checkpoints(tmp_path_factory.mktemp("audit"), MODEL, ENGINE_FAULTS)
 
 
 @pytest.fixture(scope="module")
 def reports(service: Service, checkpoints: Path) -> dict[str, dict]:
     cases = ["clean", *ENGINE_FAULTS, *TRAINER_FAULTS]
     return audit_faults(service, checkpoints, "TP2", cases, ["parallel.tensor=2"])
-
-
-def only_finding(report: dict) -> dict:
-    assert not report["clean"]
-    assert len(report["findings"]) == 1, report["findings"]
-    return report["findings"][0]
 
 
 def check_clean(report: dict) -> None:

@@ -20,6 +20,7 @@ from rpg_megatron.system import process_groups
 from tests.support.commands import Command
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+QUICKSTART_MOE = QUICKSTART.with_name("quickstart_moe.yaml")
 SERVED = [
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=4",

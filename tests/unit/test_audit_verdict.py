@@ -9,7 +9,6 @@ here by the chain itself, from faulty weights. Not covered: hooks in real engine
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,73 +19,10 @@ from transformers import AutoModelForCausalLM
 from rpg_megatron.bridge.vllm.trace import join_workers
 from rpg_megatron.commands.audit.finding import Finding
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, distance, minimise
-from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape
-from rpg_megatron.models.activation_sites import LOGITS, Trace, all_sites, split_site
-from rpg_megatron.models.registry import mapping_for
-from tests.support.tiny_models import FAMILIES, random_state_dict, tiny_shape, write_checkpoint
-
-Weights = dict[str, torch.Tensor]
-LENGTHS = [9, 14, 5]
-
-
-def weights_of(shape: ModelShape, seed: int = 0) -> Weights:
-    """Random weights that keep activations near 1; norms that are not all ones."""
-    found = random_state_dict(mapping_for(shape), seed=seed)
-    return {n: 1 + 0.1 * w if w.dim() == 1 and "norm" in n else 0.25 * w for n, w in found.items()}
-
-
-def make_side(
-    shape: ModelShape,
-    weights: Weights,
-    name: str = "engine",
-    *,
-    temperature: float = 1.0,
-    padding: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-    spoil: Callable[[str, ModuleChecker, torch.Tensor], torch.Tensor] = lambda site, chain, values: values,
-) -> ActivationTrace:
-    """A side that computes with these weights and rounds every value; ``spoil`` changes a module's."""
-    g = torch.Generator().manual_seed(3)
-    total = sum(LENGTHS)
-    tokens = torch.randint(shape.vocab_size, (total,), generator=g)
-    predicts = torch.cat([torch.arange(n) >= n // 2 for n in LENGTHS])
-    sampled = torch.randint(shape.vocab_size, (int(predicts.sum()),), generator=g)
-    side = ActivationTrace(name, {}, tokens, LENGTHS, predicts, sampled, torch.zeros(0), str(dtype)[6:])
-    chain = ModuleChecker(side, shape, lambda n: weights[n], temperature)
-    for site in all_sites(shape.num_layers, shape.qk_norm):
-        side.trace[site] = spoil(site, chain, chain.expected(site)).to(dtype)
-    side.logp = chain.logprobs(padding=padding).float()
-    return side
-
-
-def verdict_of(
-    shape: ModelShape,
-    weights: Weights,
-    engine: ActivationTrace,
-    *,
-    trainer: ActivationTrace | None = None,
-    others: dict[str, Weights] | None = None,
-    dtype: str = "float32",
-    bounds: tuple[float, float] = (1e-3, 1e-4),
-) -> AuditVerdict:
-    return diagnose(
-        engine,
-        trainer or make_side(shape, weights, "trainer", dtype=getattr(torch, dtype)),
-        make_side(shape, weights, "trainer", dtype=getattr(torch, dtype)),
-        shape=shape,
-        weights=lambda n: weights[n],
-        temperature=1.0,
-        dtype=dtype,
-        bounds=bounds,
-        others={name: w.__getitem__ for name, w in (others or {}).items()},
-        device=torch.device("cpu"),
-    )
-
-
-def only(verdict: AuditVerdict) -> Finding:
-    assert len(verdict.findings) == 1, verdict.findings
-    return verdict.findings[0]
+from rpg_megatron.models.activation_sites import LOGITS, Trace, split_site
+from tests.support.audit_sides import LENGTHS, make_side, only, verdict_of, weights_of
+from tests.support.tiny_models import FAMILIES, TINY, TINY_MOE, tiny_shape, write_checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -341,9 +277,10 @@ def cut_for_workers(trace: Trace, shape: ModelShape, workers: int) -> list[Trace
     return shards
 
 
+@pytest.mark.parametrize("model", [TINY, TINY_MOE], ids=lambda shape: shape.family)
 @pytest.mark.parametrize(("workers", "groups"), [(1, 4), (2, 4), (4, 4), (4, 2), (8, 1)])
-def test_workers_shares_make_the_whole(workers: int, groups: int):
-    shape = replace(tiny_shape(), num_kv_heads=groups)
+def test_workers_shares_make_the_whole(model: ModelShape, workers: int, groups: int):
+    shape = replace(model, num_kv_heads=groups)
     trace = make_side(shape, weights_of(shape)).trace
     joined = join_workers(cut_for_workers(trace, shape, workers), shape)
     assert joined.keys() == trace.keys()

@@ -1,7 +1,7 @@
 """Records the activations of vLLM's modules for an audit, by forward hooks in each worker.
 
 ``plugin.WorkerExtension`` calls this; hooks never raise into a worker (the plug-in says why). Modules of
-vLLM's dense decoders are found by name, and nothing of vLLM is imported, so that other processes can use
+vLLM's decoders are found by name, and nothing of vLLM is imported, so that other processes can use
 ``join_workers``.
 
 The engine must run eagerly: a compiled or captured model does not call its modules' hooks.
@@ -32,7 +32,9 @@ class WorkerTrace:
     """
 
     def __init__(self, model: nn.Module):
-        """Hook the modules of a dense decoder. Raises AttributeError for any other structure."""
+        """Hook the modules of a decoder, dense or with experts. Raises AttributeError for any other
+        structure.
+        """
         self._kept: dict[str, list[Tensor]] = defaultdict(list)
         self._handles: list[Any] = []
         self.error = ""
@@ -72,6 +74,10 @@ class WorkerTrace:
         )
         keep(attention.o_proj, "attention_output", take=lambda a, out: (out[0],))
         keep(layer.post_attention_layernorm, "middle", "mlp_norm", take=lambda a, out: (out[1], out[0]))
+        if hasattr(mlp, "experts"):  # which call the router; what they pass to each other is in kernels
+            keep(mlp.gate, "router", take=lambda a, out: (out[0],))
+            keep(mlp, "experts", take=lambda a, out: (out,))
+            return
         keep(mlp.gate_up_proj, _GATE_UP, take=lambda a, out: (out[0],))
         keep(mlp.act_fn, "activation", take=lambda a, out: (out,))
         keep(mlp.down_proj, "mlp_output", take=lambda a, out: (out[0],))

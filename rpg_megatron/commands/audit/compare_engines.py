@@ -135,6 +135,7 @@ def audit_engine(
         bounds=settings.guards.thresholds(settings.precision.dtype),
         others=others,
         device=run.policy.device,
+        replayed=settings.training.router_replay == "rollout",
     )
     reference.close()
     return verdict, sum(t.length - 1 for t in trajectories)

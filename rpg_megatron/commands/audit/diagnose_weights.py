@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from rpg_megatron.commands.audit.diagnose_experts import explain_experts, explain_router, wrong_columns
 from rpg_megatron.commands.audit.finding import Finding, layers_of, ranges
 from rpg_megatron.commands.audit.module_check import CHANNEL_TOLERANCE, ModuleChecker, Weights, distance
-from rpg_megatron.models.activation_sites import NORMS, layer_site, parameter_of, split_site
+from rpg_megatron.models.activation_sites import NORMS, layer_site, parameter_of, parameters_of, split_site
 
-_MATRICES = ("query", "key", "value", "attention_output", "gate", "up", "mlp_output")
+_MATRICES = ("query", "key", "value", "attention_output", "gate", "up", "mlp_output", "experts")
 
 
 def explain_weights(
@@ -60,8 +61,9 @@ class _WeightDiagnosis:
         by_layer: dict[int | None, list[str]] = defaultdict(list)
         for site in broken:
             by_layer[split_site(site)[0]].append(site)
-        count = sum(parameter_of(layer_site(1, p)) is not None for p in self._parts())
-        whole = [i for i, sites in by_layer.items() if i is not None and len(sites) > count // 2]
+        whole = [
+            i for i, sites in by_layer.items() if i is not None and len(sites) > self._parameter_sites(i) // 2
+        ]
         found = self._whole_layers(whole, [s for i in whole for s in by_layer[i]]) if whole else []
         for layer, sites in by_layer.items():
             if layer not in whole:
@@ -114,8 +116,11 @@ class _WeightDiagnosis:
         else:
             found = []
         for site in sites:
+            layer, part = split_site(site)
+            if part == "experts":
+                found += explain_experts(self._chain, site, self._others, self._advice)
+                continue
             text, values = self._explain_parameter(site)
-            layer = split_site(site)[0]
             found.append(
                 Finding(
                     "weights",
@@ -132,28 +137,26 @@ class _WeightDiagnosis:
     def _explain_parameter(self, site: str) -> tuple[str, dict[str, float]]:
         name = self._parameters([site])[0]
         mine = f"{name} of the {self._name}"
-        if split_site(site)[1] in NORMS and (factor := self._norm_factor(site, mine)):
+        layer, part = split_site(site)
+        if part in (*NORMS, "router") and (factor := self._channel_factor(site, mine)):
             return factor
         if (label := self._source([site])) is not None:
             return f"{mine} is stale: it is that of {label}", {}
-        layer, part = split_site(site)
+        if part == "router" and (rows := explain_router(self._chain, site, self._others)):
+            return f"{mine} {rows}", {}
         if part in ("gate", "up") and layer is not None:
             other = layer_site(layer, "up" if part == "gate" else "gate")
             if self._chain.error(site, self._chain.expected(site, like=other)) <= self._chain.tolerance(site):
                 return f"{mine} is {parameter_of(other)}: gate and up are swapped", {}
         expected = self._chain.expected(site)
-        off = (self._chain.found(site) - expected).square().sum(0).sqrt()
-        wrong = (off > self._chain.tolerance(site) * expected.square().sum(0).mean().sqrt()).nonzero()[:, 0]
+        wrong = wrong_columns(self._chain, site, expected)
         error = self._chain.error(site)
-        where = (
-            f" (rows {ranges(wrong.tolist())} of {expected.size(1)})"
-            if 0 < wrong.numel() < expected.size(1)
-            else ""
-        )
+        width = expected.size(1)
+        where = f" (rows {ranges(wrong)} of {width})" if 0 < len(wrong) < width else ""
         return f"{mine} is not the trainer's{where}: its output is off by {error:.1%}", {"error": error}
 
-    def _norm_factor(self, site: str, mine: str) -> tuple[str, dict[str, float]] | None:
-        """A norm with each channel off by a constant factor, for all tokens."""
+    def _channel_factor(self, site: str, mine: str) -> tuple[str, dict[str, float]] | None:
+        """A norm or router with each channel off by a constant factor, for all tokens."""
         expected = self._chain.expected(site)
         ratios = self._chain.channel_ratios(site, expected)
         scaled = (expected.unflatten(1, (-1, ratios.numel())) * ratios).flatten(1)
@@ -166,12 +169,13 @@ class _WeightDiagnosis:
         typical = off[wrong].median().item()
         much = f"{abs(typical):.1%} too {'large' if typical > 0 else 'small'}"
         values = {"factor": 1 + typical, "channels": float(wrong.sum())}
+        unit = "rows" if split_site(site)[1] == "router" else "channels"
         if (off[wrong] - typical).abs().max() > max(0.2 * abs(typical), noise):
-            channels = f"{int(wrong.sum())} of {width} channels"
+            channels = f"{int(wrong.sum())} of {width} {unit}"
             return f"{mine} differs in {channels}, {typical:+.1%} in the median, {most:.1%} at most", values
         if bool(wrong.all()):
             return f"{mine} is {much}", values
-        return f"{mine} is {much} in channels {ranges(wrong.nonzero()[:, 0].tolist())} of {width}", values
+        return f"{mine} is {much} in {unit} {ranges(wrong.nonzero()[:, 0].tolist())} of {width}", values
 
     def _swapped_groups(self, sites: list[str]) -> tuple[Finding, list[str]] | None:
         """Query, key and value heads that are complete, but with permuted groups."""
@@ -225,18 +229,21 @@ class _WeightDiagnosis:
 
     def _other_layer(self, sites: Sequence[str]) -> int | None:
         """The other layer whose weights explain all of these sites."""
-        chain = self._chain
+        chain, mine = self._chain, split_site(sites[0])[0]
+        assert mine is not None
+        alike = self._shape.has_experts(mine)
         for layer in range(self._shape.num_layers):
+            if layer == mine or self._shape.has_experts(layer) != alike:
+                continue
             pairs = [(s, layer_site(layer, split_site(s)[1])) for s in sites if split_site(s)[1] != "input"]
-            if layer != split_site(sites[0])[0] and all(
-                chain.error(s, chain.expected(s, like=like)) <= chain.tolerance(s) for s, like in pairs
-            ):
+            if all(chain.error(s, chain.expected(s, like=like)) <= chain.tolerance(s) for s, like in pairs):
                 return layer
         return None
 
     def _parameters(self, sites: Sequence[str]) -> list[str]:
-        names = [parameter_of(s, self._shape.tied_embeddings) for s in sites]
-        return [n for n in names if n is not None]
+        return [name for s in sites for name in parameters_of(s, self._shape)]
 
-    def _parts(self) -> list[str]:
-        return [p for layer, p in map(split_site, self._chain.sites()) if layer == 0]
+    def _parameter_sites(self, layer: int) -> int:
+        """Sites of a layer that have parameters of their own."""
+        sites = [s for s in self._chain.sites() if split_site(s)[0] == layer and not s.endswith(".input")]
+        return sum(bool(parameters_of(s, self._shape)) for s in sites)

@@ -14,7 +14,7 @@ class Finding:
     """One problem."""
 
     kind: str
-    """weights, layer, rope, packing, attention, temperature, vocabulary, precision, other."""
+    """weights, layer, routing, rope, packing, attention, temperature, vocabulary, precision, other."""
     side: str
     """engine or trainer: the side whose value does not match its own earlier values."""
     text: str

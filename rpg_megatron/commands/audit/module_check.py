@@ -22,14 +22,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_files import list_checkpoint
+from rpg_megatron.commands.audit.expert_block import run_experts, undecided
 from rpg_megatron.config import ModelShape
+from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.models.activation_sites import (
+    EXPERT_MATRICES,
     FINAL_INPUT,
     FINAL_NORM,
     LOGITS,
     NORMS,
     Trace,
     all_sites,
+    block_output,
+    expert_parameter,
     layer_site,
     parameter_of,
     split_site,
@@ -124,7 +129,7 @@ class ModuleChecker:
 
     def sites(self) -> list[str]:
         """Sites that the side has values for, in the order of computation."""
-        return [s for s in all_sites(self.shape.num_layers, self.shape.qk_norm) if s in self.side.trace]
+        return [s for s in all_sites(self.shape) if s in self.side.trace]
 
     def found(self, site: str) -> Tensor:
         """The side's values in the wide dtype; recomputed if the trace has none."""
@@ -140,11 +145,12 @@ class ModuleChecker:
         like: str | None = None,
         theta: float | None = None,
         positions: Tensor | None = None,
+        routing: ExpertShape | None = None,
     ) -> Tensor:
         """The values of a site expected from earlier ones: [t, width]; logits at sampled positions.
 
-        Optional hypotheses: other ``weights``, the parameter of another site (``like``), another RoPE base
-        or other positions.
+        Optional hypotheses: other ``weights``, the parameter of another site (``like``), another RoPE base,
+        other positions, or another ``routing`` by the same logits.
         """
         layer, part = split_site(site)
 
@@ -162,12 +168,9 @@ class ModuleChecker:
             return weight[self._on_device(self.side.tokens)]
         if part == "input":
             assert layer is not None
-            return self.found(layer_site(layer - 1, "middle")) + self.found(
-                layer_site(layer - 1, "mlp_output")
-            )
+            return self._after_layer(layer - 1)
         if part == FINAL_INPUT:
-            last = self.shape.num_layers - 1
-            return self.found(layer_site(last, "middle")) + self.found(layer_site(last, "mlp_output"))
+            return self._after_layer(self.shape.num_layers - 1)
         if part in NORMS:
             from_part = {
                 "input_norm": "input",
@@ -192,15 +195,32 @@ class ModuleChecker:
             return self._attend(before("query_rope"), before("key_rope"), before("value"))
         if part == "middle":
             return before("input") + before("attention_output")
+        if part == "experts":
+            of, routing = split_site(like or site)[0], routing or self.shape.experts
+            assert of is not None
+            assert routing is not None
+            out = torch.zeros_like(before("mlp_norm"))
+            for _, tokens, added in run_experts(
+                before("mlp_norm"), before("router"), routing, lambda e: self.matrices(of, e, source)
+            ):
+                out[tokens] += added
+            return out
         if part == "activation":
             return F.silu(before("gate")) * before("up")
-        from_part = {"attention_output": "attention", "gate": "mlp_norm", "up": "mlp_norm"} | {
-            "mlp_output": "activation"
-        }
+        from_part = {"attention_output": "attention", "mlp_output": "activation"}
         assert weight is not None
         if part == LOGITS:
             return self.found(FINAL_NORM)[self._on_device(self.side.predicts)] @ weight.t()
-        return before(from_part[part]) @ weight.t()
+        return before(from_part.get(part, "mlp_norm")) @ weight.t()  # router, gate, up
+
+    def _after_layer(self, layer: int) -> Tensor:
+        return self.found(layer_site(layer, "middle")) + self.found(block_output(self.shape, layer))
+
+    def matrices(self, layer: int, expert: int, weights: Weights | None = None) -> list[Tensor]:
+        """The matrices of an expert, in the order of ``EXPERT_MATRICES`` and in the wide dtype."""
+        source = weights or self.weights
+        names = [expert_parameter(layer, expert, matrix) for matrix in EXPERT_MATRICES]
+        return [source(name).to(self._device, self._wide) for name in names]
 
     def rotate(self, x: Tensor, theta: float | None = None, positions: Tensor | None = None) -> Tensor:
         """Rotary embedding of heads [t, heads * d], in Hugging Face's half-rotation convention."""
@@ -255,8 +275,13 @@ class ModuleChecker:
         found = self.found(site)
         if expected is None:
             expected = self.expected(site)
+        layer, part = split_site(site)
+        if part == "experts" and layer is not None:
+            assert self.shape.experts is not None
+            unjudged = undecided(self.found(layer_site(layer, "router")), self.shape.experts)
+            expected = torch.where(unjudged[:, None], found, expected)
         worst = distance(found, expected)
-        if split_site(site)[1] in NORMS:
+        if part in NORMS:
             off = (self.channel_ratios(site, expected) - 1).abs().max().item()
             # Scaled so that the channel tolerance equals the tolerance.
             worst = max(worst, off * TOLERANCE[self.side.dtype] / CHANNEL_TOLERANCE[self.side.dtype])

@@ -123,10 +123,35 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
             yield keep(attention.linear_proj, first(at("attention_output")))
             before = layer.pre_mlp_layernorm
             yield keep(before, norm(before, at("middle"), at("mlp_norm")))
-            yield keep(mlp.linear_fc1, first(at(_GATE_UP)))
-            yield keep(mlp.linear_fc2, entering(at("activation"), at("mlp_output")))
+            if hasattr(mlp, "router"):
+                yield _KeptLogits(mlp.router, kept[at("router")])
+                yield keep(mlp, first(at("experts")))
+            else:
+                yield keep(mlp.linear_fc1, first(at(_GATE_UP)))
+                yield keep(mlp.linear_fc2, entering(at("activation"), at("mlp_output")))
         if getattr(decoder, "final_layernorm", None) is not None:
             yield keep(decoder.final_layernorm, entering(FINAL_INPUT, FINAL_NORM))
+
+
+class _KeptLogits:
+    """Keeps a router's logits, which no module returns: ``TopKRouter.gating`` computes them.
+
+    Wraps that method of one router until ``remove``.
+    """
+
+    def __init__(self, router: Any, kept: list[Tensor]):
+        self._router, plain = router, router.gating
+
+        def gating(hidden: Tensor) -> Tensor:
+            logits: Tensor = plain(hidden)
+            kept.append(logits.detach().reshape(logits.size(0), -1).cpu().clone())
+            return logits
+
+        router.gating = gating
+
+    def remove(self) -> None:
+        """Restore the method."""
+        del self._router.gating
 
 
 def _join(site: str, shards: list[Tensor], shape: ModelShape, tokens: int) -> Trace:

@@ -11,10 +11,11 @@ import torch
 
 from rpg_megatron.commands.audit.diagnose_ops import LOGPROBS, explain_steps
 from rpg_megatron.commands.audit.diagnose_weights import explain_weights
+from rpg_megatron.commands.audit.expert_block import changed_routes
 from rpg_megatron.commands.audit.finding import Finding
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, Weights, distance
 from rpg_megatron.config import ModelShape
-from rpg_megatron.models.activation_sites import FINAL_NORM, LOGITS, all_sites, parameter_of
+from rpg_megatron.models.activation_sites import FINAL_NORM, LOGITS, all_sites, layer_site, parameters_of
 
 
 @dataclass
@@ -30,6 +31,10 @@ class AuditVerdict:
     """Relative difference of engine and trainer, by site, accumulated errors included."""
     logprobs: dict[str, float]
     """|engine - trainer| of the sampled tokens: mean and max, nats."""
+    routes: dict[str, int]
+    """Of a mixture: choices of experts, one for each token and layer, and how many of them differ between
+    engine and trainer (``changed``). Empty for dense models.
+    """
 
     @property
     def clean(self) -> bool:
@@ -62,13 +67,15 @@ def diagnose(
     bounds: tuple[float, float],
     others: Mapping[str, Weights],
     device: torch.device,
+    replayed: bool = False,
 ) -> AuditVerdict:
     """Compare an engine with the trainer on the same tokens.
 
     trainer: sequences packed as in training; alone: one sequence per row. weights: the trainer's, by HF
     name. temperature, dtype: as configured. bounds: largest and mean |log-prob difference| that the run's
     guard allows, nats. others: further weights that may explain a wrong parameter, by their name in messages.
-    device: where to compute.
+    device: where to compute. replayed: the run replays the engine's choice of experts, which these traces
+    do not.
     """
     chains = {
         side.name: ModuleChecker(side, shape, weights, temperature, device) for side in (engine, trainer)
@@ -78,7 +85,7 @@ def diagnose(
     findings = [f for side in (engine, trainer) for f in _dtype(side, dtype)]
     for name, chain in chains.items():
         broken = [s for s, error in links[name].items() if error > _tolerance(chain, s)]
-        weighty = [s for s in broken if s != LOGPROBS and parameter_of(s) is not None]
+        weighty = [s for s in broken if s != LOGPROBS and parameters_of(s, shape)]
         findings += explain_weights(chain, weighty, others)
         rest = [s for s in broken if s not in weighty]
         findings += explain_steps(chain, rest, apart if name == "trainer" else None)
@@ -89,10 +96,22 @@ def diagnose(
         for site in chains["engine"].sites()
         if site in trainer.trace
     }
+    routes = _routes(engine, trainer, shape)
+    # Log-probs after different choices are not those that the guard of a run with replay sees.
+    judged = not (replayed and routes.get("changed"))
     # Written so that NaN counts as out of bounds.
-    if not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
-        findings.append(_rounding(drift, logprobs, bounds, dtype))
-    return AuditVerdict(findings, _broken(chains, links), links, drift, logprobs)
+    if judged and not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
+        findings.append(_rounding(drift, logprobs, bounds, dtype, routes))
+    return AuditVerdict(findings, _broken(chains, links), links, drift, logprobs, routes)
+
+
+def _routes(engine: ActivationTrace, trainer: ActivationTrace, shape: ModelShape) -> dict[str, int]:
+    if shape.experts is None:
+        return {}
+    sites = [layer_site(layer, "router") for layer in shape.experts.layers]
+    pairs = [(engine.trace[site].float(), trainer.trace[site].float()) for site in sites]
+    changed = sum(changed_routes(*pair, shape.experts) for pair in pairs)
+    return {"choices": sum(len(one) for one, _ in pairs), "changed": changed}
 
 
 def _links(chain: ModuleChecker) -> dict[str, float]:
@@ -107,7 +126,7 @@ def _tolerance(chain: ModuleChecker, site: str) -> float:
 def _broken(
     chains: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
-    order = [*all_sites(chains["engine"].shape.num_layers, chains["engine"].shape.qk_norm), LOGPROBS]
+    order = [*all_sites(chains["engine"].shape), LOGPROBS]
     found = [
         {"side": name, "site": site, "error": error, "tolerance": _tolerance(chains[name], site)}
         for name, errors in links.items()
@@ -131,15 +150,26 @@ def _dtype(side: ActivationTrace, dtype: str) -> list[Finding]:
 
 
 def _rounding(
-    drift: Mapping[str, float], logprobs: Mapping[str, float], bounds: tuple[float, float], dtype: str
+    drift: Mapping[str, float],
+    logprobs: Mapping[str, float],
+    bounds: tuple[float, float],
+    dtype: str,
+    routes: Mapping[str, int],
 ) -> Finding:
     sites = list(drift)
+    chosen, advice = (
+        "",
+        "use precision.dtype=float32, or raise guards.mismatch_mean and .mismatch_max and set correction",
+    )
+    if routes.get("changed"):
+        chosen = f"; rounding changes {routes['changed']} of {routes['choices']} choices of experts"
+        advice = f"set training.router_replay=rollout; else {advice}"
     return Finding(
         "precision",
         "engine",
         f"every module is right by itself, but rounding in {dtype} accumulates: engine and trainer differ by "
         f"{drift[sites[0]]:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, "
         f"the log-probs by {logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most "
-        f"(bounds {bounds[1]:.0e}, {bounds[0]:.0e})",
-        "use precision.dtype=float32, or raise guards.mismatch_mean and .mismatch_max and set correction",
+        f"(bounds {bounds[1]:.0e}, {bounds[0]:.0e}){chosen}",
+        advice,
     )

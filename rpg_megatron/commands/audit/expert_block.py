@@ -1,0 +1,57 @@
+"""Arithmetic of a layer's experts, as an audit recomputes it from router logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rpg_megatron.config.model_shape import ExpertShape
+
+
+def routing_weights(logits: Tensor, experts: ExpertShape) -> Tensor:
+    """Weight of each expert for each token: [t, experts], 0 for those that are not chosen."""
+    top, chosen = logits.topk(experts.per_token, dim=1)
+    among = top if experts.normalised else logits
+    weights = (top - among.logsumexp(1, keepdim=True)).exp()
+    return torch.zeros_like(logits).scatter_(1, chosen, weights)
+
+
+def undecided(logits: Tensor, experts: ExpertShape) -> Tensor:
+    """Tokens whose logits leave the choice of experts open: bool [t].
+
+    The last chosen one and the next are equal, as they often are in bfloat16, or so close that the rounding
+    of a softmax decides.
+    """
+    if experts.per_token == experts.count:
+        return torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
+    top = logits.topk(experts.per_token + 1, dim=1).values
+    return top[:, -2] - top[:, -1] <= 1e-6 * (1 + logits.abs().amax(1))
+
+
+def changed_routes(one: Tensor, other: Tensor, experts: ExpertShape) -> int:
+    """Number of tokens for which two sets of logits [t, experts] choose different experts."""
+    chosen = [torch.zeros_like(x).scatter_(1, x.topk(experts.per_token).indices, 1) for x in (one, other)]
+    return int((chosen[0] != chosen[1]).any(1).sum())
+
+
+def expert_output(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Output of one expert: x [t, hidden], gate and up [columns, hidden], down [hidden, columns]."""
+    return (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+
+def run_experts(
+    x: Tensor, logits: Tensor, experts: ExpertShape, matrices: Callable[[int], Sequence[Tensor]]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each expert that a token chose: its number, its tokens (int64 [n]) and what it adds to their
+    outputs [n, hidden].
+
+    x [t, hidden], logits [t, experts]. matrices: those of an expert, see ``expert_output``.
+    """
+    weights = routing_weights(logits, experts)
+    for e in range(experts.count):
+        tokens = weights[:, e].nonzero()[:, 0]
+        if tokens.numel():
+            yield e, tokens, weights[tokens, e, None] * expert_output(x[tokens], *matrices(e))

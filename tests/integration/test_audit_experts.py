@@ -1,0 +1,151 @@
+"""``rpg-megatron audit`` of a mixture names what was planted: in a real vLLM engine, or in a real trainer.
+
+Why: as test_audit, for layers with experts: their routers and sums are hooked in vLLM's own modules and in
+Megatron's, whose ranks hold other experts in every layout. Not covered: GPUs, Transformer Engine's grouped
+experts, engines with expert parallelism (vLLM has none on a CPU); tests/unit/test_audit_experts.py has more
+faults.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rpg_megatron.config import load_settings
+from tests.support.audit_faults import (
+    EAGER,
+    Weights,
+    audit_faults,
+    only_finding,
+    scale,
+    write_checkpoints,
+)
+from tests.support.engine import running_service
+from tests.support.runs import QUICKSTART_MOE
+
+pytestmark = [pytest.mark.usefixtures("forked_engines"), pytest.mark.long, pytest.mark.timeout(1800)]
+MODEL = QUICKSTART_MOE.parent / "quickstart" / "moe_model"
+BLOCK = "model.layers.2.mlp"
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+ALL = ", ".join(MATRICES)
+
+
+def names(expert: int) -> list[str]:
+    return [f"{BLOCK}.experts.{expert}.{m}.weight" for m in MATRICES]
+
+
+def stale_expert(weights: Weights) -> None:
+    earlier = load_file(MODEL / "model.safetensors")
+    weights.update({n: earlier[n] for n in names(6)})
+
+
+def stale_row(weights: Weights) -> None:
+    weights[f"{BLOCK}.gate.weight"][4] = load_file(MODEL / "model.safetensors")[f"{BLOCK}.gate.weight"][4]
+
+
+def swap_experts(weights: Weights) -> None:
+    for one, other in zip(names(1), names(5), strict=True):
+        weights[one], weights[other] = weights[other], weights[one]
+
+
+def scale_row(weights: Weights) -> None:
+    weights[f"{BLOCK}.gate.weight"][3] *= 1.2
+
+
+def stale_layer(weights: Weights) -> None:
+    earlier = load_file(MODEL / "model.safetensors")
+    weights.update({n: w for n, w in earlier.items() if n.startswith("model.layers.2.")})
+
+
+FAULTS = {
+    "down": scale(f"{BLOCK}.experts.3.down_proj.weight", 1.01),
+    "half": scale(f"{BLOCK}.experts.3.down_proj.weight", 1.5),
+    "stale_expert": stale_expert,
+    "swapped": swap_experts,
+    "row": scale_row,
+    "stale_row": stale_row,
+    "stale": stale_layer,
+}
+TEXTS = {
+    "half": f"{BLOCK}.experts.3.down_proj or up_proj of the engine is 50",
+    "down": f"{BLOCK}.experts.3.down_proj or up_proj of the engine is 1.0% too large",
+    "stale_expert": f"{BLOCK}.experts.6.{ALL} of the engine is stale: it is that of version 0",
+    "swapped": f"{BLOCK}.experts.1.{ALL} of the engine is swapped with that of expert 5",
+    "row": f"{BLOCK}.gate.weight of the engine is 20.0% too large in rows 3 of 8",
+    "stale_row": f"{BLOCK}.gate.weight of the engine has stale rows 4 (one an expert): those of version 0",
+    "stale": "layer 2 of the engine is stale: it holds the weights of version 0",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoints(tmp_path_factory.mktemp("audit"), MODEL, FAULTS)
+
+
+def check_clean(report: dict, logprobs: float) -> None:
+    assert report["clean"], report["findings"]
+    assert report["broken"] == []
+    assert len(report["links"]["engine"]) == 4 * 15 + 4, "every step was looked at"
+    assert len(report["links"]["trainer"]) == 4 * 15 + 3
+    assert {"layers.3.router", "layers.3.experts"} <= set(report["links"]["engine"])
+    assert report["logprobs"]["max"] < logprobs
+    assert report["routes"]["choices"] > 100
+
+
+def check_fault(report: dict, case: str, text: str | None = None) -> None:
+    found = only_finding(report)
+    kind = "layer" if case == "stale" else "weights"
+    assert (found["kind"], found["side"], found["layers"]) == (kind, "engine", [2]), found
+    assert (text or TEXTS[case]) in found["text"]
+
+
+def check_trainer(report: dict, experts: str) -> None:
+    """The first expert of every expert rank, in all layers."""
+    assert [(f["kind"], f["side"], f["layers"]) for f in report["findings"]] == [
+        ("weights", "trainer", [i]) for i in range(4) for _ in experts.split()
+    ], report["findings"]
+    for i in range(4):
+        texts = [f["text"] for f in report["findings"] if f["layers"] == [i]]
+        for text, expert in zip(texts, experts.split(), strict=True):
+            assert text.startswith(
+                f"model.layers.{i}.mlp.experts.{expert}.down_proj or up_proj of the trainer"
+            )
+
+
+def test_faults_of_experts_and_routers(checkpoints: Path, tmp_path: Path) -> None:
+    engine = ["engine.max_sequences=16", f"model.path={checkpoints / 'trained'}", EAGER, "evaluation=null"]
+    with running_service(tmp_path, load_settings(QUICKSTART_MOE, engine)) as service:
+        cases = ["clean", *(c for c in FAULTS if c != "half"), "trainer_expert"]
+        reports = audit_faults(service, checkpoints, "EP2", cases, [], QUICKSTART_MOE)
+    check_clean(reports["clean"], 1e-4)
+    for case in cases[1:-1]:
+        check_fault(reports[case], case)
+    check_trainer(reports["trainer_expert"], "0 4")
+    assert reports["down"]["first"]["site"] == "layers.2.experts"
+    assert reports["row"]["first"]["site"] == "layers.2.router"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_path: Path, dtype: str) -> None:
+    split = ["parallel.data=1", "parallel.tensor=2", "parallel.sequence=true"]
+    layouts = {
+        "EP2": ([], "0 4"),
+        "TP2+SP, EP2": (split, "0 4"),
+        "TP2+SP, ETP2": ([*split, "parallel.expert=1", "parallel.expert_tensor=2"], "0"),
+        "PP2": (["parallel.data=1", "parallel.expert=1", "parallel.pipeline=2"], "0"),
+    }
+    own = [f"precision.dtype={dtype}", "guards.mismatch_mean=1"]
+    engine = ["engine.max_sequences=16", f"model.path={checkpoints / 'trained'}", EAGER, "evaluation=null"]
+    cases = ["clean", "half", "row", "stale", "trainer_expert"]
+    with running_service(
+        tmp_path, load_settings(QUICKSTART_MOE, [*engine, *own, "engine.tensor=2"])
+    ) as service:
+        for name, (layout, experts) in layouts.items():
+            reports = audit_faults(service, checkpoints, name, cases, [*layout, *own], QUICKSTART_MOE)
+            check_clean(reports["clean"], 1e-4 if dtype == "float32" else 1)
+            check_fault(reports["half"], "half")
+            check_fault(reports["row"], "row", "too large in rows 3 of 8")
+            check_fault(reports["stale"], "stale")
+            check_trainer(reports["trainer_expert"], experts)
