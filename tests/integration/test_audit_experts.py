@@ -136,12 +136,10 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
         "TP2+SP, ETP2": ([*split, "parallel.expert=1", "parallel.expert_tensor=2"], "0"),
         "PP2": (["parallel.data=1", "parallel.expert=1", "parallel.pipeline=2"], "0"),
     }
-    own = [f"precision.dtype={dtype}", "guards.mismatch_mean=1"]
+    own = [f"precision.dtype={dtype}", "engine.tensor=2", "guards.mismatch_mean=1"]
     engine = ["engine.max_sequences=16", f"model.path={checkpoints / 'trained'}", EAGER, "evaluation=null"]
     cases = ["clean", "half", "row", "stale", "trainer_expert"]
-    with running_service(
-        tmp_path, load_settings(QUICKSTART_MOE, [*engine, *own, "engine.tensor=2"])
-    ) as service:
+    with running_service(tmp_path, load_settings(QUICKSTART_MOE, [*engine, *own])) as service:
         for name, (layout, experts) in layouts.items():
             reports = audit_faults(service, checkpoints, name, cases, [*layout, *own], QUICKSTART_MOE)
             check_clean(reports["clean"], 1e-4 if dtype == "float32" else 1)
