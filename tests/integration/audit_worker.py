@@ -122,7 +122,7 @@ TRAINER_FAULTS: dict[str, Callable[[RankRun], AbstractContextManager[None]]] = {
     "vocabulary": lambda run: head(run, vocab=run.policy.settings.model.vocab_multiple),
     "packing": leak,
     "positions": lambda run: packs(run, run_on),
-    "trainer_expert": lambda run: expert(run, 1.1),
+    "trainer_expert": lambda run: expert(run, 1.5),
     "engine_temperature": lambda run: engine_temperature(run, 0.7),
 }
 

@@ -198,7 +198,7 @@ def test_rounding_alone_is_clean(dtype: str):
     engine = make_side(TINY_MOE, weights, dtype=getattr(torch, dtype))
     verdict = verdict_of(TINY_MOE, weights, engine, dtype=dtype, bounds=LOOSE)
     assert verdict.clean, verdict.findings
-    assert verdict.routes == {"choices": 3 * sum(LENGTHS), "changed": 0}
+    assert verdict.routes == {"choices": 3 * sum(LENGTHS), "changed": 0, "experts": 24, "unused": 2}
 
 
 def test_a_choice_between_close_experts_is_no_fault():

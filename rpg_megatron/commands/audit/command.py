@@ -154,9 +154,12 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"\nfinal norm {_cell(worst, 'final_norm')}   log-probs {head}mean {_number(logprobs['mean'])}, "
         f"max {_number(logprobs['max'])} nats over {logprobs['tokens']:.0f} sampled tokens\n",
     )
-    if worst["routes"]:
-        changed, choices = worst["routes"]["changed"], worst["routes"]["choices"]
-        _say(console, f"choices of experts, of a token in a layer: {changed} of {choices} differ\n")
+    if routes := worst["routes"]:
+        _say(
+            console,
+            f"choices of experts: {routes['changed']} of {routes['choices']} (tokens x layers) differ; "
+            f"{routes['unused']} of {routes['experts']} experts were chosen for no token\n",
+        )
     if worst["first"]:
         first = worst["first"]
         _say(

@@ -31,10 +31,18 @@ def undecided(logits: Tensor, experts: ExpertShape) -> Tensor:
     return top[:, -2] - top[:, -1] <= 1e-6 * (1 + logits.abs().amax(1))
 
 
-def changed_routes(one: Tensor, other: Tensor, experts: ExpertShape) -> int:
-    """Number of tokens for which two sets of logits [t, experts] choose different experts."""
-    chosen = [torch.zeros_like(x).scatter_(1, x.topk(experts.per_token).indices, 1) for x in (one, other)]
-    return int((chosen[0] != chosen[1]).any(1).sum())
+def route_counts(engine: Tensor, trainer: Tensor, experts: ExpertShape) -> dict[str, int]:
+    """Of one layer's logits [t, experts] in engine and trainer: see ``AuditVerdict.routes``."""
+    chosen, others = (
+        torch.zeros(x.shape, dtype=torch.bool).scatter_(1, x.topk(experts.per_token).indices, True)
+        for x in (engine, trainer)
+    )
+    return {
+        "choices": len(chosen),
+        "changed": int((chosen != others).any(1).sum()),
+        "experts": experts.count,
+        "unused": int((~chosen.any(0)).sum()),
+    }
 
 
 def expert_output(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from rpg_megatron.commands.audit.diagnose_ops import LOGPROBS, explain_steps
 from rpg_megatron.commands.audit.diagnose_weights import explain_weights
-from rpg_megatron.commands.audit.expert_block import changed_routes
+from rpg_megatron.commands.audit.expert_block import route_counts
 from rpg_megatron.commands.audit.finding import Finding
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, Weights, distance
 from rpg_megatron.config import ModelShape
@@ -32,8 +32,9 @@ class AuditVerdict:
     logprobs: dict[str, float]
     """|engine - trainer| of the sampled tokens: mean and max, nats."""
     routes: dict[str, int]
-    """Of a mixture: choices of experts, one for each token and layer, and how many of them differ between
-    engine and trainer (``changed``). Empty for dense models.
+    """Of a mixture: ``choices`` of experts, one for each token and layer, and how many of them differ between
+    engine and trainer (``changed``); ``experts`` of all layers, and how many of them no token chose in the
+    engine (``unused``). Empty for dense models.
     """
 
     @property
@@ -109,9 +110,8 @@ def _routes(engine: ActivationTrace, trainer: ActivationTrace, shape: ModelShape
     if shape.experts is None:
         return {}
     sites = [layer_site(layer, "router") for layer in shape.experts.layers]
-    pairs = [(engine.trace[site].float(), trainer.trace[site].float()) for site in sites]
-    changed = sum(changed_routes(*pair, shape.experts) for pair in pairs)
-    return {"choices": sum(len(one) for one, _ in pairs), "changed": changed}
+    counts = [route_counts(engine.trace[s], trainer.trace[s], shape.experts) for s in sites]
+    return {key: sum(c[key] for c in counts) for key in counts[0]}
 
 
 def _links(chain: ModuleChecker) -> dict[str, float]:
