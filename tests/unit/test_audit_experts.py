@@ -103,8 +103,8 @@ FAULTS: dict[str, tuple[Callable[[Weights, Weights], Weights], list[tuple[str, l
         [("down_proj.weight of the engine is stale: it is that of step 3", [])],
     ),
     "swapped": (
-        exchange(names(2), names(7)),
-        [("is swapped with that of expert 7", names(2, 7))],
+        exchange(names(2), names(6)),
+        [("is swapped with that of expert 6", names(2, 6))],
     ),
     "shifted": (
         lambda weights, earlier: {
@@ -199,6 +199,22 @@ def test_rounding_alone_is_clean(dtype: str):
     verdict = verdict_of(TINY_MOE, weights, engine, dtype=dtype, bounds=LOOSE)
     assert verdict.clean, verdict.findings
     assert verdict.routes == {"choices": 3 * sum(LENGTHS), "changed": 0, "experts": 24, "unused": 2}
+
+
+def test_either_of_two_experts_with_equal_logits_is_right():
+    weights = weights_of(TINY_MOE)
+    weights[ROUTER][5] = weights[ROUTER][1]
+    other = weights | exchange(names(1), names(5))(weights, weights)
+
+    def spoil(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
+        return (
+            chain.expected(site, weights=other.__getitem__) if site == f"layers.{LAYER}.experts" else values
+        )
+
+    engine = make_side(TINY_MOE, weights, spoil=spoil)
+    verdict = verdict_of(TINY_MOE, weights, engine, bounds=LOOSE)
+    assert verdict.clean, verdict.findings
+    assert verdict.logprobs["max"] > 1e-3, "the choice matters"
 
 
 def test_a_choice_between_close_experts_is_no_fault():
