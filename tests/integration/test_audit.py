@@ -229,8 +229,8 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
         "DP2": ["parallel.tensor=1", "parallel.data=2"],
     }
     cases = ["clean", "norm", "qkv", "stale", "rope", "temperature"]
-    own = [f"precision.dtype={dtype}"]
-    engine = [*SMALL, "model.path=" + str(checkpoints / "trained"), EAGER, "engine.tensor=2", *own]
+    own = [f"precision.dtype={dtype}", "engine.tensor=2"]
+    engine = [*SMALL, "model.path=" + str(checkpoints / "trained"), EAGER, *own]
     with running_service(tmp_path, load_settings(QUICKSTART, engine)) as service:
         found = [
             audit_faults(service, checkpoints, name, cases, [*layout, *own])
