@@ -240,7 +240,11 @@ class _ExpertDiagnosis:
             without = self._weights[:, suspects[-1]] == 0
             left &= without
             sizes *= without[:, None]
-        return suspects
+        # Where tokens are many and experts few, those of the right tokens leave fewer.
+        right = (self._weights[self._judged & ~self._wrong] > 0).any(0)
+        others = (self._in_wrong_tokens() & ~right).nonzero()[:, 0].tolist()
+        explained = (self._weights[self._wrong][:, others] > 0).any(1).all()
+        return others if explained and len(others) < len(suspects) else suspects
 
     def _explain(self, e: int, suspects: Sequence[int]) -> _Change:
         """What is wrong with an expert, by the tokens that chose no other suspect."""
