@@ -46,7 +46,7 @@ SIZES = {
     "num_experts": 6,
     "max_position_embeddings": 512,
 }
-LAYERS, EXPERTS, TOPK = 3, 6, 2
+LAYERS, EXPERTS, TOPK = 3, 8, 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "one rank": (1, {}, 5, {}),
     "PP2, full recompute": (2, {"pipeline": 2}, 5, FULL),

@@ -37,7 +37,8 @@ SETTINGS = [
 @pytest.mark.timeout(3600)
 def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: Path) -> None:
     """In float32 engine and trainer choose alike as long as the weights are the same."""
-    model = write_byte_model(tmp_path / "moe", **CONFIGS["qwen3_moe"] | {"mlp_only_layers": [0]})
+    layers = {"num_hidden_layers": 4, "mlp_only_layers": [0]}
+    model = write_byte_model(tmp_path / "moe", **CONFIGS["qwen3_moe"] | layers)
     command = Command(tmp_path, "train", str(config_file), f"model.path={model}", *SETTINGS)
     code, err = command.finish(timeout=3000)
     assert code == 0, err
@@ -50,7 +51,7 @@ def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: P
         assert all(row[f"routes/{name}_mismatch_max"] < 1e-4 for row in rows), name
     assert [has_routes(rollouts_file(run, step)) for step in (1, 2, 3)] == [False, False, True]
     for t in read_rollouts(rollouts_file(run, 3)):
-        assert t.routes.shape == (t.length - 1, 1, 2)
+        assert t.routes.shape == (t.length - 1, 3, 2)
         assert (np.diff(np.sort(t.routes, -1)) > 0).all()
     again = [sys.executable, "-m", "rpg_megatron.cli", "replay", str(run)]
     layout = ["parallel.pipeline=1", "parallel.data=2", "parallel.expert=2"]

@@ -160,7 +160,7 @@ def _keep_value(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         set_value(out, _value_of(args[0]))
         return
     flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-    if not flat or any(_value_of(x) is None for x in flat):
+    if (not flat and func.overloadpacket is not aten.arange) or any(_value_of(x) is None for x in flat):
         if func._schema.is_mutable and flat and flat[0] is out:
             set_value(out, None)  # type: ignore[arg-type]
         return
