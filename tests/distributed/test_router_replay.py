@@ -43,7 +43,7 @@ SIZES = {
     "head_dim": 16,
     "moe_intermediate_size": 32,
     "mlp_only_layers": [1],
-    "num_experts": 6,
+    "num_experts": 8,
     "max_position_embeddings": 512,
 }
 LAYERS, EXPERTS, TOPK = 3, 8, 2
