@@ -9,7 +9,9 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from tests.distributed import resume_worker  # first: it starts the process as a trainer rank does
+from rpg_megatron.policy import device as policy_device
+from tests.distributed import resume_worker
+from tests.support.ranks import measure_cases
 
 _IS_CUDA = Tensor.is_cuda.__get__
 
@@ -52,7 +54,7 @@ class DoneAtOnce:
 def main() -> None:
     torch.cuda.Stream = DoneAtOnce  # type: ignore[misc,assignment]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    start_device = resume_worker.start_device
+    start_device = policy_device.start_device
 
     def start(device: str) -> torch.device:
         found = start_device(device)
@@ -66,10 +68,10 @@ def main() -> None:
         print(f"update: {len(self.cpu_optimizers)} off, {sum(len(g['params']) for g in groups)} on")
         step(self, closure)
 
-    resume_worker.start_device = start
+    policy_device.start_device = start
     HybridDeviceOptimizer.step = told
     with TwoDevices():
-        resume_worker.main()
+        measure_cases(resume_worker.run)
 
 
 if __name__ == "__main__":

@@ -255,10 +255,10 @@ function catalogue() {
         whenNonzero: true }),
       one("Tokens of older weights", "mismatch/stale_tokens", "count", { whenNonzero: true })]],
     ["Experts", [many("Busiest expert", "number", [["moe/load_max", "most uneven layer"],
-        ["moe/load_mean", "mean of the layers"]], { note: "tokens, over the mean expert's" }),
+        ["moe/load_mean", "mean of the layers"]], { note: "1: even load" }),
       many("Entropy of the shares", "number", [["moe/entropy_min", "most uneven layer"],
-        ["moe/entropy_mean", "mean of the layers"]], { note: "1: all experts alike" }),
-      one("Auxiliary loss", "moe/aux_loss", "number", { note: "1: even load; mean of the updates" }),
+        ["moe/entropy_mean", "mean of the layers"]], { note: "1: even" }),
+      one("Auxiliary loss", "moe/aux_loss", "number", { note: "1: even load" }),
       one("Dead experts", "moe/dead_experts", "count", { note: "without a token, all layers", whenNonzero: true })]],
     ["Speed and memory", [
       ...data.runs.map((run) => many("Time by phase", "seconds", PHASES,
