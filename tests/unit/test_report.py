@@ -29,7 +29,7 @@ from rpg_megatron.commands.report.health import check_health
 from rpg_megatron.commands.report.run_files import name_runs, read_run, thin_rows
 from rpg_megatron.commands.report.samples import choose_samples
 from rpg_megatron.commands.report.timeline import last_steps
-from rpg_megatron.config import UserError
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data.rollout_files import list_rollouts, read_rollouts
 from rpg_megatron.data.trajectory import to_row
 from rpg_megatron.launcher.environment import record_environment
@@ -483,8 +483,9 @@ def test_each_start_is_recorded_without_secrets(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setattr(sys, "argv", ["rpg-megatron", "train", "engine.arguments=[--api-key, hush-2]"])
     (tmp_path / "environment.json").write_text("torn")
-    record_environment(tmp_path)
-    record_environment(tmp_path)
+    settings = Settings.model_validate({"model": {"path": "m"}, "data": {"path": "d"}})
+    for _ in range(2):
+        assert record_environment(tmp_path, settings) == []
     text = (tmp_path / "environment.json").read_text()
     assert "hush" not in text
     starts = json.loads(text)
@@ -492,6 +493,28 @@ def test_each_start_is_recorded_without_secrets(tmp_path: Path, monkeypatch: pyt
     assert starts[0]["variables"]["SLURM_JOB_ID"] == "4711"
     assert starts[0]["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert starts[0]["packages"]["megatron-core"] == "0.19.2"
+
+
+def test_code_of_the_user_that_has_changed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    reward, loss = tmp_path / "my_reward.py", tmp_path / "elsewhere" / "my_losses.py"
+    reward.write_text("one")
+    loss.write_text("one")
+    raw = {"model": {"path": "m"}, "data": {"path": "d"}, "objective": {"type": "my_losses:Soft"}}
+    terms = {"a": {"type": "my_reward:digits"}, "b": {"type": "no_such_module:f"}, "c": {"type": "boxed"}}
+    settings = Settings.model_validate(raw | {"reward": {"terms": terms}})
+    assert record_environment(tmp_path / "run", settings) == []
+    assert record_environment(tmp_path / "run", settings) == []
+    for file, name in ((reward, "my_reward.py"), (loss, "my_losses.py")):
+        file.write_text("two")
+        (told,) = record_environment(tmp_path / "run", settings)
+        assert told.startswith(f"warning: {name} has changed since the last start;")
+        assert record_environment(tmp_path / "run", settings) == []
+    starts = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert [list(start["own_code"]) for start in starts] == [["my_losses.py", "my_reward.py"]] * 6
 
 
 def test_a_broken_report_does_not_fail_the_run(
