@@ -154,8 +154,8 @@ def test_a_rank_with_experts_holds_what_is_planned(
     layout: str, tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     model = make_checkpoint(tmp_path / "model", **SMALL, **EXPERTS)
-    # gloo's copies with the distributed optimizer, and recomputed layers, are counted less well.
-    within = 0.15 if layout.endswith(("distributed", "full")) else 0.1
+    # Here malloc keeps the most, and not the same in each run.
+    within = 0.15 if layout.endswith(("ETP2", "full")) else 0.1
     check(settings_for(model, **EXPERT_LAYOUTS[layout]), tmp_path, bridge, within)
 
 
