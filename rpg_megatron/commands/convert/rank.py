@@ -62,6 +62,11 @@ def main() -> None:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)  # other ranks may hang in a collective; the parent ends them
+    # Everything is written. Seen once: a library's thread that still ran when the interpreter ended aborted
+    # the process ("terminate called without an active exception"), and so the conversion.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

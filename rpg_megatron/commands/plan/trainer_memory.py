@@ -174,10 +174,11 @@ def rank_memory(
         if replicas > 1 and distributed:
             # gloo's reduce-scatter copies the whole buffer, also one of experts that no other rank has. The
             # copy has pages of its own, beside those of the backward pass, which malloc keeps.
-            kept = activations + (working if logits // 2 >= LARGEST_KEPT else max(working, round(head)))
             parts.append(MemoryPart("copy of the gradients", 4 * count, "estimated", "reduce"))
-            parts.append(MemoryPart("freed activations, kept by malloc", kept, "estimated", "reduce"))
         tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
+        if replicas > 1 and distributed:
+            kept = activations + (working if logits // 2 >= LARGEST_KEPT else max(working, round(head)))
+            parts.append(MemoryPart("freed activations, kept by malloc", kept, "estimated", "reduce"))
         fragments = MALLOC if shape.experts is None else MALLOC_EXPERTS
         parts.append(MemoryPart("malloc, libraries", RUNTIME + round(fragments * tensors), "estimated"))
     return RankMemory(stage, publishes, count, tuple(parts))
