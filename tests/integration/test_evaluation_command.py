@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import time
@@ -169,8 +170,9 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
     assert code == (-9 if victim == "launcher" else 1), told
     if victim != "launcher":
         assert "rerun the same command to resume" in told
-        reasons = {"engine": "engine 0 died", "evaluator": "evaluator was killed", "core": "engine 0 hangs: "}
-        assert reasons[victim] in told
+        # The launcher may not have seen yet that the engine, which has answered, is up.
+        reasons = {"engine": "engine 0 (died|ended while starting)", "evaluator": "evaluator was killed"}
+        assert re.search(reasons.get(victim, "engine 0 hangs: "), told)
     one.assert_nothing_left(30)
     again: Command = command(*options, "--engines", "2")
     code, told = again.finish(timeout=600)
