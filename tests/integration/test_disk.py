@@ -142,8 +142,12 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
         wait_for(lambda: len(rows_of(run)) >= 3 and bool(list_steps(run)))
         shared = shared_memory()
         assert any(place.exists() for place in shared)
-        fill(disk, 1_000_000)
-        wait_for(lambda: any(row.get("checkpoint/failed") for row in rows_of(run)))
+
+        def failed_to_save() -> bool:
+            fill(disk, 1_000_000)  # again and again: a checkpoint that is removed leaves room for the next
+            return any(row.get("checkpoint/failed") for row in rows_of(run))
+
+        wait_for(failed_to_save)
         failed = next(row["step"] for row in rows_of(run) if row.get("checkpoint/failed"))
         wait_for(lambda: rows_of(run)[-1]["step"] > failed)  # and on it goes
         assert "no checkpoint" in log.read_text()
