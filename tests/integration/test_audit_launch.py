@@ -32,6 +32,7 @@ CLEAN = {
             "findings": [],
             "drift": {"layers.0.input": 0.0, "layers.0.input_norm": 2e-7, "final_norm": 3e-7},
             "logprobs": {"mean": 1e-7, "max": 2e-6, "tokens": 160.0},
+            "routes": {},
         }
     ],
 }
@@ -63,6 +64,7 @@ def test_agreement_is_exit_code_0(launch: Callable[..., Launch], tmp_path: Path)
     assert (code, err) == (0, "")
     assert "clean: every module of both sides matches its input" in out
     assert "report: runs/tiny-audit-001/audit.json" in out
+    assert "choices of experts" not in out, "of a dense model"
     assert_nothing_left(one)
 
 
