@@ -2,8 +2,8 @@
 
 Why: as test_audit, for layers with experts: their routers and sums are hooked in vLLM's own modules and in
 Megatron's, whose ranks hold other experts in every layout. Not covered: GPUs, Transformer Engine's grouped
-experts, engines with expert parallelism (vLLM has none on a CPU); tests/unit/test_audit_expert_block.py has more
-faults.
+experts, engines with expert parallelism (vLLM has none on a CPU). More faults are in
+tests/unit/test_audit_expert_block.py.
 """
 
 from __future__ import annotations

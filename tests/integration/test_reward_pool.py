@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,14 @@ def children(mark: str) -> list[int]:
     return found
 
 
+def sleeps(pid: int) -> bool:
+    """Whether the process, which may end meanwhile, is the command sleep."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
@@ -172,7 +181,7 @@ def test_nothing_is_left_when_it_is_closed(
     pool = start(deadline=1000.0)
     running = pool.submit(["hang", "a"])
     waiting = [pool.submit(["hang", "a"]) for _ in range(3)]
-    wait_until(lambda: any("sleep" in Path(f"/proc/{p}/cmdline").read_text() for p in children(mark)))
+    wait_until(lambda: any(sleeps(pid) for pid in children(mark)))
     pool.close()
     assert all(f.result(timeout=60).failure == "crash" for f in [running, *waiting])
     wait_until(lambda: children(mark) == [])
@@ -186,7 +195,7 @@ def test_a_worker_that_is_replaced_leaves_nothing(
     pool = start(workers=1, deadline=20.0)
     assert pool.submit(["grows", "a"]).result(timeout=300).value is True
     assert pool.submit(["a", "a"]).result(timeout=300).value is True  # of another worker
-    assert not [p for p in children(mark) if "sleep" in Path(f"/proc/{p}/cmdline").read_text()]
+    assert not [pid for pid in children(mark) if sleeps(pid)]
 
 
 def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., WorkerPool]) -> None:
@@ -229,8 +238,9 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
     def gone() -> bool:
         left = children(mark)
         for pid in left:  # the function's own grandchild is nobody's to end but its own
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
-                os.kill(pid, signal.SIGKILL)
+            if sleeps(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         return not left
 
     wait_until(gone)
