@@ -102,8 +102,8 @@ def lose_engine_twice_and_a_rank(run: Run) -> None:
     one.wait(lambda: len(run.rows()) == 1)  # of step 0: now the first rollout begins
     kill_at_work(engine)
     one.wait_for_restart(1)
+    engine = one.wait_for_engine()
     one.wait_for_rollouts(1)
-    engine = one.engine()
     process_groups.send([engine], signal.SIGSTOP)
     one.wait(lambda: one.published() == 1)
     time.sleep(1.0)  # the sampler has begun the sync and waits for an answer
