@@ -31,22 +31,9 @@ from tests.support.layouts import (
     run_layouts,
     score_batch,
 )
-from tests.support.mixtures import forced
+from tests.support.mixtures import EXPERTS, LAYERS, SIZES, TOPK, forced
 from tests.support.tiny_models import make_model, use_float64
 
-SIZES = {
-    "vocab_size": 251,
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "mlp_only_layers": [1],
-    "num_experts": 8,
-    "max_position_embeddings": 512,
-}
-LAYERS, EXPERTS, TOPK = 3, 8, 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "one rank": (1, {}, 5, {}),
     "PP2, full recompute": (2, {"pipeline": 2}, 5, FULL),

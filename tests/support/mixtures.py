@@ -14,6 +14,22 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from rpg_megatron.data.trajectory import Trajectory
 from tests.support.layouts import reference_logprobs
 
+SIZES = {
+    "vocab_size": 251,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
+    "num_experts": 8,
+    "max_position_embeddings": 512,
+}
+"""Of a mixture whose second layer is dense; EP of 2 and 4 divides its experts."""
+LAYERS, EXPERTS, TOPK = 3, 8, 2
+"""Layers with experts, experts of each, experts a token."""
+
 
 @contextmanager
 def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str, float]]:
