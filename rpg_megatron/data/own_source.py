@@ -17,7 +17,7 @@ from typing import Any
 
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.system.own_code import Wanted, load_own
+from rpg_megatron.system.own_code import Wanted, describe_error, load_own
 
 MOST_ROWS = 10_000_000
 """Rows that a source may have without a limit: more are taken for an endless one."""
@@ -61,14 +61,14 @@ def _lines(key: str, path: str, settings: dict[str, Any], limit: int) -> Iterato
         yield {"error": str(e)}
         return
     except Exception as e:
-        yield {"error": f"{key}: {path} fails: {type(e).__name__}: {e}; fix it"}
+        yield {"error": f"{key}: {path} {describe_error(e, path)}"}
         return
     try:
         for row in itertools.islice(rows, limit):
             bad = None if isinstance(row, dict) else f"it is a {type(row).__name__}; yield a dict of columns"
             yield {"bad": bad} if bad else {"row": row}
     except Exception as e:
-        yield {"error": f"{key}: {path} fails: {type(e).__name__}: {e}; fix it"}
+        yield {"error": f"{key}: {path} {describe_error(e, path)}"}
 
 
 def main() -> None:

@@ -37,6 +37,8 @@ _MEASURED = 5000
 """Prompts whose length is measured; of more, as many spread over them."""
 _MANY = 0.1
 """Share of prompts that are too long above which a warning says so."""
+OWN_CODE_SECONDS = 300
+"""Time limit for importing the user's modules; importing torch from a busy network disk may take a minute."""
 
 
 def check_data(settings: Settings) -> list[str]:
@@ -139,9 +141,17 @@ def check_own_code(settings: Settings) -> None:
         return
     command = [sys.executable, "-P", "-m", "rpg_megatron.system.own_code"]
     asked = json.dumps([item._asdict() for item in wanted])
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    names = ", ".join(item.path for item in wanted)
+    try:
+        done = subprocess.run(
+            command, input=asked, capture_output=True, text=True, check=False, timeout=OWN_CODE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"importing {names} has not ended after {OWN_CODE_SECONDS} s; do slow work in the first call, "
+            "not in the import"
+        ) from None
     if done.returncode or not done.stdout:
-        names = ", ".join(item.path for item in wanted)
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise UserError(f"importing {names} ended the process (exit code {done.returncode}): {last}; fix it")
     if problems := json.loads(done.stdout):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rpg_megatron.config import UserError
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
-from rpg_megatron.system.own_code import Wanted, load_own
+from rpg_megatron.system.own_code import Wanted, load_own, name_errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +34,14 @@ def keeps(settings: RolloutSettings, scores: GroupScores) -> bool:
     """
     if settings.dynamic is None:
         return True
-    path = settings.dynamic.path
-    chosen = _load_filter(path, json.dumps(settings.dynamic.keywords, sort_keys=True))
-    try:
-        return bool(chosen(scores))
-    except Exception as e:
-        raise UserError(f"rollout.dynamic.type: {path} fails: {type(e).__name__}: {e}; fix it") from e
+    chosen = _load_filter(settings.dynamic.path, json.dumps(settings.dynamic.keywords, sort_keys=True))
+    return bool(chosen(scores))
 
 
 @functools.cache
 def _load_filter(path: str, keywords: str) -> Callable[..., object]:
-    return load_own(Wanted("rollout.dynamic", path, json.loads(keywords), 1))
+    wanted = Wanted("rollout.dynamic", path, json.loads(keywords), 1)
+    return name_errors(load_own(wanted), wanted.where, path)
 
 
 class DynamicSampler:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -52,11 +53,39 @@ def load_section(
 ) -> Callable[..., Any]:
     """What a section is called as: itself, if it is one of ours, else the user's code that it names.
 
-    Parameters and errors: as in ``Wanted`` and ``load_own``.
+    Parameters and errors: as in ``Wanted`` and ``load_own``. Calls of the user's code raise UserError, as in
+    ``name_errors``.
     """
     if isinstance(section, ImportedSettings):
-        return load_own(Wanted(where, section.type, section.keywords, given, makes=makes))
+        wanted = Wanted(where, section.type, section.keywords, given, makes=makes)
+        return name_errors(load_own(wanted), where, section.type)
     return typing.cast("Callable[..., Any]", section)
+
+
+def name_errors(function: Callable[..., Any], where: str, path: str) -> Callable[..., Any]:
+    """The same function; its exceptions become a UserError that names the setting, the file and the line.
+
+    where, path: as in ``Wanted``.
+    """
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        except UserError:
+            raise
+        except Exception as e:
+            raise UserError(f"{where}.type: {path} {describe_error(e, path)}") from e
+
+    return call
+
+
+def describe_error(error: Exception, path: str) -> str:
+    """What the user's code raised, with the last line of its module that it passed; one line."""
+    file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    place = f" at {file}:{frames[-1].lineno}" if frames else ""
+    message = (str(error).splitlines() or [""])[0]
+    return f"fails{place}: {type(error).__name__}: {message}; fix it"
 
 
 def load_own(wanted: Wanted) -> Callable[..., Any]:

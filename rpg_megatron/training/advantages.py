@@ -24,7 +24,11 @@ def build_advantages(settings: AnyAdvantageSettings) -> Advantages:
     function = load_section(settings, "advantage", given=3)
 
     def checked(rewards: NDArray[Any], group: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.float64]:
-        found = np.asarray(function(rewards.copy(), group.copy(), lengths.copy()), np.float64)
+        returned = function(rewards.copy(), group.copy(), lengths.copy())
+        try:
+            found = np.asarray(returned, np.float64)
+        except (TypeError, ValueError):  # such as None, or rows of unequal length
+            found = np.full(rewards.shape, np.nan)
         if found.shape != rewards.shape or not np.isfinite(found).all():
             what = f"shape {found.shape}" if found.shape != rewards.shape else "a value that is not finite"
             raise UserError(

@@ -20,6 +20,7 @@ from rpg_megatron.commands.plan.command import run_plan
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import OptimizerSettings
 from rpg_megatron.config.settings import make_settings
+from rpg_megatron.launcher import input_checks
 from rpg_megatron.launcher.input_checks import check_own_code
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.schedules import build_schedule
@@ -66,9 +67,13 @@ class Returns:
             "number": LossOutput(logp, {"mine": 1.0}),
             "good": LossOutput(logp, {"mine": logp}),
         }
+        if self.what == "error":
+            raise RuntimeError("first line\\nsecond")
         return cases[self.what]
 
 def advantage(rewards, group, lengths, *, scale: float = 1.0):
+    if scale < 0:
+        return ["a", "b"] if scale > -2 else rewards["a"]
     return rewards * scale if scale else rewards[:1]
 
 def schedule(step, steps, *, low: float = 0.5):
@@ -158,6 +163,13 @@ def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.Capt
     assert any(told in text for text in json.loads(capsys.readouterr().out)["warnings"])
 
 
+def test_an_import_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hangs_in_test.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(input_checks, "OWN_CODE_SECONDS", 3)
+    with pytest.raises(UserError, match="importing hangs_in_test:f has not ended after 3 s"):
+        check_own_code(make("advantage.type=hangs_in_test:f"))
+
+
 def make(*overrides: str) -> Settings:
     return make_settings({"model": {"path": "m"}, "data": {"path": "d"}}, list(overrides), "x")
 
@@ -194,6 +206,30 @@ def test_an_advantage_of_the_user_gets_its_settings_and_is_checked() -> None:
     wrong = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: 0}").advantage)
     with pytest.raises(UserError, match=r"returns shape \(1,\); return one finite number per response"):
         wrong(rewards, group, lengths)
+    none = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: -1}").advantage)
+    with pytest.raises(UserError, match="returns a value that is not finite"):
+        none(rewards, group, lengths)
+
+
+def test_an_error_of_the_users_code_names_the_setting_and_the_line() -> None:
+    def line(text: str) -> str:
+        number = next(i for i, found in enumerate(MODULE.splitlines(), 1) if text in found)
+        return f"/own_module_of_test.py:{number}: "
+
+    loss = build_loss(make("objective={type: 'own_module_of_test:Returns', what: error}"))
+    with pytest.raises(UserError) as error:
+        loss(torch.zeros(3), None)
+    assert str(error.value).startswith("objective.type: own_module_of_test:Returns fails at ")
+    assert str(error.value).endswith(line("raise RuntimeError") + "RuntimeError: first line; fix it")
+    scale = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: -2}").advantage)
+    with pytest.raises(UserError) as error:
+        scale(np.zeros(2), np.zeros(2, int), np.ones(2, int))
+    assert line('rewards["a"]') + "IndexError: " in str(error.value)
+    keys = "rollout.dynamic={type: 'own_module_of_test:varied', least: 0}"
+    with pytest.raises(UserError) as error:
+        keeps(make(keys).rollout, GroupScores([], [], [], [], {}))
+    assert str(error.value).startswith("rollout.dynamic.type: own_module_of_test:varied fails at ")
+    assert line("max(scores") + "ValueError: " in str(error.value)
 
 
 @pytest.mark.parametrize(

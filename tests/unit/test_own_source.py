@@ -117,7 +117,7 @@ def test_a_resumed_run_has_the_same_prompts_or_is_refused() -> None:
             "data.source.type: own_source_of_test:none: the module own_source",
         ),
         (data("Endless"), "data.source.first: own_source_of_test:Endless needs this setting; add it"),
-        (data("broken"), "data.source: own_source_of_test:broken fails: RuntimeError: no more; fix it"),
+        (data("broken"), "own_source_of_test.py:22: RuntimeError: no more; fix it"),
         (data("odd"), "own_source_of_test:odd: row 2: it is a str; yield a dict of columns"),
         (data("ends"), "data.source: own_source_of_test:ends ended its process (exit code 3); fix it"),
     ],

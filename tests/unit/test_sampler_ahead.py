@@ -420,5 +420,5 @@ def test_a_filter_that_fails_ends_the_step(settings: Settings, tmp_path: Path) -
     """The run would wait for ever if its error were only logged."""
     dynamic = OwnDynamicSamplingSettings(type="digit_reward:broken")
     run = Run(changed(settings, dynamic=dynamic), tmp_path / "run", 1)
-    with pytest.raises(UserError, match="digit_reward:broken fails: KeyError: 'right'; fix it"):
+    with pytest.raises(UserError, match=r"digit_reward:broken fails at .*: KeyError: 'right'; fix it"):
         asyncio.run(run.go())
