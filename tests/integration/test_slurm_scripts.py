@@ -289,11 +289,15 @@ def test_the_doctor_tells_of_every_node(slurm: Slurm, tmp_path: Path, config_fil
 def test_in_an_interactive_allocation_a_run_is_one_node(
     slurm: Slurm, tmp_path: Path, config_file: Path, stand_ins: Path
 ) -> None:
-    (tmp_path / "go").touch()
     words = ["salloc", "--nodes=2", stand_ins, "train", config_file, "parallel.data=2", "runs=runs"]
     environment = slurm.environment | {"SLURMD_NODENAME": "none"}  # which the stand-ins write down
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "waiting for" not in done.stdout
+    said = tmp_path / "said"
+    with said.open("w") as out:
+        process = subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=out, stderr=out)
+    # The ranks end when they may; the engine's stand-in may need longer than they to start.
+    slurm.wait(lambda: len(places(tmp_path)) == 4 or process.poll() is not None, 120)
+    (tmp_path / "go").touch()
+    assert process.wait(120) == 0, said.read_text()
+    assert "waiting for" not in said.read_text()
     assert set(places(tmp_path)) == {"rank_0", "rank_1", "sampler", "engine_0"}
     assert (tmp_path / "runs" / "tiny-001" / "report.html").exists()
