@@ -30,6 +30,9 @@ MODEL, ANCHOR = "model", "anchor"
 STATE, RNG, CONFIG = "state.json", "rng.pt", "config.yaml"
 FORMAT = 1
 """Format version of ``state.json`` and of the folder."""
+ROLLOUTS = "rollouts"
+_CARRIED = re.compile(r"carried_(\d{6,})_\d+\.parquet")
+"""Files of groups that a step carried over, by step and sampler worker (``rollout/carried_groups.py``)."""
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -111,10 +114,35 @@ def remove_parts(run: Path) -> None:
 
 def remove_old(run: Path, keep: int, milestone: int | None, best: Container[int] = ()) -> None:
     """Remove all but the ``keep`` newest checkpoints, those at multiples of ``milestone`` steps and those of
-    the steps in ``best``.
+    the steps in ``best``; and the files of carried groups to which no checkpoint refers any more.
     """
     for step, folder in list(list_steps(run).items())[keep:]:
         if step not in best and (milestone is None or step % milestone):
             # Renamed first: if this is killed, ``remove_parts`` removes the rest.
             os.replace(folder, part_folder(folder))
             shutil.rmtree(part_folder(folder), ignore_errors=True)
+    _remove_carried(run)
+
+
+def carried_files(checkpoint: Path) -> set[Path]:
+    """Files of the run with the groups that dynamic sampling had carried over to the next step."""
+    surplus = read_state(checkpoint).get("sampler", {}).get("surplus", [])
+    folder = checkpoint.parents[1] / ROLLOUTS
+    # Earlier versions had the groups themselves in the state, as lists.
+    return {folder / group["file"] for group in surplus if isinstance(group, dict)}
+
+
+def _remove_carried(run: Path) -> None:
+    """Remove files of carried groups that are not needed. Those after the newest checkpoint stay.
+
+    The next checkpoint may refer to them. A group that is carried over several steps is in the states of all
+    checkpoints in between.
+    """
+    files = {f: int(m[1]) for f in (run / ROLLOUTS).glob("carried_*") if (m := _CARRIED.fullmatch(f.name))}
+    checkpoints = list_steps(run)
+    if not files or not checkpoints:
+        return
+    used = set().union(*map(carried_files, checkpoints.values()))
+    for file, step in files.items():
+        if step <= max(checkpoints) and file not in used:
+            file.unlink(missing_ok=True)

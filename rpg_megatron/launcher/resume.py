@@ -25,6 +25,8 @@ import yaml
 from rpg_megatron.checkpoints.run_folder import (
     CHECKPOINTS,
     CONFIG,
+    ROLLOUTS,
+    carried_files,
     find_problems,
     list_folders,
     read_state,
@@ -202,7 +204,16 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
     changes = _compare(settings, checkpoint)
     state = read_state(checkpoint)
     _check_length(settings, checkpoint, state["step"])
+    carried = carried_files(checkpoint)
+    if missing := [file for file in sorted(carried) if not file.is_file()]:
+        raise UserError(
+            f"--from {source}: {shown(checkpoint)} needs {shown(missing[0])} (groups that its step carried "
+            "over), which is missing; copy it too, or choose another checkpoint"
+        )
     run = _make(settings, origin=str(checkpoint))
+    for file in carried:
+        (run.folder / ROLLOUTS).mkdir(exist_ok=True)
+        shutil.copyfile(file, run.folder / ROLLOUTS / file.name)
     with suppress(OSError):  # the metrics before the checkpoint, if they still exist
         shutil.copyfile(checkpoint.parents[1] / METRICS, run.folder / METRICS)
         _cut_metrics(run.folder / METRICS, state, notes)

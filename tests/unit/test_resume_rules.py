@@ -191,6 +191,45 @@ def test_retention(tmp_path: Path) -> None:
     assert json.loads((run.folder / "checkpoints" / "latest.json").read_text())["step"] == 30
 
 
+def carried(run: Path, step: int) -> dict[str, list[dict[str, object]]]:
+    """A sampler's state; the file that it refers to is written."""
+    file = run / "rollouts" / f"carried_{step:06d}_0.parquet"
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    return {"surplus": [{"ticket": 1, "prompt": 2, "file": file.name}]}
+
+
+def test_files_of_carried_groups_are_removed_with_the_last_checkpoint_that_needs_them(tmp_path: Path) -> None:
+    run = open_run(make_settings(tmp_path))
+    for step in (1, 2, 3, 5):
+        state = carried(run.folder, step)
+        # A group of step 3 is carried over twice; step 1 is of a version whose states had the groups.
+        add_checkpoint(run, step, sampler={"surplus": [["group"]]} if step == 1 else state)
+    carried(run.folder, 4)
+    add_checkpoint(run, 5, sampler=carried(run.folder, 3))
+    carried(run.folder, 6)  # of a checkpoint to come
+
+    def left() -> list[int]:
+        return sorted(int(f.name[8:14]) for f in (run.folder / "rollouts").glob("carried_*"))
+
+    remove_old(run.folder, keep=2, milestone=2)
+    assert (list(list_steps(run.folder)), left()) == ([5, 3, 2], [2, 3, 6])
+    remove_old(run.folder, keep=1, milestone=None)
+    assert (list(list_steps(run.folder)), left()) == ([5], [3, 6])
+
+
+def test_a_run_from_a_checkpoint_has_its_carried_groups(tmp_path: Path) -> None:
+    first = open_run(make_settings(tmp_path))
+    checkpoint = add_checkpoint(first, 2, sampler=carried(first.folder, 2))
+    first.close()
+    run = open_run(make_settings(tmp_path, name="fork"), source=checkpoint)
+    assert [f.name for f in (run.folder / "rollouts").iterdir()] == ["carried_000002_0.parquet"]
+    (first.folder / "rollouts" / "carried_000002_0.parquet").unlink()
+    with pytest.raises(UserError, match=r"needs .*carried_000002_0\.parquet .*, which is missing; copy it"):
+        open_run(make_settings(tmp_path, name="other"), source=checkpoint)
+    assert not list(tmp_path.glob("other*"))
+
+
 @pytest.mark.parametrize("asked", ["fresh", "from"])
 def test_a_run_that_was_asked_for_is_not_forgotten_before_its_first_checkpoint(
     tmp_path: Path, killed: Path, asked: str
