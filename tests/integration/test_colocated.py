@@ -53,7 +53,7 @@ def test_turns_change_nothing(tmp_path: Path) -> None:
             run.finish()
         log = (in_turns.folder / "logs" / "engine_0.log").read_text()
         for tags in ("['weights']", "['kv_cache']"):
-            assert log.count(f"wake up the engine with tags: {tags}") == STEPS + 1
+            assert log.count(f"seconds to wake up tags {tags}.") == STEPS + 1
         assert log.count("sleep mode is not supported on CPU") > 0
         assert all("time/handover" in row for row in in_turns.rows()[1:])
         assert_same(in_turns, side_by_side, STEPS)

@@ -90,7 +90,7 @@ def test_two_nodes_are_one(tmp_path: Path, on_one_node, layout: list[str], trans
     for index in (0, 1):
         told = run.log(f"engine_{index}")
         for tags in ("['weights']", "['kv_cache']"):
-            assert told.count(f"wake up the engine with tags: {tags}") == STEPS + 1
+            assert told.count(f"seconds to wake up tags {tags}.") == STEPS + 1
         # At the start, before each update, and twice for each checkpoint, in which it sleeps and wakes.
         assert told.count("sleep mode is not supported on CPU") >= 1 + STEPS + 2 * STEPS
     assert all(row["mismatch/logp_max"] < 1e-3 for row in run.rows()[1:])
