@@ -73,7 +73,7 @@ def test_the_page_has_the_metrics_of_each_objective(kind: str) -> None:
     numbers, zeros = logp.detach(), torch.zeros(4, dtype=torch.int64)
     tokens = ResponseTokens(numbers, numbers, numbers, torch.ones(4), zeros, 1)
     metrics = build_loss(settings)(logp, tokens).metrics
-    assert "kl" in metrics
+    assert "kl" in metrics, "each of our losses returns kl; see ratio_metrics in token_metrics.py"
     assert "correction_ratio" in metrics
     assert missing_from_page([{metric_key(name): 0.0 for name in metrics}]) == set()
     assert missing_from_page([{"policy/los": 0.0}]) == {"policy/los"}
