@@ -10,11 +10,9 @@ main weights are the weights. Not covered: GPUs, with another memory (tests/gpu)
 from __future__ import annotations
 
 import json
-import math
-import pickle
 from pathlib import Path
 
-from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.layouts import make_case, write_rewarded_batch
 from tests.support.ranks import run_ranks
 
 CASES = {
@@ -24,11 +22,7 @@ CASES = {
 
 
 def test_what_was_parked_comes_back(tmp_path: Path) -> None:
-    make_layout_model(tmp_path / "model", tied=False)
-    batch = make_batch()
-    for i, t in enumerate(batch):
-        t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    write_rewarded_batch(tmp_path, 4)
     cases = {
         name: make_case(
             tmp_path / "model",

@@ -8,20 +8,14 @@ turns. Not covered: what engines hold (test_colocated_gpu).
 from __future__ import annotations
 
 import json
-import math
-import pickle
 from pathlib import Path
 
-from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.layouts import make_case, write_rewarded_batch
 from tests.support.ranks import run_ranks
 
 
 def test_memory_is_flat(tmp_path: Path) -> None:
-    make_layout_model(tmp_path / "model", tied=False)
-    batch = make_batch()
-    for i, t in enumerate(batch):
-        t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    write_rewarded_batch(tmp_path, 4)
     settings = {
         "training": {"minibatches": 2, "tokens_per_microbatch": 128},
         "precision": {"dtype": "bfloat16"},
