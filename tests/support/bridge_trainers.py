@@ -1,7 +1,11 @@
-"""Two processes that publish weights for the tests of the bridge; without transformers and Megatron."""
+"""Ranks that publish weights for the tests of the bridge, two processes or one in the test's own; without
+transformers and Megatron.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,11 +13,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
+
+ALONE = RankCoordinates(
+    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
+)
 
 
 def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
@@ -21,6 +32,29 @@ def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     weights = load_file(folder / "model.safetensors")
     return {n: w + 0.05 * torch.randn(w.shape, generator=g) for n, w in weights.items()}
+
+
+def alone_params(model: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights as a single trainer rank holds them."""
+    layout = mapping_for(read_model_shape(model))
+    cut = {"tensor": 1, "vocab_multiple": 1}
+    shapes = layout.stage_params(layers=range(layout.shape.num_layers), first=True, last=True, **cut)
+    params = {name: torch.empty(shape) for name, shape in shapes.items()}
+    load_hf_weights(model, params.items(), layout, tensor_rank=0, **cut)
+    return params
+
+
+@contextmanager
+def published(bridge: Path, model: Path, params: dict[str, torch.Tensor], version: int) -> Iterator[Manifest]:
+    """Weights of the model as a single trainer rank publishes them to engines on its node."""
+    layout = mapping_for(read_model_shape(model))
+    publisher = SharedMemoryPublisher(bridge, ALONE, params, layout, torch.float32)
+    try:
+        manifest = publisher.publish(version)
+        assert manifest is not None
+        yield manifest
+    finally:
+        publisher.close()
 
 
 def _trainer_rank(rank, model, bridge, rendezvous, commands, answers):
