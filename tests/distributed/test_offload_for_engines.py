@@ -3,7 +3,7 @@
 Why: a main weight that lost its place among the model's, or a moment that came back as zero, trains on
 without an error. Proved with real Megatron over gloo: while they are away nothing of them is left but the
 weights, which still score; after their return, and after the next update, weights, main weights, moments and
-steps are those of a trainer that never parked; host memory is used again. For bfloat16 and float32, where
+steps are those of a trainer that never offloaded; host memory is used again. For bfloat16 and float32, where
 main weights are the weights. Not covered: GPUs, with another memory (tests/gpu).
 """
 
@@ -21,7 +21,7 @@ CASES = {
 }
 
 
-def test_what_was_parked_comes_back(tmp_path: Path) -> None:
+def test_offloaded_state_returns_with_the_same_bits(tmp_path: Path) -> None:
     write_rewarded_batch(tmp_path, 4)
     cases = {
         name: make_case(

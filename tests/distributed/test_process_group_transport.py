@@ -148,7 +148,7 @@ def test_workers_get_their_slices_again_and_again(trainers, tmp_path, bucket_byt
         vectors = sum(v.numel() for v in sd.values() if v.dim() == 1)
         assert moved == dtype.itemsize * (sum(v.numel() for v in sd.values()) + vectors)
         t.tell("retract")
-    # A worker that comes back as another process makes links of its own; the others' go on.
+    # A worker that comes back as another process makes its own links; the others' stay.
     manifest = t.publish(1, 9)
     readers[0] = GroupReader(torch.device("cpu"))
     for rank, reader in enumerate(readers):

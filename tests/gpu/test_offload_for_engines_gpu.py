@@ -1,4 +1,4 @@
-"""Parked optimizer state really frees the card, and after every turn the card holds what it held before.
+"""Offloading the optimizer state frees GPU memory, and after every reload the GPU holds what it held before.
 
 Why: memory that grows by a little in each step ends a run after hours. The same process as
 test_offload_for_engines, on one GPU: same bits, and allocated and reserved bytes that do not grow over five
@@ -29,9 +29,9 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     assert rank["released"]
     here, away = rank["memory"]
     assert len(set(here)) == len(set(away)) == 1
-    # The other trainer, which never parks, keeps its own memory, and so do this one's weights.
+    # The other trainer, which never offloads, keeps its own memory, and so do this one's weights.
     _, held, _, _, weights = rank["bytes"]
-    parked = held + rank["gradients"]
-    assert parked > 5 * weights
+    offloaded = held + rank["gradients"]
+    assert offloaded > 5 * weights
     for freed in rank["freed"]:
-        assert abs(freed - parked) <= parked / 100
+        assert abs(freed - offloaded) <= offloaded / 100

@@ -1,8 +1,8 @@
-"""A run whose disk fills up trains on, ends with one message when it must, and goes on when there is room.
+"""A run whose disk fills up continues, ends with one message when it must, and resumes when there is space.
 
 Why: the disk of a long run does fill up, at night; what counts is that nothing learnt before is lost.
 Proved, with a real engine by the command line, on a small disk: with too little room for a checkpoint the run
-warns, counts it and trains on; with no room for a row of metrics it ends with exit code 2, without traceback,
+warns, counts it and continues; with no room for a row of metrics it ends with exit code 2, without traceback,
 process or shared memory left; the newest checkpoint is whole, and the same command finishes the run with
 every step in the metrics once. Not covered: several nodes; how a save ends at each point
 (test_async_checkpoints).
@@ -143,7 +143,7 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
 
         wait_for(failed_to_save)
         failed = next(row["step"] for row in read_rows(run) if row.get("checkpoint/failed"))
-        wait_for(lambda: read_rows(run)[-1]["step"] > failed)  # and on it goes
+        wait_for(lambda: read_rows(run)[-1]["step"] > failed)  # and it continues
         assert "no checkpoint" in log.read_text()
         fill(disk, 0)
         assert process.wait(TIMEOUT) == 2, log.read_text()

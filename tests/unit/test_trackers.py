@@ -1,5 +1,5 @@
 """A tracker gets settings, metrics and responses, under one id for all starts of a run; whatever it does, the
-run goes on.
+run continues.
 
 Why: a tracker is the one part of a run that depends on a server of others. Proved with trackers of the
 user's own, by the interface that ours use too, each in its process: one that works, one that raises, one
