@@ -1,4 +1,4 @@
-"""The examples of docs/extend.md, files outside the repository, train as they are printed.
+"""The examples of docs/extend.md, as files outside the repository, train as printed.
 
 Proved, with real Megatron in fp32: a loss with metrics of its own, an advantage and a schedule named by
 import path train two steps; the metrics are in metrics.jsonl and TensorBoard, the advantage and the learning

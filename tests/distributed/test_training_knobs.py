@@ -1,4 +1,4 @@
-"""What users set of a step's batch beside the loss: a KL in the reward, several passes over the batch.
+"""Settings of a step's batch besides the loss: a KL in the reward, several passes over the batch.
 
 Proved with real Megatron on two data-parallel ranks in fp32: with ``reward.kl`` the advantages on every rank
 are those of rewards minus the KL of the response, in its group; two epochs are the same updates, bit for bit,

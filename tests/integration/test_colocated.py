@@ -1,4 +1,4 @@
-"""Engines and trainer that take turns give, bit for bit, what they give side by side.
+"""Colocated engines and trainer give the same results as separate ones, bit for bit.
 
 Why: an engine that is woken before it has its weights, a moment that is lost on its way to host memory, or a
 checkpoint of a state that is away would each train on without an error. Proved on a CPU with real engines and

@@ -1,4 +1,4 @@
-"""Answers made to hurt: 60 that make parsers, sympy or regular expressions hang, crash or swell.
+"""60 adversarial answers that make parsers, sympy or regular expressions hang, crash or use much memory.
 
 Why: a policy that is rewarded finds such texts by itself. Each must get a verdict, wrong unless it really is
 the answer; all of them together take no more than the documented bound, and leave nothing.

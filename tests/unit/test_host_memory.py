@@ -1,4 +1,4 @@
-"""State that waits in host memory for the GPU: how much of it is taken, how it is copied, when it is let go.
+"""GPU state in host memory: how much memory is allocated, how it is copied, when it is freed.
 
 Why: torch's pinned memory is up to twice what was asked for, a copy that waits for itself stops the GPU once
 for each tensor, and memory that is freed while CUDA has it on its list is gone. CUDA's two functions are
