@@ -1,4 +1,4 @@
-# The environment is built on first use and again when what it is made from changes. `make help` lists the targets.
+# The environment is built on first use, and rebuilt when its requirements change. `make help` lists the targets.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -25,7 +25,7 @@ quickstart: $(VENV)  ## train a tiny model on arithmetic: Megatron-Core at TP=2,
 test: lint  ## lint, types, and every test that needs neither a GPU nor a long time
 	@$(BIN)/python -m pytest -m "not long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
-test-long: $(VENV)  ## repetitions, big shapes, all layouts; resumes where it stopped (docs/evidence)
+test-long: $(VENV)  ## long tests: repetitions, large shapes, all layouts; resumes where it stopped (docs/evidence)
 	@$(BIN)/python -m pytest -m "long and not gpu" -p tests.long_results
 
 lint: $(VENV)  ## ruff and mypy

@@ -1,9 +1,9 @@
-"""A training step of rpg_megatron beside one of TRL's GRPOTrainer, on this machine's CPU.
+"""A training step of rpg_megatron compared with one of TRL's GRPOTrainer, on this machine's CPU.
 
     python -m benchmarks.against_trl FOLDER [--model quickstart|32m] [--layout tensor2|data2]
                                      [--rounds 2] [--steps 6] [KEY=VALUE ...]
 
-TRL gets an environment of its own, FOLDER/venv, built from ``against_trl.txt`` (5 GB). A round is one run of
+TRL gets a separate environment, FOLDER/venv, built from ``against_trl.txt`` (5 GB). A round is one run of
 ours, then one of TRL. Medians are over the steps of all rounds but the first of each run. On a machine that
 does other work, only the ratios mean something; CPU seconds (user and system, all processes of a side) depend
 on it least.

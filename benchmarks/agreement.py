@@ -1,4 +1,4 @@
-"""What the grader makes of answers written in other ways: the table of docs/rewards.md.
+"""The grader's verdicts on answers written in other ways: the table of docs/rewards.md.
 
 ``python -m benchmarks.agreement DATA`` takes reference answers from the files of GSM8K (test), AIME 2024,
 AIME 2025 and AMC 2023 in the folder DATA, writes each in every way below and prints how often the verdict is

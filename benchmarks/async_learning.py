@@ -1,4 +1,5 @@
-"""What sampling ahead does to learning: the quickstart at several ``rollout.ahead``, corrections and seeds.
+"""The effect of sampling ahead on learning: the quickstart at several ``rollout.ahead``, corrections and
+seeds.
 
     python -m benchmarks.async_learning                # what is missing of 4 x 3 x 3 runs, then the table
     python -m benchmarks.async_learning --runs 4       # at most four runs
@@ -14,7 +15,7 @@ files differ from it.
 Accuracy is that of the held-out problems: after the last step, and the best of all evaluations after the
 first. KL to the old policy, shares of clipped tokens and those of the correction are means over the steps.
 The table has means over seeds and (lowest to highest). A tiny model on arithmetic, in 10 steps of 16 updates,
-says how far the cases lie apart, not which is better at scale.
+shows how much the cases differ, not which is better at scale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Speed of sampling ahead of the trainer, on real parts, beside turns and beside a simulation.
+"""Speed of sampling ahead of the trainer, compared with synchronous runs (turns) and with a simulation.
 
     python -m benchmarks.async_rollouts [--cases both ranks 0 1 2 4 drain] [--repetitions 3] [KEY=VALUE ...]
 
@@ -7,7 +7,7 @@ Each case is ``rpg-megatron train`` with the quickstart's model and prompts on t
 - ``both``: turns (``rollout.ahead: 0``); engine and trainer may use both cores, with two threads each.
 - ``ranks``: likewise, with two data-parallel trainer ranks.
 - ``0``: turns; the engine has one core, the trainer the other.
-- ``1``, ``2``, ``4``: so many steps ahead; a core each.
+- ``1``, ``2``, ``4``: this many steps ahead; a core each.
 - ``drain``: one step ahead with ``rollout.inflight: drain``; a core each.
 
 The launcher and the sampler may use both cores in all cases. A repetition of all takes about a quarter of an

@@ -57,7 +57,7 @@ def start() -> None:
             os.environ["OMP_NUM_THREADS"] = "1"
         if command & {"rpg_megatron.rollout.sampler", "rpg_megatron.rollout.worker"}:
             force_lengths(hooks)
-    except BaseException:  # Python itself would only mention it, and go on
+    except BaseException:  # Python itself would only report it, and continue
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(70)
@@ -66,7 +66,7 @@ def start() -> None:
 def force_lengths(hooks: Hooks) -> None:
     """In the sampler: every response ends at a length that follows from its seed, at most its token limit.
 
-    A response that goes on under new weights comes back as a request for its prompt and its tokens so far,
+    A response that continues with new weights comes back as a request for its prompt and its tokens so far,
     with another seed: what is left of it is remembered by these tokens. Of equal ones, which can only be
     responses of one group, either gets the length of the other.
     """

@@ -1,5 +1,5 @@
 """How long new weights take from the trainers into an engine, and what memory that takes, against two other
-ways.
+methods.
 
 ``python -m benchmarks.bridge`` makes a random bfloat16 model of Qwen2.5-0.5B's shape (988 MB), cuts it over
 trainer ranks as Megatron does (no training, so no Megatron), starts one real vLLM engine, and syncs it by
@@ -11,8 +11,8 @@ shared memory and by process group. In the same run and with the same engine:
 
 Times are medians, after one sync that is not counted (it makes the plan). Ratios are to copying as many bytes
 once, from memory to memory, on one core of the same machine. Memory is private memory (RssAnon) above what
-the process had before, looked at 200 times a second; engines keep freed memory for the next sync, so that
-theirs shows in the first way only.
+the process had before, sampled 200 times a second; engines keep freed memory for the next sync, so theirs
+appears in the first method only.
 """
 
 from __future__ import annotations

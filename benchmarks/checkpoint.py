@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: its time on the critical path against its total, in two ways.
+"""What a checkpoint costs training: its time on the critical path against its total, in both modes.
 
 ``python -m benchmarks.checkpoint`` builds a random bfloat16 policy with the distributed optimizer on
 --tensor x --data ranks of this machine's CPUs (--layers and --hidden set its size), and saves it --repeat

@@ -9,7 +9,7 @@ float32 says how far bfloat16 itself is from better numbers.
 
     python -m benchmarks.fp8_emulation --runs DIR
 
-prints instead what the runs in DIR whose names are PRECISION_SEED came to.
+prints the results of the runs in DIR that are named PRECISION_SEED instead.
 """
 
 from __future__ import annotations

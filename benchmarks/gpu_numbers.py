@@ -1,4 +1,4 @@
-"""How far the policy's numbers are apart in BF16 and FP8: log-probs and gradients, against float32 and BF16.
+"""How much the policy's numbers differ in BF16 and FP8: log-probs and gradients, against float32 and BF16.
 
 ``python -m benchmarks.gpu_numbers`` gives one random checkpoint (``--layers`` of ``--shape``) to transformers
 in BF16, to the policy in float32 with Megatron's own layers, as on a CPU, and to the policy in BF16 and each

@@ -1,12 +1,12 @@
 """A whole run on one GPU that engine and trainer share: where a step's time goes, and whether memory is flat.
 
 ``python -m benchmarks.gpu_run --shape 0.6b --response 2048`` makes a random checkpoint of the shape, runs
-``rpg-megatron train`` on it for a few steps, colocated, and reads the run's metrics. Random weights hardly
-ever sample an end: nearly all responses have full length. Rewards are as good as drawn: where all are alike,
-gradients are zero, and a card multiplies zeros faster than numbers.
-Memory is what nvidia-smi says of the card, all processes together, looked at five times a second; phases are
-placed by the metrics' seconds, so a peak at a border may count for its neighbour. Sync is compared with
-copying on the device, measured just before. Not yet run on a GPU.
+``rpg-megatron train`` on it for a few steps, colocated, and reads the run's metrics. Random weights rarely
+sample an end: nearly all responses have full length. Rewards are random: where all are equal, gradients are
+zero, and a GPU multiplies zeros faster than other numbers. Memory is what nvidia-smi reports, all processes
+together, sampled five times a second; phases are placed by the metrics' seconds, so a peak at a border may
+count for its neighbour. Sync is compared with copying on the device, measured just before. Not yet run on a
+GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers graded per second, with the pool warm: plain numbers, and LaTeX by math-verify.
 
-``python -m benchmarks.grading [WORKERS]`` prints a table. Each row is the same work three times, the best of
-it; the last column is the ratio to plain numbers. "In groups of 16" repeats answers as the responses to a
+``python -m benchmarks.grading [WORKERS]`` prints a table. Each row is the best of three runs of the same
+work; the last column is the ratio to plain numbers. "In groups of 16" repeats answers as the responses to a
 prompt do; "all different" is math-verify's own speed, times the cores that there are. CPU is what this
 process and its workers used: on a busy machine it says more than the clock.
 """

@@ -9,8 +9,8 @@
 2. Peak memory of the log-prob pass and of an update with a vocabulary of 151,936. Plain torch is measured at
    1,024 and 2,048 tokens and extended by a line: at 8,192 it would not fit the machine that this is run on.
 
-Bytes are those of tensors, beyond weights and gradients (see ``allocations.py``). Time is that of the
-processor, so that a machine which does other things as well gives the same ratios. A model of 2 layers and
+Bytes are those of tensors, beyond weights and gradients (see ``allocations.py``). Time is processor
+time, so a machine that does other work gives the same ratios. A model of 2 layers and
 hidden size 256 says nothing about the speed of a large one on a GPU.
 """
 

@@ -1,7 +1,7 @@
-"""Train the quickstart, shortened, with every loss and several seeds; one warm engine for all runs.
+"""Train a shortened quickstart with every loss and several seeds; one warm engine for all runs.
 
 ``python -m benchmarks.objectives`` runs what is missing in docs/evidence/objectives.jsonl (it can be stopped
-and started again) and prints a table; ``--write`` puts the table into docs/objectives.md. What it shows is
+and resumed) and prints a table; ``--write`` puts the table into docs/objectives.md. What it shows is
 that every loss trains, and how far they spread; a tiny model on arithmetic says nothing about which is better
 on real mathematics.
 """

@@ -1,4 +1,4 @@
-# Sourced by the job scripts beside it: the options of srun, and what becomes of a job whose command has ended.
+# Sourced by the job scripts beside it: the options of srun, and what happens to a job whose command has ended.
 
 step=(--ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE")
 if [ -n "${CONTAINER_IMAGE:-}" ]; then

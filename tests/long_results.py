@@ -1,8 +1,8 @@
-"""How each long test last ended, and with which commit: ``docs/evidence/long-tests.jsonl``.
+"""The last result of each long test, and its commit: ``docs/evidence/long-tests.jsonl``.
 
 ``make test-long`` loads this (``-p tests.long_results``). A row is written when its test ends; a test that
-has passed with the present commit is left out, so that the same command goes on where a run was broken off.
-What lies in ``docs`` and Markdown files does not count as a change.
+has passed with the current commit is skipped, so the same command resumes an interrupted run. Changes in
+``docs`` and Markdown files do not count.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ install() {  # install WHAT PIP-ARGUMENTS...: quiet when it works, the end of pi
     shift
     if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps "$@" >"$LOG" 2>&1 9<&-; then
         tail -n 15 "$LOG" >&2
-        fail "pip could not finish; its whole output is in $LOG. Run make again when the cause is mended."
+        fail "pip could not finish; its whole output is in $LOG. Run make again when the cause is fixed."
     fi
 }
 install "torch, Megatron-Core, transformers and what vLLM needs (the long part)" -r requirements/cpu.txt

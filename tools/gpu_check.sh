@@ -37,7 +37,7 @@ run_06b_2k|te app deps vllm|120|3 colocated run, 0.6B shape, 2K responses
 mismatch_bf16|te app deps vllm|100|2 mismatch with the engine in BF16
 mismatch_fp8|te app deps vllm|100|2 mismatch with trainer and engine in FP8
 numbers|te app|60|2 log-probs and gradients against float32, transformers, BF16
-tests|te app|120|2 tests/gpu: names, numbers, parking
+tests|te app|120|2 tests/gpu: names, numbers, offloading
 two_gpus|te app|100|1 two ranks: one that waits leaves its GPU idle; weights are read meanwhile
 run_06b_8k|te app deps vllm|180|3 colocated run, 0.6B shape, 8K responses
 run_4b_2k|te app deps vllm|400|3 colocated run, 4B shape, 2K responses

@@ -151,7 +151,7 @@ def _by_feel(problem: Problem, rng: random.Random) -> str:
 
 
 def _guess(problem: Problem, rng: random.Random) -> int:
-    """A number within about 60 of the right answer; exactly right now and then."""
+    """A number within about 60 of the right answer; sometimes exactly right."""
     return max(0, solve(problem) + round(rng.gauss(0, 25)))
 
 

@@ -1,4 +1,6 @@
-"""test_resume_layouts: a rank that takes up the newest whole checkpoint, checks it, and saves on and on."""
+"""test_resume_layouts: a rank that loads the newest complete checkpoint, checks it, and saves again and
+again.
+"""
 
 from __future__ import annotations
 

@@ -22,35 +22,35 @@ def requested() -> int:
 def measure(case: dict, folder: Path, device: torch.device) -> dict:
     mesh = start_mesh(Settings.model_validate(case["settings"]).parallel)
     one, other = start(case, mesh, device), start(case, mesh, device)
-    parking = one.policy.offloader
-    empty = parking.offload()  # before the first update there are main weights and no moments
-    parking.reload()
+    offloader = one.policy.offloader
+    empty = offloader.offload()  # before the first update there are main weights and no moments
+    offloader.reload()
     for trainer in (one, other):
         train(trainer, 1, folder)
     before = state(one)
     weights = sum(p.nbytes for _, p in one.policy.named_parameters())
     gradients = [p.main_grad for _, p in one.policy.named_parameters()]
     kept_for_gradients = {s.data_ptr(): s.nbytes() for g in gradients for s in [g.untyped_storage()]}
-    held = parking.offload()
-    again = parking.offload()
-    left = sum(s.nbytes() for s in parking._storages())
+    held = offloader.offload()
+    again = offloader.offload()
+    left = sum(s.nbytes() for s in offloader._storages())
     released = all(g.untyped_storage().nbytes() == 0 for g in gradients)
     scores = [t.policy.logprobs([t.policy.pack([])])[0] for t in (one, other)]
-    parking.reload()
-    parking.reload()
+    offloader.reload()
+    offloader.reload()
     returned = differing(before, state(one))
-    places = {id(b) for buffers in parking._buffers.values() for b in buffers}
-    parking.offload()
-    parking.reload()
-    kept = places == {id(b) for buffers in parking._buffers.values() for b in buffers}
+    places = {id(b) for buffers in offloader._buffers.values() for b in buffers}
+    offloader.offload()
+    offloader.reload()
+    kept = places == {id(b) for buffers in offloader._buffers.values() for b in buffers}
     here, away, asked = [], [], []
     for _ in range(5 if device.type == "cuda" else 0):
         here.append(torch.cuda.memory_allocated())
         asked.append(requested())
-        parking.offload()
+        offloader.offload()
         away.append(torch.cuda.memory_allocated())
         asked[-1] -= requested()
-        parking.reload()
+        offloader.reload()
     for trainer in (one, other):
         train(trainer, 2, folder)
     everyone = gather_objects(

@@ -139,7 +139,7 @@ def slow_writes() -> Iterator[None]:
 def save(
     saver: RolloutSaver, mesh: Mesh, folder: Path, step: int, mine: list[Trajectory], whole: list[Trajectory]
 ) -> dict[str, object]:
-    """Write the step over what another layout left; then once more, where one leader cannot write."""
+    """Write the step over what another layout left; then again, where one leader cannot write."""
     file = rollouts_file(folder, step)
     if mesh.rank == 0:
         write_rollouts(file, whole[:1])

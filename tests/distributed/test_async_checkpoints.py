@@ -1,15 +1,16 @@
-"""A checkpoint is written while training goes on: it holds what was, and no disk can spoil it or the run.
+"""A checkpoint is written while training continues: it holds the state at the save, and no disk fault
+corrupts it or ends the run.
 
 Why: a background save that reads memory which the next update writes gives a checkpoint that is whole by
 every checksum and wrong; Megatron's own does that with weights in shared memory. And disks fail at the worst
-place: on one rank, at the index, at the last byte of the manifest.
-Proved, on two real Megatron ranks over gloo: with the distributed, the plain (weights in shared memory) and
-the Schedule-Free optimizer, every weight, moment and anchor weight changes before the first byte is written,
-and the checkpoint holds the old ones. When files are cut off at any size, on one rank or all, when the disk
-is full at many points of a save or read-only, or its folder is removed or replaced, between saves or within
-one: all ranks learn why and go on, nothing half-written passes for whole or stays, ``latest.json`` names a
-whole checkpoint, and the next save on a mended disk works.
-Not covered: GPUs; kills (test_resume_layouts); a whole run on such a disk (tests/integration).
+place: on one rank, at the index, at the last byte of the manifest. Proved, on two real Megatron ranks over
+gloo: with the distributed, the plain (weights in shared memory) and the Schedule-Free optimizer, every
+weight, moment and anchor weight changes before the first byte is written, and the checkpoint holds the old
+ones. When files are cut off at any size, on one rank or all, when the disk is full at many points of a save
+or read-only, or its folder is removed or replaced, between saves or within one: all ranks learn why and
+continue, nothing half-written is left or taken for complete, ``latest.json`` names a complete checkpoint, and
+the next save works once the disk does. Not covered: GPUs; kills (test_resume_layouts); a whole run on such a
+disk (tests/integration).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Each rank gets the share of a batch that its data-parallel rank shall have, and leaders do the rest.
+"""Each rank gets its data-parallel rank's share of a batch; leaders fetch, write and compare trajectories.
 
-Real process groups, cut by Megatron in four layouts. The leader of each replica fetches its trajectories and
+Real process groups of Megatron's, in four layouts. The leader of each replica fetches its trajectories and
 no others; leaders write the step's rollouts in parts and reduce the mismatch, with the results of one process
-that has the whole batch. What rank 0 sends is tests/unit/test_batch_share.
+that has the whole batch. Not covered: what rank 0 sends (tests/unit/test_batch_share).
 """
 
 import json

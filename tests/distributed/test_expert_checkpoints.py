@@ -1,4 +1,4 @@
-"""A checkpoint of a mixture of experts loads in any layout, and the next update is the one that was due.
+"""A checkpoint of a mixture of experts loads in any layout, and the next update is the right one.
 
 Why: Megatron keeps the experts' optimizer apart from the rest only under expert parallelism, and cannot load
 one kind of checkpoint into the other; and optimizer state that goes to the wrong expert shows only as a run

@@ -1,4 +1,4 @@
-"""The examples of docs/extend.md, files outside the repository, train as they are printed.
+"""The examples of docs/extend.md, as files outside the repository, train as printed.
 
 Proved, with real Megatron in fp32: a loss with metrics of its own, an advantage and a schedule named by
 import path train two steps; the metrics are in metrics.jsonl and TensorBoard, the advantage and the learning
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from rpg_megatron.rewards.reward import Response, Scorer
 from rpg_megatron.rollout.dynamic_sampling import keeps
 from rpg_megatron.rollout.groups import scores_of
 from tests.support.judges import stand_in_judge
-from tests.support.layouts import TEMPERATURE, make_batch, make_case, make_layout_model
+from tests.support.layouts import TEMPERATURE, make_case, write_rewarded_batch
 from tests.support.ranks import ROOT, run_ranks
 
 OWN = ("objective/drift", "objective/drift_max", "objective/far")
@@ -79,15 +77,6 @@ def train(
     return {name: [json.loads(line) for line in f.read_text().splitlines()] for name, f in files.items()}
 
 
-def write_batch(folder: Path) -> list:
-    make_layout_model(folder / "model", tied=False)
-    batch = make_batch()
-    for i, t in enumerate(batch):
-        t.reward, t.group, t.sample = math.sin(i), i // 3, i % 3
-    (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
-    return batch
-
-
 def check_board(folder: Path, rows: list[dict]) -> None:
     """TensorBoard has what metrics.jsonl has."""
     board = EventAccumulator(str(folder / "tensorboard"))
@@ -97,7 +86,7 @@ def check_board(folder: Path, rows: list[dict]) -> None:
 
 
 def test_the_examples_of_the_page_train(tmp_path: Path, sections: dict[str, Any]) -> None:
-    batch = write_batch(tmp_path)
+    batch = write_rewarded_batch(tmp_path, 3)
     settings = Settings.model_validate(make_case(tmp_path / "model", {}, 0, sections)["settings"])
     check_own_code(settings)
     groups = [scores_of(batch[i : i + 3]) for i in range(0, 12, 3)]
@@ -152,7 +141,7 @@ def test_the_rewards_and_prompts_of_the_page(configs: list[dict[str, Any]]) -> N
 
 @pytest.mark.long  # four more layouts; the default tier has one, and test_layouts the losses of ours in all
 def test_own_metrics_are_the_same_in_every_layout(tmp_path: Path, sections: dict[str, Any]) -> None:
-    write_batch(tmp_path)
+    write_rewarded_batch(tmp_path, 3)
     wanted = train(tmp_path, sections, 1, {"TP1": {}}, steps=4)["TP1"]
     assert len(wanted) == 4
     gaps: dict[str, float] = dict.fromkeys(OWN, 0.0)

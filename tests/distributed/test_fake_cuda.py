@@ -2,7 +2,7 @@
 
 Why: a tensor on the wrong device, in the wrong group or of the wrong dtype ends a run in its first minute on
 a cluster, and a line that makes the host wait for the device is found there by a slow step at best. Each
-layout is run as one of its ranks (fake_cuda_worker): build, pack, score, anchor, updates, off-load and back;
+layout is run as one of its ranks (fake_cuda_worker): build, pack, score, anchor, updates, offload and reload;
 without pipeline stages a whole step on rank 0, checksums, publication by shared memory and export; alone, the
 plan of a save. What this cannot show, fake_cuda says: values, kernels, memory, the order of streams and
 messages. Layers are the local ones, not Transformer Engine's.
@@ -28,7 +28,7 @@ WAITS_PER_UPDATE = 2
 MEGATRONS = [
     "/p2p_communication.py",  # stages tell each other how long a micro-batch is
     "/clip_grads.py",  # the gradient norm, once an update
-    "/cpu_offloading/hybrid_optimizer.py",  # gradients to the off-loaded part, once for each tensor
+    "/cpu_offloading/hybrid_optimizer.py",  # gradients to the offloaded part, once for each tensor
     "/moe/",  # how many tokens each expert gets, in each layer
 ]
 """Files of Megatron's in which the host waits in an update."""
@@ -65,7 +65,7 @@ EXPERTS = {
 }
 
 LAYOUTS = {
-    "half off-loaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
+    "half offloaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
     "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
     "PP4 x VPP2 x DP2, float32": case("float32", VIRTUAL, **FIXED),
     "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED, **AUX_LOSS) | EXPERTS,

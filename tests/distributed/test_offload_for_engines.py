@@ -3,18 +3,16 @@
 Why: a main weight that lost its place among the model's, or a moment that came back as zero, trains on
 without an error. Proved with real Megatron over gloo: while they are away nothing of them is left but the
 weights, which still score; after their return, and after the next update, weights, main weights, moments and
-steps are those of a trainer that never parked; host memory is used again. For bfloat16 and float32, where
+steps are those of a trainer that never offloaded; host memory is used again. For bfloat16 and float32, where
 main weights are the weights. Not covered: GPUs, with another memory (tests/gpu).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import pickle
 from pathlib import Path
 
-from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.layouts import make_case, write_rewarded_batch
 from tests.support.ranks import run_ranks
 
 CASES = {
@@ -23,12 +21,8 @@ CASES = {
 }
 
 
-def test_what_was_parked_comes_back(tmp_path: Path) -> None:
-    make_layout_model(tmp_path / "model", tied=False)
-    batch = make_batch()
-    for i, t in enumerate(batch):
-        t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+def test_offloaded_state_returns_with_the_same_bits(tmp_path: Path) -> None:
+    write_rewarded_batch(tmp_path, 4)
     cases = {
         name: make_case(
             tmp_path / "model",

@@ -1,12 +1,12 @@
-"""An optimizer of which a share is in host memory makes the same updates, and checkpoints pass to and fro.
+"""An optimizer of which a share is in host memory makes the same updates, and checkpoints load either way.
 
-Why: Megatron's off-loading optimizer has a way of its own through updates and checkpoints, with traps in it
-(see ``policy/optimizer.py``). Proved: with everything off-loaded, or half, three updates end at the weights,
-main weights and moments of the optimizer on the device, and so does the third after a checkpoint of the
-second was taken up by the other kind, or by another share.
-The CPU passes for both devices here (see ``offload_worker``), so the arithmetic, the dealing out of tensors
-and the checkpoints are Megatron's own and real. Not covered: what the test replaces, which is copies between
-devices, pinned memory and streams; and that anything is saved.
+Why: Megatron's offloading optimizer has separate code for updates and checkpoints, with pitfalls (see
+``policy/optimizer.py``). Proved: with everything offloaded, or half, three updates end at the weights, main
+weights and moments of the optimizer on the device, and so does the third after a checkpoint of the second was
+loaded by the other kind, or with another share. The CPU stands for both devices here (see
+``optimizer_offload_worker``), so the arithmetic, the distribution of tensors and the checkpoints are
+Megatron's own and real. Not covered: what the test replaces, which is copies between devices, pinned memory
+and streams; and that anything is saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A warned run stops where it waits, saves a state that is whole, and goes on from it as if nothing had been.
+"""A warned run stops where it waits, saves a complete state, and resumes from it bit-identically.
 
 Why: a warning that comes in a sync or an evaluation is rare, and what is lost then (a row, an evaluation, the
 place in the data) nobody looks for. Proved with real ranks, whose sampler is a stand-in so that the moment of

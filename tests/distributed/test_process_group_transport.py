@@ -21,15 +21,15 @@ from rpg_megatron.bridge.transports.process_group_publisher import GroupPublishe
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import mapping_for
+from tests.support.bridge_trainers import PublishingRanks
 from tests.support.megatron_shards import grid, stage_values
-from tests.support.ranks import fork_server
 from tests.support.tiny_models import random_state_dict, tiny_shape
 
 SHAPE = tiny_shape(tied_embeddings=True)
 LAYOUT = mapping_for(SHAPE)
 
 
-def _rank(rank, folder, commands, answers, bucket_bytes, dtype, private):
+def _rank(rank, commands, answers, folder, bucket_bytes, dtype, private):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     place = grid(SHAPE, 2, 1, vocab_multiple=16)[rank]
@@ -37,62 +37,25 @@ def _rank(rank, folder, commands, answers, bucket_bytes, dtype, private):
     publisher = GroupPublisher(
         "127.0.0.1", place, params, LAYOUT, dtype, timeout=4.0, bucket_bytes=bucket_bytes, private=private
     )
-    while (command := commands[rank].get()) is not None:
+    while (command := commands.get()) is not None:
         if command == "retract":
             publisher.retract()
-            answers.put(rank)
+            answers.put((rank, None))
             continue
         seed, version = command
         for name, value in stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT, seed=seed)).items():
             params[name].copy_(value)
-        manifest = publisher.publish(version)
-        answers.put(manifest or rank)
+        answers.put((rank, publisher.publish(version)))
     publisher.close()
     os._exit(0)
-
-
-class Trainers:
-    def __init__(
-        self,
-        folder: Path,
-        bucket_bytes: int = 3000,
-        dtype: torch.dtype = torch.float32,
-        private: Path | None = None,
-    ):
-        context = fork_server()
-        self.commands, self.answers = [context.Queue() for _ in range(2)], context.Queue()
-        self.processes = [
-            context.Process(
-                target=_rank, args=(r, folder, self.commands, self.answers, bucket_bytes, dtype, private)
-            )
-            for r in range(2)
-        ]
-        for p in self.processes:
-            p.start()
-
-    def tell(self, command):
-        for q in self.commands:
-            q.put(command)
-        return [self.answers.get(timeout=120) for _ in range(2)]
-
-    def publish(self, seed, version) -> Manifest:
-        return next(a for a in self.tell((seed, version)) if isinstance(a, Manifest))
-
-    def stop(self):
-        for q in self.commands:
-            q.put(None)
-        for p in self.processes:
-            p.join(20)
-            if p.is_alive():
-                p.kill()
 
 
 @pytest.fixture
 def trainers(tmp_path):
     made = []
 
-    def make(**kw):
-        made.append(Trainers(tmp_path, **kw))
+    def make(bucket_bytes=3000, dtype=torch.float32, private=None):
+        made.append(PublishingRanks(_rank, 2, tmp_path, bucket_bytes, dtype, private))
         return made[-1]
 
     yield make
@@ -148,7 +111,7 @@ def test_workers_get_their_slices_again_and_again(trainers, tmp_path, bucket_byt
         vectors = sum(v.numel() for v in sd.values() if v.dim() == 1)
         assert moved == dtype.itemsize * (sum(v.numel() for v in sd.values()) + vectors)
         t.tell("retract")
-    # A worker that comes back as another process makes links of its own; the others' go on.
+    # A worker that comes back as another process makes its own links; the others' stay.
     manifest = t.publish(1, 9)
     readers[0] = GroupReader(torch.device("cpu"))
     for rank, reader in enumerate(readers):

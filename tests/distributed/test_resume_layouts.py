@@ -1,4 +1,4 @@
-"""A checkpoint of training can be taken up in any layout, and the next update is the one that was due.
+"""A training checkpoint loads in any layout, and the next update is the right one.
 
 Why: optimizer state that is silently lost or dealt out wrongly shows only as a run that learns worse; in
 Megatron a rank that owns no parameter of a group can lose the step count that way.
@@ -10,7 +10,7 @@ layouts pad differently. At the layout that saved, every number is the same bit 
 also at PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2 on as few ranks as they need, and back at TP2xPP2
 from each of these.
 A trainer that is killed with SIGKILL while it saves in the background leaves whole checkpoints only, and the
-newest one can be taken up; only kills that fell within a save count.
+newest one loads; only kills that fell within a save count.
 Not covered: GPUs, bfloat16, what else a run's checkpoint holds (tests/integration), disks
 (test_async_checkpoints).
 """
@@ -143,7 +143,7 @@ def test_on_fewer_ranks_and_back(tmp_path: Path) -> None:
 
 
 def start_saving(folder: Path, world: int) -> tuple[list[Any], TextIO]:
-    """Ranks that save checkpoints of steps 1, 2, ... into ``folder``, or go on from the newest."""
+    """Ranks that save checkpoints of steps 1, 2, ... into ``folder``, or resume from the newest."""
     if not (folder / "model").exists():  # 50 MB a save, so that none is over in a moment
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(CONFIGS["qwen3"] | {"vocab_size": 32768}))
@@ -189,7 +189,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(
             before = list(itertools.takewhile(lambda line: not line.startswith("at "), lines))
             assert workers[0].is_alive(), "".join(before)
             if len(moments) == kills:
-                break  # it has taken up what the last kill left
+                break  # it has loaded what the last kill left
             # Two saves are left to end, to know how long one takes.
             saves = (m for line in lines if (m := re.fullmatch(r"saved (\d+) in (\S+)\n", line)))
             _, saved = next(saves), next(saves)

@@ -15,11 +15,9 @@ bfloat16.
 from __future__ import annotations
 
 import json
-import math
-import pickle
 from pathlib import Path
 
-from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.layouts import make_case, write_rewarded_batch
 from tests.support.ranks import run_ranks
 
 PLAIN, CUT = {"distributed": False}, {"distributed": True}
@@ -35,11 +33,7 @@ CASES = {
 
 
 def test_one_bad_rank_and_nothing_changes_on_any(tmp_path: Path) -> None:
-    make_layout_model(tmp_path / "model", tied=False)
-    batch = make_batch()
-    for i, t in enumerate(batch):
-        t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    write_rewarded_batch(tmp_path, 4)
     settings = {
         "training": {"minibatches": 2, "tokens_per_microbatch": 100, "logprob_chunk": 17},
         "guards": {"skipped_updates": 3},

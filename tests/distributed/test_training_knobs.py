@@ -1,4 +1,4 @@
-"""What users set of a step's batch beside the loss: a KL in the reward, several passes over the batch.
+"""Settings of a step's batch besides the loss: a KL in the reward, several passes over the batch.
 
 Proved with real Megatron on two data-parallel ranks in fp32: with ``reward.kl`` the advantages on every rank
 are those of rewards minus the KL of the response, in its group; two epochs are the same updates, bit for bit,
@@ -9,23 +9,17 @@ of a KL in the reward (tests/unit/test_baselines.py).
 from __future__ import annotations
 
 import json
-import math
-import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.layouts import make_case, write_rewarded_batch
 from tests.support.ranks import run_ranks
 
 
 def test_kl_in_the_reward_and_several_passes(tmp_path: Path) -> None:
-    make_layout_model(tmp_path / "model", tied=False)
-    batch = make_batch()
-    for i, t in enumerate(batch):
-        t.reward, t.group, t.sample = math.sin(i), i // 3, i % 3
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    batch = write_rewarded_batch(tmp_path, 3)
     case = make_case(
         tmp_path / "model",
         {"data": 2},

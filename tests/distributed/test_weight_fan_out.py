@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.controller import compare_checksums, compare_totals
-from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.transports import folder_store
 from rpg_megatron.bridge.transports.folder_store import FolderStore
 from rpg_megatron.bridge.transports.process_group_link import Link, Rendezvous
@@ -25,8 +24,8 @@ from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.vllm.sync_route import add_up
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
+from tests.support.bridge_trainers import PublishingRanks
 from tests.support.megatron_shards import grid, stage_shapes, stage_values
-from tests.support.ranks import fork_server
 from tests.support.tiny_models import random_state_dict, tiny_shape
 
 SHAPE = tiny_shape(tied_embeddings=True)
@@ -35,7 +34,7 @@ WORKERS = 2
 NORM = "decoder.layers.0.pre_mlp_layernorm.weight"
 
 
-def _rank(rank, folder, tensor, data, commands, answers):
+def _rank(rank, commands, answers, folder, tensor, data):
     torch.set_num_threads(1)
     world = tensor * data
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
@@ -52,7 +51,7 @@ def _rank(rank, folder, tensor, data, commands, answers):
         return send(link, message)
 
     Link.send = counted
-    while (command := commands[rank].get()) is not None:
+    while (command := commands.get()) is not None:
         if command == "retract":
             publisher.retract()
             answers.put((rank, sent[0]))
@@ -60,48 +59,16 @@ def _rank(rank, folder, tensor, data, commands, answers):
             params[NORM] += rank == 1
             answers.put((rank, None))
         else:
-            answers.put((rank, publisher.publish(command)))
+            answers.put((rank, publisher.publish(*command)))
     os._exit(0)
-
-
-class Trainers:
-    """``data`` replicas of ``tensor`` ranks each."""
-
-    def __init__(self, folder, tensor, data):
-        context = fork_server()
-        self.world = tensor * data
-        self.commands, self.answers = [context.Queue() for _ in range(self.world)], context.Queue()
-        self.processes = [
-            context.Process(target=_rank, args=(r, folder, tensor, data, self.commands, self.answers))
-            for r in range(self.world)
-        ]
-        for p in self.processes:
-            p.start()
-
-    def tell(self, command):
-        for q in self.commands:
-            q.put(command)
-        return [a for _, a in sorted((self.answers.get(timeout=120) for _ in range(self.world)), key=first)]
-
-    def publish(self, version) -> Manifest:
-        return self.tell(version)[0]
-
-    def stop(self):
-        for p in self.processes:
-            p.kill()
-            p.join()
-
-
-def first(answer):
-    return answer[0]
 
 
 @pytest.fixture
 def trainers(tmp_path):
     made = []
 
-    def make(tensor, data):
-        made.append(Trainers(tmp_path, tensor, data))
+    def make(tensor, data):  # replicas of so many ranks
+        made.append(PublishingRanks(_rank, tensor * data, tmp_path, tensor, data))
         return made[-1]
 
     yield make

@@ -1,9 +1,9 @@
 """A whole run on one GPU that engine and trainer share: it ends, and agrees with its engine.
 
-Why: sleeping, waking, pulling over CUDA IPC and parking meet nowhere else. Proved with the quickstart's model
-in BF16, three steps with a checkpoint after each: the mismatch is that of BF16, vLLM really gave memory back,
-the trace of a step has CUDA kernels and phases, the memory snapshot can be read. Not covered: speed, flat
-memory in figures (benchmarks/gpu_run).
+Why: sleeping, waking, pulling over CUDA IPC and offloading are combined nowhere else. Proved with the
+quickstart's model in BF16, three steps with a checkpoint after each: the mismatch is that of BF16, vLLM
+really gave memory back, the trace of a step has CUDA kernels and phases, the memory snapshot can be read. Not
+covered: speed, flat memory in figures (benchmarks/gpu_run).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parked optimizer state really frees the card, and after every turn the card holds what it held before.
+"""Offloading the optimizer state frees GPU memory, and after every reload the GPU holds what it held before.
 
 Why: memory that grows by a little in each step ends a run after hours. The same process as
 test_offload_for_engines, on one GPU: same bits, and allocated and reserved bytes that do not grow over five
@@ -8,20 +8,14 @@ turns. Not covered: what engines hold (test_colocated_gpu).
 from __future__ import annotations
 
 import json
-import math
-import pickle
 from pathlib import Path
 
-from tests.support.layouts import make_batch, make_case, make_layout_model
+from tests.support.layouts import make_case, write_rewarded_batch
 from tests.support.ranks import run_ranks
 
 
 def test_memory_is_flat(tmp_path: Path) -> None:
-    make_layout_model(tmp_path / "model", tied=False)
-    batch = make_batch()
-    for i, t in enumerate(batch):
-        t.reward, t.group, t.sample = math.sin(i), i // 4, i % 4
-    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    write_rewarded_batch(tmp_path, 4)
     settings = {
         "training": {"minibatches": 2, "tokens_per_microbatch": 128},
         "precision": {"dtype": "bfloat16"},
@@ -35,9 +29,9 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     assert rank["released"]
     here, away = rank["memory"]
     assert len(set(here)) == len(set(away)) == 1
-    # The other trainer, which never parks, keeps its own memory, and so do this one's weights.
+    # The other trainer, which never offloads, keeps its own memory, and so do this one's weights.
     _, held, _, _, weights = rank["bytes"]
-    parked = held + rank["gradients"]
-    assert parked > 5 * weights
+    offloaded = held + rank["gradients"]
+    assert offloaded > 5 * weights
     for freed in rank["freed"]:
-        assert abs(freed - parked) <= parked / 100
+        assert abs(freed - offloaded) <= offloaded / 100

@@ -15,6 +15,7 @@ from tests.support.commands import Command
 from tests.support.engine import FORKED, Service, install_plugin, running_service
 from tests.support.launcher import Launch, living, wait_for
 from tests.support.runs import QUICKSTART, SERVED
+from tests.support.slurm import Slurm, start_slurm
 
 
 @pytest.fixture
@@ -58,6 +59,11 @@ def forked_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         yield
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    yield from start_slurm()
 
 
 @pytest.fixture(scope="session")

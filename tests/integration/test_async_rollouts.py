@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_export import export_hf
-from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.prompts import decoder_of, load_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient
-from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.sampler import Sampler
@@ -36,11 +31,9 @@ from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
+from tests.support.bridge_trainers import ALONE, alone_params, published
 from tests.support.engine import Engine, running_engines
 
-ALONE = RankCoordinates(
-    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
-)
 SIZE, SAMPLES = 4, 4
 
 
@@ -70,31 +63,16 @@ class Weights:
 
     def __init__(self, model: Path):
         self.model = model
-        self._layout = mapping_for(read_model_shape(model))
-
-    @contextmanager
-    def published(self, bridge: Path, version: int) -> Iterator[Manifest]:
-        publisher = SharedMemoryPublisher(bridge, ALONE, self._params(version), self._layout, torch.float32)
-        try:
-            manifest = publisher.publish(version)
-            assert manifest is not None
-            yield manifest
-        finally:
-            publisher.close()
 
     def exported(self, version: int, folder: Path) -> Path:
         """The version as a checkpoint for transformers."""
-        params = self._params(version)
-        export_hf(folder, self.model, params, self._layout, ALONE, dtype=torch.float32)
+        layout = mapping_for(read_model_shape(self.model))
+        export_hf(folder, self.model, self.params(version), layout, ALONE, dtype=torch.float32)
         return folder
 
-    def _params(self, version: int) -> dict[str, torch.Tensor]:
-        """As one trainer rank holds them."""
-        cut = {"tensor": 1, "vocab_multiple": 1}
-        layers = range(self._layout.shape.num_layers)
-        shapes = self._layout.stage_params(layers=layers, first=True, last=True, **cut)
-        params = {name: torch.empty(shape) for name, shape in shapes.items()}
-        load_hf_weights(self.model, params.items(), self._layout, tensor_rank=0, **cut)
+    def params(self, version: int) -> dict[str, torch.Tensor]:
+        """As a single trainer rank holds them."""
+        params = alone_params(self.model)
         if version:
             generator = torch.Generator().manual_seed(version)
             for name in sorted(params):
@@ -152,7 +130,7 @@ async def interrupted(
         return await worker.fetch(index.ticket.tolist(), index.sample.tolist())
 
     async def sync(version: int) -> None:
-        with weights.published(engine.bridge, version) as manifest:
+        with published(engine.bridge, weights.model, weights.params(version), version) as manifest:
             result = await sampler.sync(manifest, version, False)
         assert len(result.reports) == 1
 

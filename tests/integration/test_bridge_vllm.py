@@ -114,13 +114,13 @@ def test_weights_become_the_trainers_and_change_again(rig):
 
 def check_two_syncs(rig, mode):
     assert rig.error(1) > 0.1
-    rig.trainers.publish(seed=1, version=1)
+    rig.publish(seed=1, version=1)
     report = rig.engine.sync(1)
     assert rig.error(1) < TOLERANCE
     assert report.mode == mode
     print(f"\nfirst sync {report.seconds} {report.workers}")
     for version in (2, 3):
-        rig.trainers.publish(seed=version, version=version)
+        rig.publish(seed=version, version=version)
         report = rig.engine.sync(version)
         print(f"sync {report.seconds} bytes {report.bytes_per_worker}")
         assert rig.error(version) < TOLERANCE
@@ -134,9 +134,9 @@ def check_two_syncs(rig, mode):
 
 
 def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
-    rig.trainers.publish(seed=4, version=10)
+    rig.publish(seed=4, version=10)
     rig.engine.sync(10)
-    rig.trainers.publish(seed=5, version=11)
+    rig.publish(seed=5, version=11)
     name = "model.layers.1.mlp.down_proj.weight"
     manifest = read_manifest(rig.engine.bridge / "manifest.json")
     box = manifest.tensors[name].boxes[1]
@@ -149,13 +149,13 @@ def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
         rig.engine.sync(11)
     assert rig.error(4) < TOLERANCE
     assert rig.engine.versions() == [10] * rig.engine.tensor
-    rig.trainers.publish(seed=5, version=12)
+    rig.publish(seed=5, version=12)
     rig.engine.sync(12)
     assert rig.error(5) < TOLERANCE
 
 
 def test_stale_versions_and_foreign_folders_are_refused(rig, tmp_path):
-    rig.trainers.publish(seed=6, version=20)
+    rig.publish(seed=6, version=20)
     rig.engine.sync(20)
     with pytest.raises(CheckFailed, match="holds version 20, asked for 21"):
         rig.engine.sync(21)
@@ -167,9 +167,9 @@ def test_stale_versions_and_foreign_folders_are_refused(rig, tmp_path):
 
 
 def test_another_model_is_refused_by_the_check(rig):
-    rig.trainers.publish(seed=6, version=25)
+    rig.publish(seed=6, version=25)
     rig.engine.sync(25)
-    rig.trainers.publish(seed=7, version=26)
+    rig.publish(seed=7, version=26)
     file = rig.engine.bridge / "manifest.json"
     for change, says in (
         (lambda t: t.pop("model.norm.weight"), r"model\.norm \(weight\): no published tensor"),
@@ -190,9 +190,9 @@ def test_another_model_is_refused_by_the_check(rig):
 
 
 def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovered_from(rig):
-    rig.trainers.publish(seed=7, version=30)
+    rig.publish(seed=7, version=30)
     rig.engine.sync(30)
-    rig.trainers.publish(seed=8, version=31)
+    rig.publish(seed=8, version=31)
     place = read_manifest(rig.engine.bridge / "manifest.json").place
     info = {"transport": "shared_memory", "place": place, "version": 31, "session": "by-hand"}
     for path in ("/pause?mode=keep", "/start_weight_update"):
@@ -231,7 +231,7 @@ def test_many_syncs_leave_nothing_behind(rig, syncs):
 
     for i in range(syncs):
         transport = ("shared_memory", "process_group")[i % 2]
-        manifest = rig.trainers.publish(i, 100 + i, transport)
+        manifest = rig.publish(i, 100 + i, transport)
         rig.engine.sync(100 + i, manifest)
         if i == 19:
             before = held()
@@ -249,7 +249,7 @@ def test_many_syncs_leave_nothing_behind(rig, syncs):
 def test_a_sync_leaves_marks_of_progress(rig, transport):
     """A long one would be taken for a hang without them: the core answers nothing meanwhile."""
     mark = rig.engine.bridge / f"progress-{rig.engine.process.pid}"
-    manifest = rig.trainers.publish(2, 30, transport)
+    manifest = rig.publish(2, 30, transport)
     mark.unlink(missing_ok=True)
     time.sleep(1.0)  # one mark a second at most
     rig.engine.sync(30, manifest)
@@ -280,7 +280,7 @@ def test_every_route_asks_for_the_token(rig, engines):
 
 def test_a_failing_apply_is_not_resumed(rig):
     """Last: it leaves the engine to be restarted. The shards vanish from under the check's verdict."""
-    rig.trainers.publish(seed=9, version=40)
+    rig.publish(seed=9, version=40)
 
     async def post(path, body, timeout):
         if body and body.get("steps") == ["apply"]:

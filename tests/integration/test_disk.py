@@ -1,8 +1,8 @@
-"""A run whose disk fills up trains on, ends with one message when it must, and goes on when there is room.
+"""A run whose disk fills up continues, ends with one message when it must, and resumes when there is space.
 
 Why: the disk of a long run does fill up, at night; what counts is that nothing learnt before is lost.
 Proved, with a real engine by the command line, on a small disk: with too little room for a checkpoint the run
-warns, counts it and trains on; with no room for a row of metrics it ends with exit code 2, without traceback,
+warns, counts it and continues; with no room for a row of metrics it ends with exit code 2, without traceback,
 process or shared memory left; the newest checkpoint is whole, and the same command finishes the run with
 every step in the metrics once. Not covered: several nodes; how a save ends at each point
 (test_async_checkpoints).
@@ -10,7 +10,6 @@ every step in the metrics once. Not covered: several nodes; how a save ends at e
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ import psutil
 import pytest
 
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps
+from tests.support.same_runs import read_rows
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SETTINGS = [
@@ -63,12 +63,6 @@ def fill(disk: Path, room: int) -> None:
             file.flush()
 
 
-def rows_of(run: Path) -> list[dict]:
-    file = run / "metrics.jsonl"
-    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
-    return [json.loads(row) for row in whole.splitlines()]
-
-
 def words_of_processes() -> list[list[str]]:
     """The command lines of what runs for this test. Asked for like this, ends meanwhile do no harm."""
     lines = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
@@ -106,7 +100,7 @@ def test_a_disk_that_is_full_at_the_end_is_no_success(
     assert "Traceback" not in told
     if code == 74:
         assert "last checkpoint  NOT WRITTEN: " in told
-        assert sum(row.get("checkpoint/failed", 0) for row in rows_of(run)) == 1
+        assert sum(row.get("checkpoint/failed", 0) for row in read_rows(run)) == 1
     else:
         assert "cannot be written ([Errno 28] No space left on device" in told
         assert not list((run / "hf").glob(".*"))
@@ -114,7 +108,7 @@ def test_a_disk_that_is_full_at_the_end_is_no_success(
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from step 2;" in done.stdout
-    assert [row["step"] for row in rows_of(run)] == list(range(5))
+    assert [row["step"] for row in read_rows(run)] == list(range(5))
     assert list(list_steps(run)) == [4]
 
 
@@ -139,17 +133,17 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
 
     process = start()
     try:
-        wait_for(lambda: len(rows_of(run)) >= 3 and bool(list_steps(run)))
+        wait_for(lambda: len(read_rows(run)) >= 3 and bool(list_steps(run)))
         shared = shared_memory()
         assert any(place.exists() for place in shared)
 
         def failed_to_save() -> bool:
             fill(disk, 1_000_000)  # again and again: a checkpoint that is removed leaves room for the next
-            return any(row.get("checkpoint/failed") for row in rows_of(run))
+            return any(row.get("checkpoint/failed") for row in read_rows(run))
 
         wait_for(failed_to_save)
-        failed = next(row["step"] for row in rows_of(run) if row.get("checkpoint/failed"))
-        wait_for(lambda: rows_of(run)[-1]["step"] > failed)  # and on it goes
+        failed = next(row["step"] for row in read_rows(run) if row.get("checkpoint/failed"))
+        wait_for(lambda: read_rows(run)[-1]["step"] > failed)  # and it continues
         assert "no checkpoint" in log.read_text()
         fill(disk, 0)
         assert process.wait(TIMEOUT) == 2, log.read_text()
@@ -168,7 +162,7 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
     assert newest <= failed
 
     (disk / "ballast").unlink()
-    last = rows_of(run)[-1]["step"]
+    last = read_rows(run)[-1]["step"]
     command.append(f"training.steps={last + 1}")
     process = start()
     try:
@@ -179,7 +173,7 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
         process.kill()
         process.wait()
     assert f"from step {newest};" in log.read_text()
-    assert [row["step"] for row in rows_of(run)] == list(range(last + 2))
+    assert [row["step"] for row in read_rows(run)] == list(range(last + 2))
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest.json", f"step_{last + 1:06d}"]
     assert words_of_processes() == []
     assert not any(place.exists() for place in shared)

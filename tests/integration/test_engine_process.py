@@ -19,6 +19,7 @@ import pytest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.engine import process as module
 from rpg_megatron.engine.process import EngineProcess, engine_socket
+from tests.support.commands import read_stats
 
 SERVER = """
 import http.server, os, socketserver, subprocess, sys, time, signal
@@ -65,16 +66,7 @@ def make(settings: Settings, folder: Path, mode: str, monkeypatch: pytest.Monkey
 
 
 def members(group: int) -> list[int]:
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == group and fields[0] not in "ZX":
-                found.append(int(entry))
-    return found
+    return [pid for pid, stat in read_stats().items() if int(stat[2]) == group]
 
 
 def wait_for(condition, seconds: float = 10.0) -> bool:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Engines that die, hang or fail a sync come back and are synced, and the run is the run it would have been.
+"""Engines that die, hang or fail a sync are restarted and synced, and the run's results are unchanged.
 
 Why: over a night something dies; a lost or doubled sample, or one drawn with other weights, would show up as
 nothing but a worse model. Whole runs by the command line, disturbed from outside at set moments: processes

@@ -1,6 +1,6 @@
-"""``rpg-megatron eval`` with a real engine: its figures, ended in the middle and gone on with, nothing left.
+"""``rpg-megatron eval`` with a real engine: its figures, interruption and resuming, nothing left behind.
 
-Why: the figures are what a model is judged by, so they are computed once more here, from the responses on
+Why: the figures are what a model is judged by, so they are computed again here, from the responses on
 disk and by other means; and an evaluation that is ended must neither lose what it has nor leave processes.
 The quickstart's model. Not covered: GPUs, tensor parallelism, models that need hours.
 """

@@ -1,6 +1,6 @@
-"""``tools/gpu_check.sh``: its arguments, what it says without a GPU, and its table of what came of the parts.
+"""``tools/gpu_check.sh``: its arguments, its output without a GPU, and its table of results.
 
-Why: minutes on a borrowed GPU are few; the script that spends them must not stumble over itself.
+Why: minutes on a borrowed GPU are few; the script that uses them must not fail for reasons of its own.
 A call may find another machine than the last one had. GPU and packages are stand-ins, mostly Python too. Not
 covered: the parts themselves, which need a GPU.
 """

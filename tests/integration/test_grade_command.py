@@ -7,11 +7,9 @@ Why: people grade files of other systems with it, and those hold anything. Not c
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,8 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands.grade import grade_file
 from rpg_megatron.config import UserError
+from tests.support.commands import read_stats
+from tests.support.launcher import wait_for
 
 GOOD = [
     {"response": "Answer: 18", "answer": "18"},
@@ -153,20 +153,9 @@ def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
 
     def session() -> list[int]:
-        found = []
-        for entry in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == process.pid and fields[0] not in "ZX":
-                found.append(int(entry))
-        return found
+        return [pid for pid, stat in read_stats().items() if int(stat[3]) == process.pid]
 
-    end = time.monotonic() + 120
-    while len(session()) < 4:  # itself, the fork server, two workers
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: len(session()) >= 4, 120)  # itself, the fork server, two workers
     process.send_signal(number)
     assert process.wait(timeout=120) == (130 if number == signal.SIGINT else -9)
     assert process.stderr is not None
@@ -175,7 +164,5 @@ def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals
     if number == signal.SIGINT:
         assert said == "stopped: Ctrl-C; nothing was written\n"
         assert [p.name for p in tmp_path.iterdir()] == [file.name]
-    while session():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for(lambda: not session(), 120)
     assert not out.exists()

@@ -1,6 +1,6 @@
 """A judge on a second, real vLLM server, which is slow, hangs and dies while a real run trains.
 
-Why: the judge is the one part of a run that belongs to somebody else. Its failures must cost scores, be
+Why: the judge is the one part of a run that others operate. Its failures must cost scores, be
 counted response by response, and never end the run; its key must be in no file. Not covered: what a judge's
 scores are good for, servers that answer garbage (test_own_rewards).
 """

@@ -1,4 +1,4 @@
-"""The comparison of killed runs (``tests/support``) notices what it is there for, and says what it is.
+"""The comparison of killed runs (``tests/support``) notices each kind of difference, and names it.
 
 Why: a comparison that cannot fail proves nothing, and its cases are long (test_kills). Here each difference
 is planted, one at a time, into a small folder with all that a run leaves, or beside it; no run is started.

@@ -10,7 +10,7 @@ at the end, weights, checkpoints, rollouts and evaluations; nothing is left of i
 ``docs/evidence/kills.jsonl``: ``hit`` is the phase that the run was in when all of its processes had been
 stopped for the kill.
 
-A third layout samples ahead (``rollout.ahead=2``), with responses that go on over weight updates: contents
+A third layout samples ahead (``rollout.ahead=2``), with responses that continue over weight updates: contents
 depend on timing there, so ``tests/support/ahead_runs`` compares which groups each step holds, the age of each
 token and the guard's numbers. Kills are aimed at rollout, update and sync; Ctrl-C and SIGTERM, after which
 the run saves and resumes, are among them. ``interrupted`` counts responses of several versions so far.

@@ -1,6 +1,6 @@
 """Two launchers are one run: what ends one ends the other, the cause is named, nothing stays behind.
 
-Why: a job that has lost a node and does not know it holds all the others until its walltime is over. Both
+Why: a job that has lost a node and does not know it occupies all the others until its time limit. Both
 whole launchers run here, on one machine and without Slurm, with stand-ins for engines, sampler and ranks; the
 second launcher's engine is asked over TCP. Not covered: real engines, sampler and ranks, Slurm
 (tests/integration/test_slurm.py), a network between the two.

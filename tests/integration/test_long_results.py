@@ -1,7 +1,8 @@
-"""``make test-long`` goes on where it stopped, and says of each test with which commit it ended how.
+"""``make test-long`` resumes where it stopped, and records each test's result and commit.
 
-Why: the long tests take hours; a run that begins anew each time, or a result of older code that passes for
-one of this, would be worth nothing. With a real repository and pytest in a process of its own.
+Why: the long tests take hours; a run that starts over each time, or a result of older code that is taken for
+one of this, would be useless. With a real repository and pytest in a separate process. Not covered: the long
+tests themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A real run at 8K tokens on a CPU: responses of 8,192 tokens sampled by vLLM and trained on by two ranks.
 
 Why: long sequences are where memory and positions go wrong. The model cannot end a response, since the end
-token lies outside of its vocabulary, so every one goes to the limit. Proved over three steps: all of them are
+token lies outside of its vocabulary, so every one reaches the limit. Proved over three steps: all of them are
 counted as truncated, engine and trainer agree on log-probs out to the last token, memory does not grow.
 Not covered: that such a run learns; the rewards are all alike.
 """

@@ -14,12 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.slurm import SECRET, SMALL, TWO, Slurm, missing, start_slurm
+from tests.support.slurm import SECRET, SMALL, TWO, Slurm, missing
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started here: {missing()}")
@@ -60,11 +59,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     if done.returncode:
         pytest.skip(f"NeMo-Run cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
     return str(folder / "bin" / "python")
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    yield from start_slurm()
 
 
 class Launch:

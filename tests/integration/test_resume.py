@@ -1,4 +1,4 @@
-"""A run that is disturbed goes on, and ends, bit for bit, as if left alone.
+"""A run that is disturbed resumes, and ends bit-identical to an undisturbed one.
 
 Why: whatever a checkpoint or a restarted engine forgets (a moment, the place in the data, the anchor, a
 version, a sample) shows only as a run that learns a little worse. Proved, with a real engine and two trainer
@@ -7,7 +7,7 @@ comes back and is synced; a damaged copy of the weights is published again; the 
 the run with one message; the scheduler's warning (SIGTERM, SIGUSR1) comes at random moments, to the launcher
 alone or to every process as ``scancel`` sends it, and the run saves, leaves with code 75, and leaves no
 process and no shared memory; all processes are killed with SIGKILL at a random moment of step 8. The same
-command goes on each time. Weights after the last step, rollouts and metrics rows equal those of a run that
+command resumes each time. Weights after the last step, rollouts and metrics rows equal those of a run that
 was left alone, and each row is there once.
 
 Of the run that was left alone: it leaves its folder as documented, engine and trainer agree after every sync,

@@ -25,6 +25,8 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.rewards.pool import ForkServer, Function, Outcome, WorkerPool
 from rpg_megatron.rewards.reward import Response, Scorer
+from tests.support.commands import read_stats
+from tests.support.launcher import wait_for
 
 ODD = """
 import os, subprocess, time
@@ -91,17 +93,15 @@ def start(odd: str) -> Iterator[Callable[..., WorkerPool]]:
 def children(mark: str) -> list[int]:
     """Living processes of the pools that were started with this text in their environment."""
     found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                command = Path(f"/proc/{entry}/cmdline").read_bytes()
-                environment = Path(f"/proc/{entry}/environ").read_bytes()
-            except OSError:
-                continue
-            mine = f"={mark}\0".encode() in environment and stat[0] not in "ZX"
-            if mine and (b"rewards.fork_server" in command or command.startswith(b"sleep\x001000")):
-                found.append(int(entry))
+    for pid in read_stats():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        ours = b"rewards.fork_server" in command or command.startswith(b"sleep\x001000")
+        if ours and f"={mark}\0".encode() in environment:
+            found.append(pid)
     return found
 
 
@@ -111,13 +111,6 @@ def sleeps(pid: int) -> bool:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.05)
 
 
 def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
@@ -181,10 +174,10 @@ def test_nothing_is_left_when_it_is_closed(
     pool = start(deadline=1000.0)
     running = pool.submit(["hang", "a"])
     waiting = [pool.submit(["hang", "a"]) for _ in range(3)]
-    wait_until(lambda: any(sleeps(pid) for pid in children(mark)))
+    wait_for(lambda: any(sleeps(pid) for pid in children(mark)), 60)
     pool.close()
     assert all(f.result(timeout=60).failure == "crash" for f in [running, *waiting])
-    wait_until(lambda: children(mark) == [])
+    wait_for(lambda: children(mark) == [], 60)
 
 
 def test_a_worker_that_is_replaced_leaves_nothing(
@@ -230,7 +223,7 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "up\n"
-    wait_until(lambda: len(children(mark)) >= 3)
+    wait_for(lambda: len(children(mark)) >= 3, 60)
     parent.kill()
     parent.wait()
     parent.stdout.close()
@@ -243,7 +236,7 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
                     os.kill(pid, signal.SIGKILL)
         return not left
 
-    wait_until(gone)
+    wait_for(gone, 60)
 
 
 def test_the_input_of_a_killed_worker_is_graded_again(start: Callable[..., WorkerPool]) -> None:

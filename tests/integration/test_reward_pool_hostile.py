@@ -1,4 +1,4 @@
-"""Answers made to hurt: 60 that make parsers, sympy or regular expressions hang, crash or swell.
+"""60 adversarial answers that make parsers, sympy or regular expressions hang, crash or use much memory.
 
 Why: a policy that is rewarded finds such texts by itself. Each must get a verdict, wrong unless it really is
 the answer; all of them together take no more than the documented bound, and leave nothing.
@@ -19,6 +19,7 @@ import pytest
 from rpg_megatron.rewards import Grader
 from rpg_megatron.rewards.extraction import find_answer
 from rpg_megatron.rewards.grader import grade_by_rules
+from tests.support.commands import read_stats
 
 RESTART, RULES = 4.0, 4.0
 """Seconds: of a worker's restart, and of the rules for all answers, on a busy machine."""
@@ -100,15 +101,7 @@ def resident(pid: int | str = "self") -> int:
 
 def descendants() -> set[int]:
     """Processes of ours that are alive."""
-    parents = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if fields[0] not in "ZX":
-                parents[int(entry)] = int(fields[1])
+    parents = {pid: int(stat[1]) for pid, stat in read_stats().items()}
     found = {os.getpid()}
     while more := {p for p, parent in parents.items() if parent in found and p not in found}:
         found |= more

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,28 +23,22 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_export import export_hf
-from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
-from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from rpg_megatron.system.process_groups import members
 from rpg_megatron.training.mismatch import find_gaps
+from tests.support.bridge_trainers import ALONE, alone_params, published
 from tests.support.engine import Engine, running_engines
 from tests.support.runs import find_core
 
 EOS = 256
-ALONE = RankCoordinates(
-    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
-)
 PROMPTS = [[1 + i, 50, 60 + i, 70, 10] for i in range(4)]
 
 
@@ -84,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(folder: Path, checkpoint: Path) -> Path:
     """The checkpoint as a run exports it: it is what vLLM loads."""
     layout = mapping_for(read_model_shape(checkpoint))
-    export_hf(folder / "export", checkpoint, megatron_params(checkpoint), layout, ALONE, dtype=torch.float32)
+    export_hf(folder / "export", checkpoint, alone_params(checkpoint), layout, ALONE, dtype=torch.float32)
     return folder / "export"
 
 
@@ -275,29 +268,6 @@ def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
     assert 0 <= after[KV_USE] <= 1
 
 
-def megatron_params(model: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights as one trainer rank holds them."""
-    layout = mapping_for(read_model_shape(model))
-    cut = {"tensor": 1, "vocab_multiple": 1}
-    shapes = layout.stage_params(layers=range(layout.shape.num_layers), first=True, last=True, **cut)
-    params = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_hf_weights(model, params.items(), layout, tensor_rank=0, **cut)
-    return params
-
-
-@contextmanager
-def published(bridge: Path, model: Path) -> Iterator[Manifest]:
-    """A checkpoint's weights as one trainer rank would publish them."""
-    layout = mapping_for(read_model_shape(model))
-    publisher = SharedMemoryPublisher(bridge, ALONE, megatron_params(model), layout, torch.float32)
-    try:
-        manifest = publisher.publish(7)
-        assert manifest is not None
-        yield manifest
-    finally:
-        publisher.close()
-
-
 def test_sampler_process(
     engine: Engine, folder: Path, settings: Settings, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -340,7 +310,7 @@ def test_sampler_process(
                 sampler.restore({"stream": before["stream"] | {"prompts": "other"}})
             process.send_signal(signal.SIGINT)
             assert sampler.state() != before
-            with published(engine.bridge, other) as manifest:
+            with published(engine.bridge, other, alone_params(other), 7) as manifest:
                 reports = sampler.sync(manifest, version=7).reports
             _, moved = rollout(step=2, version=7)
             source.close()

@@ -12,14 +12,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.support.slurm import SMALL, TWO, Job, Slurm, missing, start_slurm
+from tests.support.slurm import SMALL, TWO, Job, Slurm, missing
 
 pytestmark = [
     pytest.mark.long,
@@ -28,11 +27,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    yield from start_slurm()
 
 
 def files_of_the_repository() -> set[str]:

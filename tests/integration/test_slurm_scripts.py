@@ -14,13 +14,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.launcher_pair import DRIVER, ENGINE, STAND_IN
-from tests.support.slurm import Job, Slurm, missing, start_slurm
+from tests.support.slurm import Job, Slurm, missing
 
 ROOT = Path(__file__).parents[2]
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started here: {missing()}")
@@ -36,11 +35,6 @@ if [ -e "$0.saves" ] && [ ! -e "$0.saved" ]; then
 fi
 echo done
 """
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    yield from start_slurm()
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings
-from tests.support.bridge_trainers import Trainers, state_dict
+from tests.support.bridge_trainers import PublishingRanks, start_trainers, state_dict
 from tests.support.engine import FORKED, Engine, running_engines
 from tests.support.ranks import run_ranks
 
@@ -115,7 +116,10 @@ class Rig:
 
     model: Path
     engine: Engine
-    trainers: Trainers
+    trainers: PublishingRanks
+
+    def publish(self, seed: int, version: int, transport: str = "shared_memory") -> Manifest:
+        return self.trainers.publish(seed, version, transport)
 
     def logprobs(self) -> torch.Tensor:
         """Of the fixed prompt, by the engine."""
@@ -154,7 +158,7 @@ def bridge_engines(
 @contextmanager
 def running_rig(folder: Path, engine: Engine) -> Iterator[Rig]:
     """Trainers for one of ``bridge_engines``."""
-    trainers = Trainers(folder / "model", engine.bridge, folder / "rendezvous")
+    trainers = start_trainers(folder / "model", engine.bridge, folder / "rendezvous")
     try:
         yield Rig(folder / "model", engine, trainers)
     finally:

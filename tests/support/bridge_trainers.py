@@ -1,19 +1,32 @@
-"""Two processes that publish weights for the tests of the bridge; without transformers and Megatron."""
+"""Ranks that publish weights for the tests of the bridge, two processes or one in the test's own; without
+transformers and Megatron.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
+from tests.support.ranks import fork_server
+
+ALONE = RankCoordinates(
+    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
+)
 
 
 def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
@@ -23,7 +36,66 @@ def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     return {n: w + 0.05 * torch.randn(w.shape, generator=g) for n, w in weights.items()}
 
 
-def _trainer_rank(rank, model, bridge, rendezvous, commands, answers):
+def alone_params(model: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights as a single trainer rank holds them."""
+    layout = mapping_for(read_model_shape(model))
+    cut = {"tensor": 1, "vocab_multiple": 1}
+    shapes = layout.stage_params(layers=range(layout.shape.num_layers), first=True, last=True, **cut)
+    params = {name: torch.empty(shape) for name, shape in shapes.items()}
+    load_hf_weights(model, params.items(), layout, tensor_rank=0, **cut)
+    return params
+
+
+@contextmanager
+def published(bridge: Path, model: Path, params: dict[str, torch.Tensor], version: int) -> Iterator[Manifest]:
+    """Weights of the model as a single trainer rank publishes them to engines on its node."""
+    layout = mapping_for(read_model_shape(model))
+    publisher = SharedMemoryPublisher(bridge, ALONE, params, layout, torch.float32)
+    try:
+        manifest = publisher.publish(version)
+        assert manifest is not None
+        yield manifest
+    finally:
+        publisher.close()
+
+
+class PublishingRanks:
+    """Processes that publish weights when told to, of shards cut by other means than the layouts.
+
+    Each runs ``target(rank, commands, answers, *arguments)``: it takes commands until None, and puts
+    ``(rank, answer)`` after each.
+    """
+
+    def __init__(self, target: Callable[..., None], world: int, *arguments: Any, context: Any = None):
+        context = context or fork_server()
+        self.commands, self.answers = [context.Queue() for _ in range(world)], context.Queue()
+        self.processes = [
+            context.Process(target=target, args=(rank, commands, self.answers, *arguments))
+            for rank, commands in enumerate(self.commands)
+        ]
+        for p in self.processes:
+            p.start()
+
+    def tell(self, command: Any) -> list[Any]:
+        """All ranks' answers."""
+        for q in self.commands:
+            q.put(command)
+        answers = dict(self.answers.get(timeout=120) for _ in self.commands)
+        return [answers[rank] for rank in range(len(self.commands))]
+
+    def publish(self, *what: Any) -> Manifest:
+        return self.tell(what)[0]
+
+    def stop(self) -> None:
+        for q in self.commands:
+            q.put(None)
+        for p in self.processes:
+            p.join(30)
+            if p.is_alive():
+                p.kill()
+
+
+def _trainer_rank(rank, commands, answers, model, bridge, rendezvous):
     """One of two Megatron-like ranks: publishes shards of the state dict it is told to."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -36,7 +108,7 @@ def _trainer_rank(rank, model, bridge, rendezvous, commands, answers):
             "127.0.0.1", place, params, layout, torch.float32, timeout=60, bucket_bytes=1 << 16
         ),
     }
-    while (command := commands[rank].get()) is not None:
+    while (command := commands.get()) is not None:
         seed, version, transport = command
         for publisher in publishers.values():
             publisher.retract()
@@ -48,31 +120,6 @@ def _trainer_rank(rank, model, bridge, rendezvous, commands, answers):
     dist.destroy_process_group()
 
 
-class Trainers:
-    """Two processes that cut shards by other means than the layouts, and publish them when told to."""
-
-    def __init__(self, model: Path, bridge: Path, rendezvous: Path):
-        context = mp.get_context("spawn")
-        self.commands, self.answers = [context.Queue() for _ in range(2)], context.Queue()
-        self.processes = [
-            context.Process(
-                target=_trainer_rank, args=(r, model, bridge, rendezvous, self.commands, self.answers)
-            )
-            for r in range(2)
-        ]
-        for p in self.processes:
-            p.start()
-
-    def publish(self, seed, version, transport="shared_memory"):
-        for q in self.commands:
-            q.put((seed, version, transport))
-        answers = dict(self.answers.get(timeout=120) for _ in range(2))
-        return answers[0]
-
-    def stop(self):
-        for q in self.commands:
-            q.put(None)
-        for p in self.processes:
-            p.join(30)
-            if p.is_alive():
-                p.kill()
+def start_trainers(model: Path, bridge: Path, rendezvous: Path) -> PublishingRanks:
+    """Two processes, which ``publish(seed, version, transport)``."""
+    return PublishingRanks(_trainer_rank, 2, model, bridge, rendezvous, context=mp.get_context("spawn"))

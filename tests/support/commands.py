@@ -6,6 +6,7 @@ its session.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,6 +18,17 @@ from pathlib import Path
 from rpg_megatron.system.process_groups import members
 
 MARK = "RPG_TEST_MARK"
+
+
+def read_stats() -> dict[int, list[str]]:
+    """Living processes -> what /proc/PID/stat has after the name: state, parent, group, session, ..."""
+    found = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] not in "ZX":
+                found[int(entry)] = fields
+    return found
 
 
 class Command:

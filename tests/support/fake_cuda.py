@@ -1,4 +1,4 @@
-"""A process that takes itself for one rank of a job on H100s: fake CUDA tensors, fake NCCL and gloo groups.
+"""A process that acts as one rank of a job on H100s: fake CUDA tensors, fake NCCL and gloo groups.
 
 torch's FakeTensorMode gives tensors that have a shape, a dtype, strides and a device, and no values. On them
 the product runs as it is. ``Watch`` sees every operation, and with it

@@ -1,4 +1,4 @@
-"""Kill parts of a run at moments drawn from a seed, and compare what becomes of it with an undisturbed run.
+"""Kill parts of a run at moments drawn from a seed, and compare the result with an undisturbed run.
 
 A kill waits for the phase it is aimed at, then for a part of the phase's shortest duration. Then all
 processes are stopped (SIGSTOP) and the moment is read: if it is another phase by now, they continue and the
@@ -161,7 +161,7 @@ class KilledRun(WatchedRun):
         return found + find_missing_rollouts(self.run)
 
     def strike(self, kill: Kill, number: int) -> None:
-        """Wait for the kill's moment, kill, and see to it that the run goes on."""
+        """Wait for the kill's moment, kill, and see that the run continues."""
         delay = kill.fraction * self.reference.seconds.get(kill.phase, 1.0)
         while self.wait_for(kill):
             if kill.phase == EXPORT or not self.exporting:
@@ -287,7 +287,7 @@ class KilledRun(WatchedRun):
         return children[:1] or None
 
     def after(self, kill: Kill, moment: Moment) -> None:
-        """What has to follow from the kill: the run ends and is started again, or goes on by itself."""
+        """What has to follow from the kill: the run ends and is started again, or continues by itself."""
         assert self.row is not None
         if kill.target in (SERVER, CORE):
             self.lost = moment.rows if self.lost is None else min(self.lost, moment.rows)
@@ -344,7 +344,7 @@ class KilledRun(WatchedRun):
             self.launch()
 
     def conclude(self, wrong: list[str]) -> None:
-        """Record the last kill, now that the run has gone on. Raises AssertionError if something is wrong."""
+        """Record the last kill after the run has continued. Raises AssertionError if something is wrong."""
         if self.row is None:
             return
         row, self.row = self.row, None

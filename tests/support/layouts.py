@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def make_batch() -> list[Trajectory]:
         )
         for i, (p, r) in enumerate(sizes)
     ]
+
+
+def write_rewarded_batch(folder: Path, group: int) -> list[Trajectory]:
+    """``model``, and ``batch.pkl`` with rewards, in groups of so many responses; the batch."""
+    make_layout_model(folder / "model", tied=False)
+    batch = make_batch()
+    for i, t in enumerate(batch):
+        t.reward, t.group, t.sample = math.sin(i), i // group, i % group
+    (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
+    return batch
 
 
 def reference_logprobs(

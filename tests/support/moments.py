@@ -1,4 +1,4 @@
-"""What a run does just now: by its progress events, which are passed on to the launcher, and by its files."""
+"""What a run is doing now: by its progress events, which are passed on to the launcher, and by its files."""
 
 from __future__ import annotations
 

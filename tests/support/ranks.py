@@ -112,7 +112,7 @@ def measure_cases(measure: Callable[[dict[str, Any], Path, torch.device], Any]) 
 
 
 def start_ranks(worker: str, world: int, folder: Path) -> tuple[list[Any], TextIO]:
-    """Start the module ``worker`` with argument FOLDER as ``world`` forked ranks, and go on.
+    """Start the module ``worker`` with argument FOLDER as ``world`` forked ranks, and return.
 
     Returns the processes and what rank 0 prints, to be read as it comes; it ends when the rank does.
     """

@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's servers: what they answer follows from the prompt and the seed."""
+"""Stand-ins for vLLM's servers, whose answers follow from the prompt and the seed, and for a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ import numpy as np
 
 from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
 from rpg_megatron.bridge.vllm.sync_route import SYNC, StepsDone, Totals
+
+
+class ByteTokenizer:
+    """A byte is a token; 0 ends a text."""
+
+    eos_token_id = 0
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return bytes(t for t in tokens if t).decode(errors="replace")
 
 
 class StandIns:

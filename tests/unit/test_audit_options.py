@@ -1,4 +1,8 @@
-"""What ``rpg-megatron audit`` takes from a run or a config file, and what it refuses before it starts."""
+"""What ``rpg-megatron audit`` takes from a run or a config file, and what it refuses before it starts.
+
+Why: an audit starts engines and ranks; what is wrong with its input must be known before. Not covered: what
+an audit finds (test_audit_verdict, tests/integration/test_audit.py), its processes (test_audit_launch).
+"""
 
 from __future__ import annotations
 

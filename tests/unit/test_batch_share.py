@@ -1,7 +1,7 @@
-"""A share of a batch is the same after its way as flat tensors, empty micro-batches and shares included.
+"""A share of a batch survives being sent as flat tensors, empty micro-batches and shares included.
 
-And a leader makes it of its part of the plan, whose size does not depend on the tokens. That both go to the
-right ranks is tests/distributed/test_batch_scatter.
+A leader builds it from its part of the plan, whose size does not depend on the tokens. Not covered: that both
+go to the right ranks (tests/distributed/test_batch_scatter).
 """
 
 from random import Random

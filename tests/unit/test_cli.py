@@ -1,6 +1,6 @@
-"""The command line: what the user can mend is one line and exit code 2, a bug of ours keeps its traceback.
+"""The command line: a user error is one line and exit code 2, a bug of ours keeps its traceback.
 
-Why: both at once is what makes an error message useful at night. Not covered: what the commands do
+Why: the user needs the fix, and a bug report needs the traceback. Not covered: what the commands do
 (test_launcher, tests/integration).
 """
 

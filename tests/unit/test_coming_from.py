@@ -1,6 +1,6 @@
 """docs/coming-from.md and docs/troubleshooting.md name what exists: settings, metrics, commands, messages.
 
-Why: whoever reads them has a problem or a deadline, and a key that was renamed costs more than no page. Not
+Why: their readers have a problem or a deadline, and a key that was renamed costs more than no page. Not
 covered: the settings of verl, NeMo-RL and TRL, which were read in their releases, and whether advice helps.
 """
 

@@ -2,8 +2,8 @@
 them is malformed.
 
 Why: a run must not start on half a file, or learn from rows that are not what they seem, and the message
-must say file, row and remedy. Not covered: JSON lines row by row (test_prompts); downloads, for want of
-a network: the hub's loader is shown a local folder instead.
+must say file, row and remedy. Not covered: JSON lines row by row (test_prompts); downloads, since there is
+no network: the hub's loader is shown a local folder instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Probes of ``rpg-megatron doctor`` that need no broken machine: tasks, clocks, walltime, versions, hangs."""
+"""Probes of ``rpg-megatron doctor`` that need no broken machine: tasks, clocks, walltime, versions, hangs.
+
+Not covered: the command, and machines that are broken on purpose (tests/integration/test_doctor_command.py).
+"""
 
 from __future__ import annotations
 

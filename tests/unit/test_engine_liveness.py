@@ -1,4 +1,4 @@
-"""An engine that hangs is told from one that is busy: by its core's answer, or by the marks of its workers.
+"""A hung engine is distinguished from a busy one: by its core's answer, or by the marks of its workers.
 
 Why: the core answers nothing in the middle of a long weight update or prefill. Cores are stand-ins. Not
 covered: that a real core answers and real workers leave marks (tests/integration/test_rollout_engine.py,

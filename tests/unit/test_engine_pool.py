@@ -1,4 +1,4 @@
-"""Engines that are lost while they work: what they left is sampled elsewhere, and nobody serves old weights.
+"""Engines lost during work: others sample their unfinished requests, and none serves old weights.
 
 Why: a response drawn with the random weights of an engine that has just come back would look like any other.
 Engines are stand-ins that answer from the seed; the test plays the launcher through its files. Not covered:

@@ -1,4 +1,5 @@
-"""What dividing logits by the temperature in bfloat16 does to an engine's log-probs, and who is spared it.
+"""What dividing logits by the temperature in bfloat16 does to an engine's log-probs, and which engines avoid
+it.
 
 Why: vLLM's model runner V2 keeps bfloat16 logits and divides them in place; the trainer divides in float32.
 The second rounding is a mismatch that nobody can tell from that of bfloat16 layers, and adds to it. Logits

@@ -1,4 +1,4 @@
-"""The examples and the paper's recipes: each is what it says, and fits its cards.
+"""The examples and the paper's recipes: each has the values that it claims, and fits its GPUs.
 
 Why: nobody can afford to run them all, so a wrong value would be found by a wrong result, weeks later. The
 tables here were written from the paper (arXiv 2505.17508) and its scripts, not from the files. Not covered:

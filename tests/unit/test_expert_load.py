@@ -1,6 +1,7 @@
 """Load metrics of a mixture: equal to what is counted by hand, from the routers' own choices.
 
-Not covered: that all ranks together count each token once; a run of the quickstart mixture showed it.
+Why: the metrics are the only sign of experts that receive no tokens. Not covered: that all ranks together
+count each token once.
 """
 
 from __future__ import annotations

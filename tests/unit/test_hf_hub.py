@@ -1,7 +1,7 @@
 """Models by their id on the Hugging Face hub: the real client against a hub on loopback.
 
-Why: whoever comes from another framework writes ``Qwen/Qwen3-4B-Base``. Without a network, the cache or one
-line must do.
+Why: users of other frameworks write ``Qwen/Qwen3-4B-Base``. Without a network, the cache must suffice, or one
+message says what to do. Not covered: the real hub.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State that waits in host memory for the GPU: how much of it is taken, how it is copied, when it is let go.
+"""GPU state in host memory: how much memory is allocated, how it is copied, when it is freed.
 
 Why: torch's pinned memory is up to twice what was asked for, a copy that waits for itself stops the GPU once
 for each tensor, and memory that is freed while CUDA has it on its list is gone. CUDA's two functions are
@@ -109,15 +109,15 @@ def test_parked_state_takes_its_own_size_once(runtime: Runtime, monkeypatch: pyt
     monkeypatch.setattr(offload, "_bytes", lambda storage: storage.memory)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    parked = offload.StateOffloader([], None)  # type: ignore[arg-type]
+    offloader = offload.StateOffloader([], None)  # type: ignore[arg-type]
     before = [s.memory.clone() for s in storages]
     for _ in range(3):
-        assert parked.offload() == sum(SIZES)
+        assert offloader.offload() == sum(SIZES)
         assert sum(runtime.held.values()) <= sum(SIZES) + len(SIZES) * mmap.PAGESIZE
-        parked.reload()
+        offloader.reload()
         assert all(torch.equal(s.memory, b) for s, b in zip(storages, before, strict=True))
     assert len(runtime.held) == len(SIZES)
-    del parked
+    del offloader
 
 
 class Copies(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Settings, models and data sets from others end in one message: no hang, no traceback, no memory to fill.
+"""Settings, models and data sets from others end in one message: no hang, no traceback, no unbounded memory.
 
 Why: people download models and data, and read configs that others wrote; what is wrong with them must be said
 before a job holds GPUs. Not covered: pickles in checkpoints (test_restricted_pickle), and what vLLM and

@@ -1,6 +1,7 @@
 """``rpg-megatron init``: what it writes loads, and it overwrites nothing.
 
-Why: the first file that a newcomer edits is this one.
+Why: the first file that a newcomer edits is this one. Not covered: training with it (docs/tutorial.md shows a
+run).
 """
 
 from __future__ import annotations

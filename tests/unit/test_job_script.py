@@ -192,7 +192,7 @@ def test_nemo_run_requeues_as_the_scripts_do() -> None:
         (2, False, "RUNNING", 2, ""),
         (75, False, "RUNNING", 75, "scontrol requeue 77\n"),
         (75, False, "COMPLETING", 75, ""),  # it is being cancelled
-        (75, True, "RUNNING", 0, ""),  # the next task goes on
+        (75, True, "RUNNING", 0, ""),  # the next task resumes
         (0, True, "RUNNING", 0, "scancel --state=PENDING 70\n"),
         (1, True, "RUNNING", 1, ""),
     ],

@@ -1,8 +1,8 @@
 """The grader: where an answer stands in a response, and whether it says the same as the reference.
 
 Why: a reward that is wrong, that can be fooled by form, or that raises or hangs on some model's output in the
-middle of the night ruins a run. Not covered: workers that are killed (test_reward_pool), texts made to hurt
-(test_reward_pool_hostile), agreement over whole benchmarks (test_rewards_agreement).
+middle of the night ruins a run. Not covered: workers that are killed (test_reward_pool), adversarial texts
+(test_reward_pool_hostile), agreement over whole benchmarks (test_math_benchmarks).
 """
 
 import asyncio

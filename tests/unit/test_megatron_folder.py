@@ -1,4 +1,4 @@
-"""A Megatron checkpoint's folder is found where Megatron-LM puts it, and damage to it is listed whole.
+"""A Megatron checkpoint's folder is found where Megatron-LM puts it, and all damage to it is listed.
 
 Why: what is found wrong here stops a conversion or a resume before anything is loaded, on a machine that need
 not have torch. Not covered: what the files mean to Megatron (tests/integration/test_convert_tools).

@@ -1,6 +1,7 @@
 """Messages between the processes of a run: values and errors cross, strangers do not, deaths are noticed.
 
 Why: rank 0 waits for hours for an answer; it must get the sampler's own message, or learn that there is none.
+Not covered: what the messages mean (test_sampler, tests/integration/test_sampler_workers.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What of the settings reaches Megatron's optimizer configuration, and which settings do not go together.
 
-Not covered: the optimizers themselves (tests/distributed), and that off-loading saves memory on a GPU.
+Not covered: the optimizers themselves (tests/distributed), and that offloading saves memory on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_a_share_is_kept_in_host_memory(share: float):
     assert config.optimizer_cpu_offload
     assert config.optimizer_offload_fraction == share
     assert config.overlap_cpu_optimizer_d2h_h2d
-    # Megatron's own launcher refuses off-loading without it.
+    # Megatron's own launcher refuses offloading without it.
     assert config.use_precision_aware_optimizer
     kept = (config.main_params_dtype, config.main_grads_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype)
     assert kept == (torch.float32,) * 4

@@ -17,6 +17,7 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.problems import read_counted, read_problems
 from rpg_megatron.data.prompts import PromptStream, fit_prompts
+from tests.support.stand_in_engines import ByteTokenizer
 
 MODULE = """
 import os, random
@@ -64,11 +65,6 @@ def data(name: str, settings: dict[str, Any] | None = None, **more: Any) -> Data
     return DataSettings.model_validate({"source": source} | KEYS | more)
 
 
-class Tokenizer:
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [list(text.encode()) for text in texts]}
-
-
 def test_rows_are_treated_as_those_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "more.jsonl").write_text('{"prompt": "m", "answer": "1"}\n')
     where = {"where": {"level": 1}}
@@ -83,7 +79,7 @@ def test_rows_are_treated_as_those_of_a_file(tmp_path: Path) -> None:
     assert len(read_problems(data("Endless", {"first": 6}, limit=7))) == 7
     both = [{"source": {"type": "own_source_of_test:sums"}, **KEYS}, {"path": tmp_path / "more.jsonl"}]
     assert len(read_problems(DataSettings.model_validate({"mixture": both}))) == 6
-    prompts, _ = fit_prompts(problems, data("sums", template="Q: {prompt}"), Tokenizer())
+    prompts, _ = fit_prompts(problems, data("sums", template="Q: {prompt}"), ByteTokenizer())
     context = json.loads(prompts[0].context)
     messages = [{"role": "user", "content": prompts[0].text}]
     assert context == {"prompt": prompts[0].text, "messages": messages, "row": row}
@@ -92,7 +88,7 @@ def test_rows_are_treated_as_those_of_a_file(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_the_same_prompts_or_is_refused() -> None:
     def stream(**settings: Any) -> PromptStream:
-        prompts, _ = fit_prompts(read_problems(data("sums", settings)), data("sums"), Tokenizer())
+        prompts, _ = fit_prompts(read_problems(data("sums", settings)), data("sums"), ByteTokenizer())
         return PromptStream(prompts, seed=1)
 
     first = stream()

@@ -150,9 +150,9 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     less = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=told, **far), "b200-180")
     assert cut.card.total("rollout") == less.card.total("rollout") + GIB // 2
     assert plan.need == plan.card.peak > apart.rank_total
-    parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
-    assert parked == [12 * n // 2]
-    assert plan.largest.host == apart.largest.host + parked[0]
+    offloaded = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
+    assert offloaded == [12 * n // 2]
+    assert plan.largest.host == apart.largest.host + offloaded[0]
     assert plan.engine.kv_cache == 20 * GIB
     # Messages are in host memory.
     sent = {"bridge": {"transport": "process_group", "bucket_mib": 512}}

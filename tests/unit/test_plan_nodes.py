@@ -1,6 +1,6 @@
 """``plan``: GPUs in all and by node, host memory of a step, and how much of a card a layout has to leave.
 
-Why: whoever asks a cluster for cards needs their number, and a layout that fits by half a GiB of figures that
+Why: a job request needs the number of GPUs, and a layout that fits by half a GiB of figures that
 were never measured does not fit. Not covered: what libraries take of a node's memory.
 """
 

@@ -1,4 +1,4 @@
-"""Settings of layers and FP8 become what Megatron-Core calls them, and what cannot be is refused in one line.
+"""Settings of layers and FP8 reach Megatron-Core under its names; what cannot work is refused in one line.
 
 Why: a recipe that reaches the model but not the optimizer, a micro-batch whose length a kernel does not take,
 or an FP8 setting that silently does nothing are found only on a GPU, hours later.

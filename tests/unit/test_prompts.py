@@ -1,7 +1,7 @@
 """Data sets and their order.
 
-Why: a mistake in a data file must stop a run before it starts and say which line to mend; and a resumed run
-must go on with exactly the prompts that the interrupted one would have taken. Not covered: real tokenizers
+Why: a mistake in a data file must stop a run before it starts and say which line to fix; and a resumed run
+must continue with exactly the prompts that the interrupted one would have taken. Not covered: real tokenizers
 and chat templates (a stand-in counts characters here; the integration test uses a real one).
 """
 

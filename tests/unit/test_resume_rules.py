@@ -1,4 +1,4 @@
-"""Which run a command goes on with, what may have changed by then, and which checkpoints are kept.
+"""Which run a command resumes, which settings may have changed by then, and which checkpoints are kept.
 
 Why: continuing the wrong run, or with another learning rate, spoils days of work and shows nowhere. Folders
 are made by hand here; their contents are real in tests/integration and tests/distributed.

@@ -31,19 +31,7 @@ from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.rollout.seeds import seed_of, stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
-
-
-class Tokenizer:
-    """A byte is a token; 0 ends a text."""
-
-    eos_token_id = 0
-
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [list(text.encode()) for text in texts]}
-
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return bytes(t for t in tokens if t).decode(errors="replace")
+from tests.support.stand_in_engines import ByteTokenizer
 
 
 class FakeEngine:
@@ -104,7 +92,7 @@ class LocalSampler(Sampler):
     """With one worker, in the same process."""
 
     def __init__(self, settings: Settings, engines: list[FakeEngine], events: Path = Path("/nowhere/events")):
-        tokenizer = Tokenizer()
+        tokenizer = ByteTokenizer()
         pool = EnginePool(settings.engine, engines, events.parent)  # never synced: they are taken as they are
         stops = stop_tokens(settings.model.path, tokenizer)
         self.worker = Worker(settings, decoder_of(tokenizer), engines, events.parent, stops)
@@ -486,11 +474,11 @@ def test_seeds_are_far_apart_and_fit_into_63_bits() -> None:
 
 
 def test_stop_tokens_come_from_tokenizer_and_checkpoint(tmp_path: Path) -> None:
-    assert stop_tokens(tmp_path, Tokenizer()) == [0]
+    assert stop_tokens(tmp_path, ByteTokenizer()) == [0]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0, 3]}')
-    assert stop_tokens(tmp_path, Tokenizer()) == [0, 3, 5]
+    assert stop_tokens(tmp_path, ByteTokenizer()) == [0, 3, 5]
     (tmp_path / "generation_config.json").write_text("[]")
-    nameless = Tokenizer()
+    nameless = ByteTokenizer()
     nameless.eos_token_id = None
     with pytest.raises(UserError, match="end-of-sequence"):
         stop_tokens(tmp_path, nameless)

@@ -35,21 +35,10 @@ from rpg_megatron.rollout.sampler_client import ResyncRequired, RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
+from tests.support.stand_in_engines import ByteTokenizer
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
 STEPS = 8
-
-
-class Tokenizer:
-    """A byte is a token; 0 ends a text."""
-
-    eos_token_id = 0
-
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [list(text.encode()) for text in texts]}
-
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        return bytes(t for t in tokens if t).decode(errors="replace")
 
 
 def logprob(version: int | None, before: Sequence[int], token: int) -> float:
@@ -140,7 +129,7 @@ class Run:
         folder.mkdir()
         self.engines = [Engine(i, random.Random(100 * seed + i), folder) for i in range(engines)]
         clients: list[Any] = list(self.engines)
-        tokenizer = Tokenizer()
+        tokenizer = ByteTokenizer()
         pool = EnginePool(settings.engine, clients, folder, interrupt=True)
         stops = stop_tokens(settings.model.path, tokenizer)
         self.worker = Worker(settings, decoder_of(tokenizer), clients, folder, stops)

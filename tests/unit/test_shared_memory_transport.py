@@ -1,4 +1,4 @@
-"""Published shards are found again by a reader, whoever cuts them, if they are whole, current and ours.
+"""A reader finds published shards, in any layout, if they are complete, current and ours.
 
 One process stands in for all ranks. Not covered: several ranks (tests/distributed/test_publisher_ranks.py),
 vLLM (tests/integration).

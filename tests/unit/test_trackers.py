@@ -1,5 +1,5 @@
 """A tracker gets settings, metrics and responses, under one id for all starts of a run; whatever it does, the
-run goes on.
+run continues.
 
 Why: a tracker is the one part of a run that depends on a server of others. Proved with trackers of the
 user's own, by the interface that ours use too, each in its process: one that works, one that raises, one
@@ -20,6 +20,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rpg_megatron.training import metrics
 from rpg_megatron.training.metrics import MetricsWriter
 from rpg_megatron.training.trackers import client
 from rpg_megatron.training.trackers.client import Trackers
+from tests.support.launcher import wait_for
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 PAGE = Path(__file__).parents[2] / "docs" / "trackers.md"
@@ -128,11 +130,7 @@ def read(folder: Path, name: str) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+wait_until = partial(wait_for, seconds=300)
 
 
 def log(trackers: Trackers, step: int) -> None:
