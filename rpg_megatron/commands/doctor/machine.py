@@ -90,6 +90,9 @@ def probe_ports(subject: Subject) -> Iterator[Check]:
         yield of_error("rendezvous port", e)
     if settings.bridge.transport == "process_group":
         address = settings.bridge.address
+        if address is None:
+            yield ok("bridge address", "chosen at start")
+            return
         try:
             with socket.create_server((address, 0)):
                 yield ok("bridge address", f"{address} belongs to this node")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from string import Template
+
+import yaml
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.policy import is_hub_id
@@ -46,7 +49,9 @@ def write_files(folder: Path, task: str, model: str | None) -> list[str]:
     path = MODEL
     if model is not None:
         path = model if is_hub_id(model) and not Path(model).exists() else str(Path(model).absolute())
-    text = Template((_TEMPLATES / CONFIG).read_text()).substitute(MODEL=path, REWARD=_REWARDS[task])
+    template = Template((_TEMPLATES / CONFIG).read_text(encoding="utf-8"))
+    quoted = yaml.safe_dump(path, width=math.inf, allow_unicode=True).splitlines()[0]
+    text = template.substitute(MODEL=quoted, REWARD=_REWARDS[task])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in PROBLEMS:
@@ -55,7 +60,7 @@ def write_files(folder: Path, task: str, model: str | None) -> list[str]:
             shutil.copytree(_QUICKSTART / MODEL, folder / MODEL, copy_function=shutil.copyfile)
         if task == "custom":
             shutil.copyfile(_TEMPLATES / REWARD, folder / REWARD)
-        (folder / CONFIG).write_text(text)
+        (folder / CONFIG).write_text(text, encoding="utf-8")
     except OSError as e:
         raise UserError(f"{e.filename or folder}: {e.strerror}; choose a folder that is writable") from None
     return names

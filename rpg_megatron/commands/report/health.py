@@ -74,9 +74,11 @@ def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
     if not largest or not means:
         return
     dtype = str(run.config.get("precision.dtype", "bfloat16"))
-    fields = {k: run.config.get(f"guards.{k}") for k in GuardSettings.model_fields}
+    known = {k: f"guards.{k}" for k in GuardSettings.model_fields}
     try:
-        guards = GuardSettings.model_validate({k: v for k, v in fields.items() if v is not None})
+        guards = GuardSettings.model_validate(
+            {k: run.config[key] for k, key in known.items() if key in run.config}
+        )
     except ValidationError:
         guards = GuardSettings.model_validate({})
     bounds = guards.thresholds(dtype)
