@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Files besides the weights: configuration, tokenizer, chat template."""
 
 MAX_DIMENSIONS = 64
 """Of a tensor, as in torch."""
@@ -134,7 +135,9 @@ def list_copied(model_dir: Path) -> list[Path]:
     """
     folder = model_dir.resolve()
     inside = [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
-    found = sorted({file for pattern in _COPIED for file in model_dir.glob(pattern)} - {model_dir / INDEX})
+    found = sorted(
+        {file for pattern in CONFIGURATION for file in model_dir.glob(pattern)} - {model_dir / INDEX}
+    )
     for file in found:
         target = file.resolve()
         if not any(target.is_relative_to(place) for place in inside):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.checkpoints.hf_files import CONFIGURATION
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.policy import is_hub_id
 
-_CONFIGURATION = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Configuration and tokenizer."""
 _WEIGHTS = "*.safetensors"
 
 
@@ -32,7 +31,7 @@ def download(
     """Folder of the model's files in the hub's cache. key: what named the model, for messages."""
     from huggingface_hub import constants, errors, snapshot_download
 
-    patterns = [*_CONFIGURATION, _WEIGHTS] if weights else list(_CONFIGURATION)
+    patterns = [*CONFIGURATION, _WEIGHTS] if weights else list(CONFIGURATION)
     # Files at the top: folders hold other formats of the same weights, such as original/.
     arguments: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": "*/*", "revision": revision}
     wanted = f"{key}: {name} is not a folder"

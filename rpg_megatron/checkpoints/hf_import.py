@@ -17,8 +17,6 @@ from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
-__all__ = ["load_hf_weights", "verify_hf_checkpoint"]
-
 
 @torch.no_grad()
 def load_hf_weights(

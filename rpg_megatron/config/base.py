@@ -52,6 +52,12 @@ def tag_of(value: Any, default: str) -> str | None:
     return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
 
 
+BUILT_IN_OR_IMPORTED = Discriminator(
+    lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN
+)
+"""Discriminator of a union of two sections with the tags ``BUILT_IN`` and ``IMPORTED``."""
+
+
 def one_of(ours: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
     """Annotation of a section that is a subclass of ``ours``, by its ``type``, or code of the user.
 

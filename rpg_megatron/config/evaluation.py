@@ -13,6 +13,11 @@ NAME = r"^[A-Za-z0-9._-]+$"
 """Allowed names of a set, which appear in metrics and file names."""
 
 
+def pass_sizes(samples: int) -> list[int]:
+    """The j for which pass@j is reported: powers of two below ``samples``, and ``samples``."""
+    return [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
+
+
 class HeldOutSettings(DataSettings):
     """One of several held-out sets."""
 
@@ -89,7 +94,6 @@ class EvaluationSettings(Section):
     def metric_names(self) -> list[str]:
         """Keys of the metrics in metrics.jsonl; the first is avg@k of the first set."""
         k = self.samples
-        sizes = [*(2**i for i in range(k.bit_length()) if 2**i < k), k]
-        keys = [f"avg@{k}", *(f"pass@{j}" for j in sizes), f"maj@{k}", "truncated_frac"]
+        keys = [f"avg@{k}", *(f"pass@{j}" for j in pass_sizes(k)), f"maj@{k}", "truncated_frac"]
         keys += ["length_mean", "length_p50", "length_p99"]
         return [f"eval/{part.name}/{key}" for part in self.heldout for key in keys]

@@ -96,7 +96,8 @@ class ModelShape:
     def matmul_parameters(self) -> tuple[int, int]:
         """Parameters that a token is multiplied with: in all layers' matrices, and in the output layer."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = int(self.hidden_size * (2 * heads + 2 * kv + 3 * self._ffn_columns_of_a_token))
+        columns = self.active_ffn_columns / self.num_layers
+        layer = int(self.hidden_size * (2 * heads + 2 * kv + 3 * columns))
         return self.num_layers * layer, self.hidden_size * self.vocab_size
 
     @property
@@ -120,16 +121,17 @@ class ModelShape:
         return 2 * sum(self.matmul_parameters) * (tokens + squares / self.attention_length)
 
     @property
-    def _ffn_columns_of_a_token(self) -> float:
-        """Feed-forward columns that a token passes in a layer, the router's outputs included; the mean over
-        layers.
+    def active_ffn_columns(self) -> float:
+        """Feed-forward columns that a token passes in all layers together.
+
+        A router's outputs count a third: an expert has three matrices, the router one.
         """
         e = self.experts
         if e is None:
-            return self.ffn_hidden_size
+            return self.num_layers * self.ffn_hidden_size
         dense = self.num_layers - len(e.layers)
-        chosen = e.per_token * e.ffn_hidden_size + e.count / 3  # an expert has 3 matrices, the router one
-        return (dense * self.ffn_hidden_size + len(e.layers) * chosen) / self.num_layers
+        chosen = e.per_token * e.ffn_hidden_size + e.count / 3
+        return dense * self.ffn_hidden_size + len(e.layers) * chosen
 
     def stage_layers(self, stages: int) -> list[int]:
         """Number of layers on each of ``stages`` stages, in the order of the layers, at least one each.

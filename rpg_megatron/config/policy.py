@@ -125,6 +125,13 @@ class PrecisionSettings(Section):
     fp8: FP8Settings | None = None
     """FP8 in the trainer, on Hopper GPUs, or emulated on a CPU; null: off."""
 
+    def token_multiple(self, parallel: ParallelSettings) -> int:
+        """Multiple that the positions of a micro-batch on each context rank are padded to.
+
+        Sequence parallelism splits them over the tensor-parallel ranks, and FP8 needs a multiple on each.
+        """
+        return (parallel.tensor if parallel.sequence else 1) * (self.fp8.multiple if self.fp8 else 1)
+
     @model_validator(mode="after")
     def _fp8_is_mixed_with_bfloat16(self) -> PrecisionSettings:
         if self.fp8 is not None and self.dtype != "bfloat16":

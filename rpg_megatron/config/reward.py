@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import (
     AfterValidator,
     ConfigDict,
-    Discriminator,
     Field,
     Tag,
     field_validator,
     model_validator,
 )
 
-from rpg_megatron.config.base import BUILT_IN, IMPORT_PATH, IMPORTED, Section, tag_of
+from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Section
 
 
 class OverlongSettings(Section):
@@ -110,7 +109,7 @@ class OwnRewardTermSettings(RewardTermSettings):
 
 AnyRewardTermSettings = Annotated[
     Annotated[RewardTermSettings, Tag(BUILT_IN)] | Annotated[OwnRewardTermSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+    BUILT_IN_OR_IMPORTED,
 ]
 
 
@@ -209,5 +208,5 @@ class OwnRewardSettings(RewardSettings):
 
 AnyRewardSettings = Annotated[
     Annotated[RewardSettings, Tag(BUILT_IN)] | Annotated[OwnRewardSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+    BUILT_IN_OR_IMPORTED,
 ]

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     ConfigDict,
-    Discriminator,
     Field,
     Tag,
     field_validator,
@@ -18,7 +17,7 @@ from pydantic import (
 )
 
 from rpg_megatron.config import filters
-from rpg_megatron.config.base import BUILT_IN, IMPORT_PATH, IMPORTED, Section, tag_of
+from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Section
 
 
 class DynamicSamplingSettings(Section):
@@ -65,7 +64,7 @@ class OwnDynamicSamplingSettings(DynamicSamplingSettings):
 
 AnyDynamicSamplingSettings = Annotated[
     Annotated[DynamicSamplingSettings, Tag(BUILT_IN)] | Annotated[OwnDynamicSamplingSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+    BUILT_IN_OR_IMPORTED,
 ]
 
 

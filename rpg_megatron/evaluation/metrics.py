@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rpg_megatron.config.evaluation import pass_sizes
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards import normalize
 from rpg_megatron.system.files import atomic_write
@@ -59,7 +60,7 @@ def per_problem(results: Sequence[EvalResult]) -> dict[str, Floats]:
     k = counts.pop()
     correct = [sum(r.correct) for r in results]
     columns = {f"avg@{k}": [c / k for c in correct]}
-    columns |= {f"pass@{j}": [pass_at(k, c, j) for c in correct] for j in _pass_sizes(k)}
+    columns |= {f"pass@{j}": [pass_at(k, c, j) for c in correct] for j in pass_sizes(k)}
     columns[f"maj@{k}"] = [float(majority_correct(r)) for r in results]
     return {key: np.array(column, np.float64) for key, column in columns.items()}
 
@@ -166,8 +167,3 @@ def write_results(path: Path, results: Sequence[EvalResult]) -> None:
     with atomic_write(path) as part, part.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for result in results:
             file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
-
-
-def _pass_sizes(k: int) -> list[int]:
-    powers = [2**i for i in range(k.bit_length()) if 2**i < k]
-    return [*powers, k]

@@ -18,6 +18,15 @@ Counts = dict[int, torch.Tensor]
 """Layer, counted from 0 -> tokens that chose each of its experts: [experts], int64."""
 
 
+def layers_with_experts(chunks: Iterable[nn.Module]) -> Iterator[tuple[int, Any]]:
+    """This rank's layers with experts, each with its index in the whole model, counted from 0."""
+    for chunk in chunks:
+        decoder: Any = chunk.decoder
+        for layer in decoder.layers:
+            if hasattr(layer.mlp, "router"):
+                yield layer.layer_number - 1, layer  # Megatron counts from 1
+
+
 @contextmanager
 def counted_routes(chunks: Iterable[nn.Module]) -> Iterator[Counts]:
     """Count the choices of this rank's routers in the forward passes within the block.
@@ -26,12 +35,10 @@ def counted_routes(chunks: Iterable[nn.Module]) -> Iterator[Counts]:
     included.
     """
     counts: Counts = {}
-    handles = []
-    for chunk in chunks:
-        decoder: Any = chunk.decoder
-        for layer in decoder.layers:
-            if (router := getattr(layer.mlp, "router", None)) is not None:
-                handles.append(router.register_forward_hook(_counter(counts, layer.layer_number - 1)))
+    handles = [
+        layer.mlp.router.register_forward_hook(_counter(counts, index))
+        for index, layer in layers_with_experts(chunks)
+    ]
     try:
         yield counts
     finally:

@@ -38,7 +38,6 @@ from rpg_megatron.policy.precision import (
     ExportedWeights,
     loadable,
     quantise,
-    token_multiple,
     uses_transformer_engine,
 )
 from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
@@ -141,7 +140,7 @@ class Policy:
         use_training_point(self._optimizer, False)
         self.offloader = StateOffloader(self._models, self._optimizer)
         self.served = ExportedWeights(self.named_parameters())
-        self._align = token_multiple(settings)
+        self._align = settings.precision.token_multiple(settings.parallel)
         self._metrics: list[str] = []  # names of the loss's metrics, the same on all ranks
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:

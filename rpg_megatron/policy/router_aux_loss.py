@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.policy.expert_load import layers_with_experts
 from rpg_megatron.policy.microbatch import MicroBatch
 
 
@@ -41,10 +42,8 @@ class RouterAuxLoss:
         self._coefficient, self._layers = coefficient, len(experts.layers)
         self._tokens = self._weight = torch.ones((), device=device)
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
-        for chunk in chunks:
-            for layer in chunk.decoder.layers:
-                if isinstance(router := getattr(layer.mlp, "router", None), Router):
-                    router.aux_loss = self
+        for _, layer in layers_with_experts(chunks):
+            layer.mlp.router.aux_loss = self
 
     def start_update(
         self, micro_batches: Sequence[MicroBatch], aggregator: Callable[..., tuple[Tensor, Tensor]]

@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.policy.expert_load import layers_with_experts
 from rpg_megatron.policy.microbatch import MicroBatch, MicroBatchRoutes
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.system.collectives import control_group
@@ -63,15 +64,12 @@ class _ChosenExperts:
 
 def install_replay(chunks: Iterable[GPTModel], experts: ExpertShape) -> None:
     """Let the routers of this rank's model choose as each micro-batch says, see ``MicroBatch``."""
-    for chunk in chunks:
-        for layer in chunk.decoder.layers:
-            index = layer.layer_number - 1  # Megatron counts layers from 1, through the whole model
-            if index in experts.layers:
-                chosen = _ChosenExperts(experts.layers.index(index))
-                layer.mlp.router.router_replay = chosen
-                layer.self_attention.register_forward_pre_hook(
-                    partial(_hand_over, chosen, chunk.config.sequence_parallel), with_kwargs=True
-                )
+    for index, layer in layers_with_experts(chunks):
+        chosen = _ChosenExperts(experts.layers.index(index))
+        layer.mlp.router.router_replay = chosen
+        layer.self_attention.register_forward_pre_hook(
+            partial(_hand_over, chosen, layer.config.sequence_parallel), with_kwargs=True
+        )
 
 
 def _hand_over(

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rpg_megatron.checkpoints.hf_export import export_hf
-from rpg_megatron.checkpoints.hf_import import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rpg_megatron.checkpoints.hf_export import export_hf
-from rpg_megatron.checkpoints.hf_import import load_hf_weights, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import MappingError

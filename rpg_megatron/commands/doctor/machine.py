@@ -15,7 +15,7 @@ from rpg_megatron.commands.doctor.gpu import card_memory
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok
 from rpg_megatron.commands.plan.plan import gib, make_plan
 from rpg_megatron.config import UserError
-from rpg_megatron.launcher import input_checks
+from rpg_megatron.launcher.input_checks import nearest_folder
 from rpg_megatron.launcher.preflight import check_port, check_shared_memory
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
@@ -116,7 +116,7 @@ def probe_temporary(subject: Subject) -> Iterator[Check]:
 
 def probe_clock(subject: Subject) -> Iterator[Check]:
     """This node's clock against that of the file system, on a cluster the file server's."""
-    folder = nearest_folder(subject)
+    folder = runs_folder(subject)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             before = time.time()
@@ -135,6 +135,6 @@ def probe_clock(subject: Subject) -> Iterator[Check]:
         yield ok("clock", f"within {max(skew, 0.1):.1f} s of the file system's")
 
 
-def nearest_folder(subject: Subject) -> Path:
+def runs_folder(subject: Subject) -> Path:
     """The folder of the runs, or its nearest existing parent."""
-    return input_checks.nearest_folder(subject.settings.runs if subject.settings else Path("runs"))
+    return nearest_folder(subject.settings.runs if subject.settings else Path("runs"))

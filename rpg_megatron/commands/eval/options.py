@@ -78,17 +78,19 @@ def evaluate(
 
     leave_to_first_node("eval")
     request = EvalRequest(
-        *(
-            model,
-            ",".join(suite or ()),
-            tuple(data or ()),
-            data_dir,
-            samples,
-            temperature,
-            top_p,
-            max_response_tokens,
-        ),
-        *(seed, engines, tensor, device, tuple(overrides or ())),
+        model=model,
+        suites=",".join(suite or ()),
+        files=tuple(data or ()),
+        folder=data_dir,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        max_response_tokens=max_response_tokens,
+        seed=seed,
+        engines=engines,
+        tensor=tensor,
+        device=device,
+        overrides=tuple(overrides or ()),
     )
     with StopSignals(resumable=True) as signals, exit_codes():
         settings, label = make_request(request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.checkpoints.hf_hub import download
-from rpg_megatron.checkpoints.megatron_folder import LATEST, MEGATRON
+from rpg_megatron.checkpoints.megatron_folder import is_megatron
 from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, list_steps
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.evaluation import NAME, EvaluationSettings
@@ -29,6 +28,7 @@ from rpg_megatron.launcher.preflight import (
     check_head_dim,
     check_model,
     check_packages,
+    has_gpu,
 )
 from rpg_megatron.launcher.run_dir import CONFIG
 from rpg_megatron.launcher.summary import shown
@@ -221,7 +221,7 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
             raise UserError(
                 f"MODEL: the run {path} has neither a model in hf/ nor a checkpoint in {CHECKPOINTS}/ yet"
             )
-    elif (path / MEGATRON).is_file() or (path / LATEST).is_file():
+    elif is_megatron(path):
         checkpoint = path
     if checkpoint is not None:
         raise UserError(
@@ -294,5 +294,4 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 def _device() -> str:
     """The device: cuda if there is a GPU, else cpu."""
-    gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
-    return "cuda" if gpu and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"
+    return "cuda" if has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"

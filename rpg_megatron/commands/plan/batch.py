@@ -47,9 +47,7 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     filled = fill_length(longest, parallel.context)
     in_one = max(1, training.tokens_per_microbatch // filled)
     tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
-    # As ``policy.precision.token_multiple`` pads each context rank's part of a row.
-    fp8 = settings.precision.fp8
-    each = (parallel.tensor if parallel.sequence else 1) * (fp8.multiple if fp8 is not None else 1)
+    each = settings.precision.token_multiple(parallel)
     align = math.lcm(each * parallel.context, sequence_multiple(parallel.context))
     packs = -(-update // in_one)
     microbatches = -(-packs // parallel.data)

@@ -92,22 +92,6 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def active_columns(shape: ModelShape) -> float:
-    """Feed-forward columns that a token passes in all layers together; a router's outputs count a third."""
-    e = shape.experts
-    if e is None:
-        return shape.num_layers * shape.ffn_hidden_size
-    dense = (shape.num_layers - len(e.layers)) * shape.ffn_hidden_size
-    return dense + len(e.layers) * (e.per_token * e.ffn_hidden_size + e.count / 3)
-
-
-def active_parameters(shape: ModelShape) -> int:
-    """Parameters that a token passes, the output layer included, norms and the input embedding not."""
-    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.num_layers * (2 * heads + 2 * kv)
-    return round(shape.hidden_size * (attention + 3 * active_columns(shape) + shape.vocab_size))
-
-
 def read_columns(shape: ModelShape, batch: float) -> float:
     """Feed-forward columns of all layers that are read for one token of each of ``batch`` sequences.
 

@@ -10,8 +10,7 @@ from rpg_megatron.commands.plan.trainer_memory import Basis, RankMemory
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
 
-NODE = 8
-"""GPUs per node."""
+GPUS_PER_NODE = 8
 
 _TRAJECTORY = 1400
 """Bytes of a trajectory in Python besides its tokens: the object, six arrays, strings; measured."""
@@ -52,14 +51,14 @@ def count_gpus(settings: Settings) -> Gpus:
     trainer, workers = settings.parallel.world, engine.replicas * engine.tensor
     total = trainer if engine.colocated else trainer + workers
     why = ""
-    for count in range(-(-total // NODE), 2 * -(-total // NODE) + 1):
+    for count in range(-(-total // GPUS_PER_NODE), 2 * -(-total // GPUS_PER_NODE) + 1):
         try:
             nodes = [_cards(share_of(settings, node, count), settings) for node in range(count)]
         except UserError as e:
             why = why or str(e)
             continue
         used = max(max(held) if engine.colocated else sum(held) for held in nodes)
-        if used <= NODE:
+        if used <= GPUS_PER_NODE:
             return Gpus(trainer, workers, engine.colocated, tuple(nodes), "")
         why = why or f"on {count} nodes, one would have {used}"
     return Gpus(trainer, workers, engine.colocated, (), why)
@@ -127,7 +126,7 @@ def host_parts(
     Excludes libraries, engine processes, and the page cache.
     """
     parallel = settings.parallel
-    here = range(gpus.nodes[0][0] if gpus.nodes else min(NODE, parallel.world))
+    here = range(gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world))
     kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
     nbytes: dict[str, int] = {}
     for number in here:  # Megatron numbers ranks tensor, context, data, pipeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rpg_megatron.commands.plan.activations import Recompute
@@ -190,7 +190,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         problems=(),
         warnings=(),
     )
-    return Plan(**{**vars(draft), "problems": tuple(_problems(draft)), "warnings": tuple(_warnings(draft))})
+    return replace(draft, problems=tuple(_problems(draft)), warnings=tuple(_warnings(draft)))
 
 
 def _parameters(shape: ModelShape) -> int:

@@ -12,12 +12,12 @@ from typing import Literal
 
 from rpg_megatron.commands.plan.assumptions import Assumptions
 from rpg_megatron.commands.plan.experts import (
-    active_columns,
     dispatched_bytes,
     expert_replicas,
     read_columns,
 )
 from rpg_megatron.commands.plan.fused_activations import in_fp8
+from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE
 from rpg_megatron.commands.plan.parameters import rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import engines_of_a_replica, recomputation, state_bytes
@@ -30,7 +30,6 @@ Placement = Literal["colocated", "by turns", "overlapped"]
 _OPTIMIZER = 30
 """Bytes that AdamW reads and writes for each parameter that a rank updates: gradient and, in float32, weight
 and two moments, read and written; the bfloat16 weight is written."""
-_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def _pass_seconds(
     """
     shape, settings = plan.shape, plan.settings
     in_layers, in_head = shape.matmul_parameters
-    in_mlp = 3 * shape.hidden_size * active_columns(shape)
+    in_mlp = 3 * shape.hidden_size * shape.active_ffn_columns
     quantised = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
     share = quantised / shape.num_layers
     peak = a.peak_fp32 if settings.precision.dtype == "float32" else a.peak_bf16
@@ -219,7 +218,7 @@ def _rollout(plan: Plan, a: Assumptions, lengths: _Lengths, replicas: float) -> 
     def token(batch: float, context: float) -> tuple[float, float]:
         """Seconds to read and to compute for one token of each sequence."""
         flops = 2 * (in_layers + in_head) * batch / engine.tensor
-        idle = 3 * shape.hidden_size * (read_columns(shape, batch) - active_columns(shape))
+        idle = 3 * shape.hidden_size * (read_columns(shape, batch) - shape.active_ffn_columns)
         weights = ((in_layers + idle) * one + in_head * item) / engine.tensor
         read = weights + batch * context * plan.engine.kv_bytes_per_token
         return read / bandwidth, flops / (peak * a.prefill_mfu)
@@ -274,7 +273,7 @@ def _dispatch_seconds(plan: Plan, a: Assumptions, tokens: float) -> float:
         return 0.0
     each = tokens * nbytes * parallel.data / parallel.world
     group = parallel.expert * parallel.expert_tensor
-    far = max(0.0, 1 - _NODE / group) / (1 - 1 / parallel.expert)
+    far = max(0.0, 1 - GPUS_PER_NODE / group) / (1 - 1 / parallel.expert)
     return each * max(far / a.network, (1 - far) / a.nvlink) / a.link_efficiency
 
 
@@ -313,7 +312,7 @@ def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase
     routed = (2 + (again != "none")) * _dispatch_seconds(plan, a, tokens)
     bubble = _bubble(settings, tokens)
     groups = _replicated(plan, data)
-    link = a.nvlink if parallel.tensor * data * parallel.context <= _NODE else a.network
+    link = a.nvlink if parallel.tensor * data * parallel.context <= GPUS_PER_NODE else a.network
     moved = sum((4 + ITEM_BYTES[settings.precision.dtype]) * n * (1 - 1 / shards) for n, shards in groups)
     reduction = moved / (link * a.link_efficiency)
     if settings.optimizer.overlap:

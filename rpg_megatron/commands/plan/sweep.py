@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rpg_megatron.commands.plan.activations import Recompute
-from rpg_megatron.commands.plan.gpu_count import NODE
+from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE
 from rpg_megatron.commands.plan.plan import Plan, Target, plan_for
 from rpg_megatron.commands.plan.trainer_memory import recomputation
 from rpg_megatron.config import ModelShape, Settings, UserError
@@ -116,9 +116,9 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
 
 def _cuts(world: int, experts: int) -> Iterator[tuple[int, int, int, int, int]]:
     # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
-    for tensor in range(1, min(world, NODE) + 1):
+    for tensor in range(1, min(world, GPUS_PER_NODE) + 1):
         for pipeline in range(1, world // tensor + 1):
-            for context in range(1, min(world // (tensor * pipeline), NODE) + 1):
+            for context in range(1, min(world // (tensor * pipeline), GPUS_PER_NODE) + 1):
                 if world % (tensor * pipeline * context):
                     continue
                 for expert in range(1, min(experts, world // pipeline) + 1):

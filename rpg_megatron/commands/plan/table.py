@@ -12,8 +12,8 @@ from rich.table import Table
 
 from rpg_megatron.commands.plan.colocated import SharedCard, Turn
 from rpg_megatron.commands.plan.engine_memory import SERVER
-from rpg_megatron.commands.plan.experts import active_parameters, expert_replicas
-from rpg_megatron.commands.plan.gpu_count import NODE, Gpus
+from rpg_megatron.commands.plan.experts import expert_replicas
+from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE, Gpus
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, gib
 from rpg_megatron.commands.plan.sweep import Candidate
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, recomputation
@@ -205,7 +205,7 @@ def _facts(plan: Plan) -> Table:
         table.add_row(
             "experts",
             f"{e.count} of {e.ffn_hidden_size} columns in {len(e.layers)} layers, {e.per_token} a token: "
-            f"{count(active_parameters(shape))} active parameters; EP {parallel.expert}, ETP "
+            f"{count(sum(shape.matmul_parameters))} active parameters; EP {parallel.expert}, ETP "
             f"{parallel.expert_tensor}: {e.count // parallel.expert} experts a rank, each on "
             f"{expert_replicas(parallel)} of a stage's ranks",
         )
@@ -250,7 +250,7 @@ def _gpus(gpus: Gpus) -> str:
     if gpus.colocated:
         told = f"{gpus.total}, by turns for {gpus.trainer} trainer ranks and {gpus.engines} engine workers"
     if gpus.why:
-        return f"{told}; not on nodes of {NODE}: {gpus.why}"
+        return f"{told}; not on nodes of {GPUS_PER_NODE}: {gpus.why}"
     parts = [f"{gpus.nodes.count(kind)} of {' + '.join(_held(kind))}" for kind in dict.fromkeys(gpus.nodes)]
     return f"{told}; {'1 node' if len(gpus.nodes) == 1 else f'{len(gpus.nodes)} nodes'}: {', '.join(parts)}"
 

@@ -66,8 +66,9 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
             f"are needed to replay step {step} from {start}; choose a step after a checkpoint"
         )
     settings = load_settings(settings_file(folder, step), overrides)
-    check_parallel(settings, check_model(settings.model.path))
-    check_batch(settings, check_model(settings.model.path))
+    shape = check_model(settings.model.path)
+    check_parallel(settings, shape)
+    check_batch(settings, shape)
     if settings.training.router_replay != "off":
         _check_routes(folder, range(done + 1, step + 1))
     made = {settings_file(folder, s) for s in range(done + 1, step + 1)}
