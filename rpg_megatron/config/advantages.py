@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal, override
 
-from rpg_megatron.config.base import ImportedSettings, Section, one_of
+from rpg_megatron.config.base import ImportedSettings, Section, tagged_union
 
 if TYPE_CHECKING:
     from rpg_megatron.objectives.advantages import Floats, Integers
@@ -118,5 +118,5 @@ class ReinforcePlusPlusBaselineAdvantageSettings(AdvantageSettings):
 if TYPE_CHECKING:
     AnyAdvantageSettings = AdvantageSettings | ImportedSettings
 else:
-    AnyAdvantageSettings = one_of(AdvantageSettings, ImportedSettings, default="rpg")
+    AnyAdvantageSettings = tagged_union(AdvantageSettings, ImportedSettings, default="rpg")
 """An advantage chosen by ``type``, or a function of your own."""

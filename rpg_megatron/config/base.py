@@ -58,7 +58,7 @@ BUILT_IN_OR_IMPORTED = Discriminator(
 """Discriminator of a union of two sections with the tags ``BUILT_IN`` and ``IMPORTED``."""
 
 
-def one_of(ours: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
+def tagged_union(ours: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
     """Annotation of a section that is a subclass of ``ours``, by its ``type``, or code of the user.
 
     The subclasses are found, not listed: define them before the call. default: ``type`` where the key is

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, override
 
 from pydantic import Field, model_validator
 
-from rpg_megatron.config.base import ImportedSettings, Section, one_of
+from rpg_megatron.config.base import ImportedSettings, Section, tagged_union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -274,5 +274,5 @@ class ImportedLossSettings(ImportedSettings):
 if TYPE_CHECKING:
     ObjectiveSettings = LossSettings | ImportedLossSettings
 else:
-    ObjectiveSettings = one_of(LossSettings, ImportedLossSettings, default="rpg")
+    ObjectiveSettings = tagged_union(LossSettings, ImportedLossSettings, default="rpg")
 """One of the losses, chosen by ``type``, or a class of your own; the default is rpg."""

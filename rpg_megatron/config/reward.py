@@ -101,14 +101,14 @@ class RewardTermSettings(Section):
     """Value of a response whose function raised, timed out, crashed or returned None; null: ``wrong``."""
 
 
-class OwnRewardTermSettings(RewardTermSettings):
+class ImportedRewardTermSettings(RewardTermSettings):
     """A function of your own. The other keys are its settings; docs/extend.md."""
 
     model_config = ConfigDict(extra="allow")
 
 
 AnyRewardTermSettings = Annotated[
-    Annotated[RewardTermSettings, Tag(BUILT_IN)] | Annotated[OwnRewardTermSettings, Tag(IMPORTED)],
+    Annotated[RewardTermSettings, Tag(BUILT_IN)] | Annotated[ImportedRewardTermSettings, Tag(IMPORTED)],
     BUILT_IN_OR_IMPORTED,
 ]
 
@@ -200,13 +200,13 @@ class RewardSettings(Section):
         return {name: term(f"reward.terms.{name}", part, part.weight) for name, part in self.terms.items()}
 
 
-class OwnRewardSettings(RewardSettings):
+class ImportedRewardSettings(RewardSettings):
     """A function of your own. The other keys are its settings; docs/extend.md."""
 
     model_config = ConfigDict(extra="allow")
 
 
 AnyRewardSettings = Annotated[
-    Annotated[RewardSettings, Tag(BUILT_IN)] | Annotated[OwnRewardSettings, Tag(IMPORTED)],
+    Annotated[RewardSettings, Tag(BUILT_IN)] | Annotated[ImportedRewardSettings, Tag(IMPORTED)],
     BUILT_IN_OR_IMPORTED,
 ]

@@ -56,14 +56,15 @@ class DynamicSamplingSettings(Section):
         return dict(self.model_extra or {})
 
 
-class OwnDynamicSamplingSettings(DynamicSamplingSettings):
+class ImportedDynamicSamplingSettings(DynamicSamplingSettings):
     """A function of your own. The other keys are its settings; docs/extend.md."""
 
     model_config = ConfigDict(extra="allow")
 
 
 AnyDynamicSamplingSettings = Annotated[
-    Annotated[DynamicSamplingSettings, Tag(BUILT_IN)] | Annotated[OwnDynamicSamplingSettings, Tag(IMPORTED)],
+    Annotated[DynamicSamplingSettings, Tag(BUILT_IN)]
+    | Annotated[ImportedDynamicSamplingSettings, Tag(IMPORTED)],
     BUILT_IN_OR_IMPORTED,
 ]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, override
 
 from pydantic import Field
 
-from rpg_megatron.config.base import ImportedSettings, Section, one_of
+from rpg_megatron.config.base import ImportedSettings, Section, tagged_union
 
 
 class ScheduleSettings(Section):
@@ -88,5 +88,5 @@ def _done(step: int, steps: int) -> float:
 if TYPE_CHECKING:
     AnyScheduleSettings = ScheduleSettings | ImportedSettings
 else:
-    AnyScheduleSettings = one_of(ScheduleSettings, ImportedSettings, default="constant")
+    AnyScheduleSettings = tagged_union(ScheduleSettings, ImportedSettings, default="constant")
 """A schedule chosen by ``type``, or a function of your own."""

@@ -72,11 +72,11 @@ class MLflowSettings(Section):
         return self
 
 
-class OwnTrackerSettings(ImportedSettings):
+class ImportedTrackerSettings(ImportedSettings):
     """A tracker of your own, by import path. The other keys are its settings; docs/trackers.md."""
 
     @model_validator(mode="after")
-    def _holds_no_secret(self) -> OwnTrackerSettings:
+    def _holds_no_secret(self) -> ImportedTrackerSettings:
         for key in self.keywords:
             if _SECRET.search(key):
                 raise ValueError(
@@ -99,7 +99,7 @@ TrackerSettings = Annotated[
     Annotated[TensorBoardSettings, Tag("tensorboard")]
     | Annotated[WandbSettings, Tag("wandb")]
     | Annotated[MLflowSettings, Tag("mlflow")]
-    | Annotated[OwnTrackerSettings, Tag(IMPORTED)],
+    | Annotated[ImportedTrackerSettings, Tag(IMPORTED)],
     Discriminator(lambda value: tag_of(value, "tensorboard")),
 ]
 """A tracker chosen by ``type``, or a class of your own."""

@@ -221,11 +221,11 @@ class Policy:
         # gradients.
         sums = torch.stack([_gradient(p).sum() for _, p in self.named_parameters()])
         finite = torch.isfinite(sums).all().view(1)
-        spoilt = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
+        nonfinite = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
         # Ranks without the loss, such as early pipeline stages, learn the names of metrics from the others.
         names = {name for report in reports for name in report["metrics"]}
-        unknown = torch.full_like(spoilt, float(not names.issubset(self._metrics)))
-        flags = torch.cat([spoilt, unknown])
+        unknown = torch.full_like(nonfinite, float(not names.issubset(self._metrics)))
+        flags = torch.cat([nonfinite, unknown])
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         skipped, renamed = flags.bool().tolist()
         if renamed:
@@ -234,7 +234,7 @@ class Policy:
             self._optimizer.step()
         return self._reduce(reports, grad_norm, skipped=skipped)
 
-    def spoilt_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         """This rank's parameters whose gradient was not finite in the last update. Not collective."""
         return [name for name, p in self.named_parameters() if not torch.isfinite(_gradient(p)).all()]
 
@@ -309,7 +309,7 @@ class Policy:
 
         def at_responses(row: int) -> Tensor:
             whole = gather_places(output[row], micro_batch.packed.places, summed=False)
-            return whole.index_select(0, micro_batch.learnt)
+            return whole.index_select(0, micro_batch.loss_positions)
 
         if self._head.entropy_gradient:
             tokens = replace(tokens, entropy=at_responses(1))

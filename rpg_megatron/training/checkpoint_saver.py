@@ -116,9 +116,9 @@ class Saver:
     def start(self, step: int, run_state: Callable[[], dict[str, Any]]) -> None:
         """Save the current state as that of ``step``; waits for the previous save first.
 
-        run_state: called on rank 0 only; further values for ``state.json``, JSON-serialisable. When this
-        returns, everything may change again. A failure to write raises nothing: ``outcomes`` reports it, and
-        earlier checkpoints are kept.
+        run_state: called on rank 0 only; further values for ``state.json``, JSON-serialisable. The state may
+        change once this returns. A failure to write raises nothing: ``pop_results`` reports it, and earlier
+        checkpoints are kept.
         """
         self.wait()
         started = time.monotonic()
@@ -164,7 +164,7 @@ class Saver:
                 self._thread = None
         return self._thread is None
 
-    def outcomes(self) -> list[SaveResult]:
+    def pop_results(self) -> list[SaveResult]:
         """Results of the saves that ended since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 

@@ -40,13 +40,13 @@ class UtilizationSampler:
     def __init__(self, device: torch.device, read: Callable[[torch.device], int] = torch.cuda.utilization):
         """read: percent of the last moments in which a kernel ran; raises where the driver does not tell."""
         self._device, self._read = device, read
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._sum, self._count = 0.0, 0
         if device.type == "cuda":
             threading.Thread(target=self._run, name="gpu utilization", daemon=True).start()
 
     def _run(self) -> None:
-        while not self._over.wait(_SAMPLE_SECONDS):
+        while not self._closed.wait(_SAMPLE_SECONDS):
             try:
                 share = self._read(self._device) / 100
             except Exception:  # no nvidia-ml-py, or a GPU that does not tell (MIG): the metric is absent
@@ -63,7 +63,7 @@ class UtilizationSampler:
 
     def close(self) -> None:
         """Stop sampling."""
-        self._over.set()
+        self._closed.set()
 
 
 class Efficiency:
@@ -79,7 +79,7 @@ class Efficiency:
         self._peak = peak if settings.precision.dtype == "bfloat16" else None
         self._sampler = UtilizationSampler(device)
 
-    def of_batch(self, index: BatchIndex) -> dict[str, float]:
+    def batch_metrics(self, index: BatchIndex) -> dict[str, float]:
         """``step/*`` of a batch: prompt and response tokens, and FLOPs of a forward pass over them."""
         lengths = (index.prompt_length + index.response_length).astype(np.float64)
         flops = self._shape.forward_flops(lengths.sum(), np.square(lengths).sum())

@@ -188,7 +188,7 @@ class RankRun:
 
     def _report_saves(self) -> dict[str, float]:
         """Metrics of the saves that ended since the last call; warns of those that failed. Not collective."""
-        results = self._saver.outcomes()
+        results = self._saver.pop_results()
         for result in results:
             if result.problem:
                 self._save_problem = result.problem
@@ -309,7 +309,7 @@ class RankRun:
             raise
         self._step, self._row = step, dict(batch.metrics)
         if batch.index is not None:
-            self._row |= self._efficiency.of_batch(batch.index)
+            self._row |= self._efficiency.batch_metrics(batch.index)
         self._sampler_state = batch.sampler
 
     def evaluation_due(self, step: int) -> bool:

@@ -43,7 +43,7 @@ from rpg_megatron.system.collectives import (
 )
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.advantages import build_advantages
-from rpg_megatron.training.batch_scatter import BatchScatter, Share, each
+from rpg_megatron.training.batch_scatter import BatchScatter, ReplicaBatch, iter_trajectories
 from rpg_megatron.training.checkpoint_saver import load_run
 from rpg_megatron.training.correction_by_lag import correction_by_lag
 from rpg_megatron.training.loss import build_aggregator, build_loss
@@ -53,18 +53,18 @@ _SHOWN = 3  # parameters that a message lists
 
 @dataclass
 class Batch:
-    """A step's trajectories: this rank's share in mini- and micro-batches."""
+    """A step's trajectories: this replica's, in mini- and micro-batches."""
 
-    minibatches: Share
-    """This rank's. Every data rank has the same number of micro-batches; some may be empty."""
+    minibatches: ReplicaBatch
+    """This replica's. Every replica has the same number of micro-batches; some may be empty."""
     mine: list[Trajectory]
     """Leaders (``Mesh.leads``): the trajectories of ``minibatches`` in the order of the prompts, with all
     their fields. Elsewhere empty.
     """
     index: BatchIndex | None
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
-    probes: Share = field(default_factory=list)
-    """With ``rollout.probed``: this rank's share of the responses that only the guard on mismatch compares,
+    probes: ReplicaBatch = field(default_factory=list)
+    """With ``rollout.probed``: this replica's part of the responses that only the guard on mismatch compares,
     as one mini-batch. Like those of ``minibatches``.
     """
     my_probes: list[Trajectory] | None = None
@@ -145,7 +145,7 @@ class Trainer:
         )
 
     def prepare_batch(self, index: BatchIndex | None, source: TrajectorySource | None) -> Batch:
-        """Compute advantages from rewards, and give each rank its share of the step.
+        """Compute advantages from rewards, and give each replica its part of the step.
 
         index: on rank 0. source: on leaders, which fetch their trajectories from it. If one of them cannot,
         all ranks raise.
@@ -154,11 +154,11 @@ class Trainer:
         if index is not None:
             advantages = self._advantages(index.reward, index.group, index.response_length)
         plan = self._plan(index, self.settings.training.minibatches)
-        share, mine = self._scatter.scatter(plan, index, advantages, source)
-        return Batch(share, mine, index)
+        minibatches, mine = self._scatter.scatter(plan, index, advantages, source)
+        return Batch(minibatches, mine, index)
 
     def add_probes(self, batch: Batch, index: BatchIndex | None, source: TrajectorySource | None) -> None:
-        """Give each rank its share of the step's probes; parameters and errors as in ``prepare_batch``.
+        """Give each replica its part of the step's probes; parameters and errors as in ``prepare_batch``.
 
         index: None on rank 0 means that there are none.
         """
@@ -188,7 +188,7 @@ class Trainer:
         probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
         for micro in micro_batches:
             if micro.packed.routes is not None:
-                micro.packed.routes.watch()
+                micro.packed.routes.start_counting()
         with counted_routes(self.policy.chunks if self.shape.experts else ()) as routes:
             scored = self.policy.logprobs([*micro_batches, *probes])
         if (experts := self.shape.experts) is not None:
@@ -207,7 +207,7 @@ class Trainer:
                 t.old = logp.numpy().copy()
                 t.anchor = anchor_logp.numpy().copy() if self.anchor else t.old
             if self.mesh.reports:
-                entropies = values[1].index_select(0, micro.learnt)
+                entropies = values[1].index_select(0, micro.loss_positions)
                 entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
         for micro, row in zip(probes, _logps_to_host(of_probes) if probes else [], strict=True):
             for t, logp in micro.split(row):
@@ -238,7 +238,7 @@ class Trainer:
             advantages = dict(zip(places, new.tolist(), strict=True))
             batch.metrics |= {"kl/response": float(kl.mean()), "reward/kl": float(-penalty.mean())}
         advantages = broadcast_object(advantages)
-        for t in each(batch.minibatches):
+        for t in iter_trajectories(batch.minibatches):
             t.advantage = advantages[t.group, t.sample]
 
     def _compare_routes(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -267,14 +267,14 @@ class Trainer:
             "routes/own_mismatch_max": own_max,
         }
 
-    def _rows_to_score(self, minibatches: Share) -> list[list[Trajectory]]:
+    def _rows_to_score(self, minibatches: ReplicaBatch) -> list[list[Trajectory]]:
         """This rank's trajectories in rows of the token budget, whatever mini-batch they are in.
 
         Every data rank has the same number of rows, some of them empty.
         """
         if len(minibatches) == 1:
             return minibatches[0]
-        mine = list(each(minibatches))
+        mine = list(iter_trajectories(minibatches))
         budget, context = self.settings.training.tokens_per_microbatch, self.mesh.context
         rows = [[mine[i] for i in row] for row in pack_rows([t.length for t in mine], budget, context)]
         most = torch.tensor(len(rows))
@@ -310,7 +310,7 @@ class Trainer:
         limit = self.settings.guards.skipped_updates
         names = [
             f"{name} on rank {rank}"
-            for rank, names in enumerate(gather_objects(self.policy.spoilt_gradients()))
+            for rank, names in enumerate(gather_objects(self.policy.nonfinite_gradients()))
             for name in names
         ]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -2,7 +2,7 @@
 
 Why: of a block of experts only the sum is seen, so a verdict that names one expert and one matrix rests on
 arithmetic alone; and two sides that choose differently because two experts are close must be clean. Traces
-are made here by the chain itself, from faulty weights. Not covered: hooks in real engines and trainers
+are made here by the checker itself, from faulty weights. Not covered: hooks in real engines and trainers
 (tests/integration/test_audit_experts.py), ranks and stages (tests/distributed/test_trace_layouts.py).
 """
 
@@ -206,9 +206,9 @@ def test_either_of_two_experts_with_equal_logits_is_right():
     weights[ROUTER][5] = weights[ROUTER][1]
     other = weights | exchange(names(1), names(5))(weights, weights)
 
-    def spoil(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
+    def spoil(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return (
-            chain.expected(site, weights=other.__getitem__) if site == f"layers.{LAYER}.experts" else values
+            checker.expected(site, weights=other.__getitem__) if site == f"layers.{LAYER}.experts" else values
         )
 
     engine = make_side(TINY_MOE, weights, spoil=spoil)

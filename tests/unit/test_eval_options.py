@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron import cli
-from rpg_megatron.commands.eval.output_dir import Folder, open_folder
+from rpg_megatron.commands.eval.output_dir import OutputDir, open_output_dir
 from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request
 from rpg_megatron.commands.eval.table import show_summary
 from rpg_megatron.config import Settings, UserError, load_settings
@@ -108,9 +108,9 @@ def test_damaged_lines_are_named(tmp_path: Path, line: bytes) -> None:
 # -- the folder ----------------------------------------------------------------------------------------------
 
 
-def opened(request: EvalRequest, out: Path | None) -> Folder:
+def opened(request: EvalRequest, out: Path | None) -> OutputDir:
     settings, label = make_request(request)
-    return open_folder(out, settings, label)
+    return open_output_dir(out, settings, label)
 
 
 def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
@@ -309,9 +309,9 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(
             assert getattr(settings.evaluation, key) == getattr(trained.evaluation, key)
         assert (settings.seed, settings.rollout.max_response_tokens) == (7, 16)
         assert settings.engine.max_sequences == trained.engine.max_sequences
-    folder = open_folder(tmp_path / "out", settings, "tiny")
+    folder = open_output_dir(tmp_path / "out", settings, "tiny")
     folder.close()
-    open_folder(tmp_path / "out", settings, "tiny").close()  # the same settings resume
+    open_output_dir(tmp_path / "out", settings, "tiny").close()  # the same settings resume
 
     given = EvalRequest(
         run, samples=4, temperature=1.0, top_p=1.0, seed=1, max_response_tokens=32, device="cpu"

@@ -404,7 +404,7 @@ def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
     run.events = SimpleNamespace(warn=lambda text: None)
     results = [SaveResult(4, tmp_path / "step_000004", 1.0, problem)]
     run._best = BestCheckpoints(run.settings, tmp_path)
-    run._saver = SimpleNamespace(wait=lambda timeout=None: True, outcomes=lambda: results)
+    run._saver = SimpleNamespace(wait=lambda timeout=None: True, pop_results=lambda: results)
     run._metrics = MetricsWriter(tmp_path)
     run.export()
     run._metrics.close()

@@ -241,7 +241,7 @@ def trainer_side(
 
     found: the result of ``trace_policy``.
     """
-    used = [p.used() for p in packs]
+    used = [p.real_positions() for p in packs]
     sites = found[0][0]
     trace = {s: torch.cat([f[0][s][u] for f, u in zip(found, used, strict=True)]) for s in sites}
     logp = torch.cat([part for f, p in zip(found, packs, strict=True) for _, part in p.split(f[1][0])])

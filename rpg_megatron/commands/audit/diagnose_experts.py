@@ -31,32 +31,32 @@ _SUBSETS = [which for n in (1, 2, 3) for which in combinations(range(3), n)]
 
 
 def explain_experts(
-    chain: ModuleChecker, site: str, others: Mapping[str, Weights], advice: str
+    checker: ModuleChecker, site: str, others: Mapping[str, Weights], advice: str
 ) -> list[Finding]:
     """Explain a site ``experts`` that does not match its inputs.
 
     others: further weights that the side may hold, by their name in messages. advice: what to do about wrong
     weights.
     """
-    return _ExpertDiagnosis(chain, site, others, advice).findings()
+    return _ExpertDiagnosis(checker, site, others, advice).findings()
 
 
-def explain_router(chain: ModuleChecker, site: str, others: Mapping[str, Weights]) -> str | None:
+def explain_router(checker: ModuleChecker, site: str, others: Mapping[str, Weights]) -> str | None:
     """What is wrong with some rows of a router, one row an expert: stale, or those of other experts.
 
     None if neither explains its logits.
     """
-    found, expected = chain.found(site), chain.expected(site)
-    wrong = wrong_columns(chain, site, expected)
+    found, expected = checker.found(site), checker.expected(site)
+    wrong = wrong_columns(checker, site, expected)
 
     def fits(values: Tensor) -> bool:
         changed = expected.clone()
         changed[:, wrong] = values
-        return chain.error(site, changed) <= chain.tolerance(site)
+        return checker.error(site, changed) <= checker.tolerance(site)
 
     rows = f"rows {ranges(wrong)} (one an expert)"
     for label, weights in others.items():
-        if fits(chain.expected(site, weights=weights)[:, wrong]):
+        if fits(checker.expected(site, weights=weights)[:, wrong]):
             return f"has stale {rows}: those of {label}"
     nearest = [int((found[:, [i]] - expected).square().sum(0).argmin()) for i in wrong]
     if not fits(expected[:, nearest]):
@@ -66,11 +66,11 @@ def explain_router(chain: ModuleChecker, site: str, others: Mapping[str, Weights
     return f"has in {rows} those of experts {', '.join(map(str, nearest))}"
 
 
-def wrong_columns(chain: ModuleChecker, site: str, expected: Tensor) -> list[int]:
+def wrong_columns(checker: ModuleChecker, site: str, expected: Tensor) -> list[int]:
     """Columns of a site that differ from the expected ones by more than rounding."""
-    off = (chain.found(site) - expected).square().sum(0).sqrt()
+    off = (checker.found(site) - expected).square().sum(0).sqrt()
     typical = expected.square().sum(0).mean().sqrt()
-    columns: list[int] = (off > chain.tolerance(site) * typical).nonzero()[:, 0].tolist()
+    columns: list[int] = (off > checker.tolerance(site) * typical).nonzero()[:, 0].tolist()
     return columns
 
 
@@ -95,16 +95,16 @@ class _Change:
 class _ExpertDiagnosis:
     """Tests which wrong experts explain the output of one layer's block: t tokens, k of n experts each."""
 
-    def __init__(self, chain: ModuleChecker, site: str, others: Mapping[str, Weights], advice: str):
-        layer, experts = split_site(site)[0], chain.shape.experts
+    def __init__(self, checker: ModuleChecker, site: str, others: Mapping[str, Weights], advice: str):
+        layer, experts = split_site(site)[0], checker.shape.experts
         assert layer is not None
         assert experts is not None
-        self._chain, self._site, self._others, self._advice = chain, site, others, advice
-        self._layer, self._experts, self._tolerance = layer, experts, chain.tolerance(site)
-        self._x, self._logits = (chain.found(layer_site(layer, part)) for part in ("mlp_norm", "router"))
-        self._found, self._weights = chain.found(site), routing_weights(self._logits, experts)
+        self._checker, self._site, self._others, self._advice = checker, site, others, advice
+        self._layer, self._experts, self._tolerance = layer, experts, checker.tolerance(site)
+        self._x, self._logits = (checker.found(layer_site(layer, part)) for part in ("mlp_norm", "router"))
+        self._found, self._weights = checker.found(site), routing_weights(self._logits, experts)
         self._chosen = self._logits.topk(experts.per_token).indices
-        self._added = self._run(lambda e: chain.matrices(layer, e))
+        self._added = self._run(lambda e: checker.matrices(layer, e))
         """What a token's experts add to its output: [t, k, hidden], in the order of ``_chosen``."""
         self._expected = self._added.sum(1)
         self._judged = ~undecided(self._logits, experts)
@@ -124,10 +124,10 @@ class _ExpertDiagnosis:
                 return [routing]
             if not changes or self._wrong[self._judged].all():
                 text = (
-                    f"model.layers.{self._layer}.mlp.experts of the {self._chain.side.name} are not the "
-                    f"trainer's: their output is off by {self._chain.error(self._site, self._expected):.1%}"
+                    f"model.layers.{self._layer}.mlp.experts of the {self._checker.side.name} are not the "
+                    f"trainer's: their output is off by {self._checker.error(self._site, self._expected):.1%}"
                 )
-                return [self._finding("weights", text, parameters_of(self._site, self._chain.shape))]
+                return [self._finding("weights", text, parameters_of(self._site, self._checker.shape))]
         return self._grouped(changes)
 
     def _run(self, matrices: Callable[[int], Sequence[Tensor]]) -> Tensor:
@@ -154,7 +154,7 @@ class _ExpertDiagnosis:
         """Whether the outputs are right with these amounts of the experts' differences."""
         shares = amounts.to(differences.dtype)[self._chosen]
         expected = self._expected + (shares[:, :, None] * differences).sum(1)
-        return self._chain.error(self._site, expected) <= self._tolerance
+        return self._checker.error(self._site, expected) <= self._tolerance
 
     def _in_wrong_tokens(self) -> Tensor:
         """Experts that wrong tokens chose: bool [n]."""
@@ -181,25 +181,25 @@ class _ExpertDiagnosis:
 
     def _alternatives(self) -> Iterator[tuple[_Change, Callable[[int], Sequence[Tensor]]]]:
         """Changes to try on every expert, each with an expert's matrices after it."""
-        chain, layer, n = self._chain, self._layer, self._experts.count
+        checker, layer, n = self._checker, self._layer, self._experts.count
 
         def mix(
             theirs: Callable[[int], Sequence[Tensor]], which: Sequence[int]
         ) -> Callable[[int], list[Tensor]]:
-            return lambda e: _replaced(chain.matrices(layer, e), theirs(e), which)
+            return lambda e: _replaced(checker.matrices(layer, e), theirs(e), which)
 
         def of(weights: Weights) -> Callable[[int], list[Tensor]]:
-            return lambda e: chain.matrices(layer, e, weights)
+            return lambda e: checker.matrices(layer, e, weights)
 
         def shifted(by: int) -> Callable[[int], list[Tensor]]:
-            return lambda e: chain.matrices(layer, (e + by) % n)
+            return lambda e: checker.matrices(layer, (e + by) % n)
 
         for label, weights in self._others.items():
             for which in _SUBSETS:
                 yield _Change(which, f"is stale: it is that of {label}"), mix(of(weights), which)
 
         def swapped(e: int) -> list[Tensor]:
-            gate, up, down = chain.matrices(layer, e)
+            gate, up, down = checker.matrices(layer, e)
             return [up, gate, down]
 
         yield _Change((0, 1), "is wrong: gate and up are swapped"), swapped
@@ -214,15 +214,15 @@ class _ExpertDiagnosis:
         others = [replace(e, normalised=not e.normalised)]
         others += [replace(e, per_token=n) for n in range(1, min(e.count, 2 * e.per_token) + 1)]
         for routing in others:
-            expected = self._chain.expected(self._site, routing=routing)
-            if routing == e or self._chain.error(self._site, expected) > self._tolerance:
+            expected = self._checker.expected(self._site, routing=routing)
+            if routing == e or self._checker.error(self._site, expected) > self._tolerance:
                 continue
             what = (
                 f"weights of experts that {'' if routing.normalised else 'do not '}sum to 1"
                 if routing.per_token == e.per_token
                 else f"{routing.per_token} experts a token instead of {e.per_token}"
             )
-            text = f"layer {self._layer} of the {self._chain.side.name} uses {what}"
+            text = f"layer {self._layer} of the {self._checker.side.name} uses {what}"
             advice = "compare norm_topk_prob and num_experts_per_tok of both sides"
             return replace(self._finding("routing", text, []), advice=advice)
         return None
@@ -248,14 +248,14 @@ class _ExpertDiagnosis:
 
     def _explain(self, e: int, suspects: Sequence[int]) -> _Change:
         """What is wrong with an expert, by the tokens that chose no other suspect."""
-        chain, tolerance = self._chain, self._tolerance
+        checker, tolerance = self._checker, self._tolerance
         alone = (self._weights[:, e] > 0) & self._judged
         alone &= (self._weights[:, [s for s in suspects if s != e]] == 0).all(1)
         unknown = _Change((0, 1, 2), "is not the trainer's", known=False)
         if not (alone & self._wrong).any():
             return unknown
         x, share, found = self._x[alone], self._weights[alone, e, None], self._found[alone]
-        mine = chain.matrices(self._layer, e)
+        mine = checker.matrices(self._layer, e)
         added = share * expert_output(x, *mine)
         rest = self._expected[alone] - added
 
@@ -263,7 +263,7 @@ class _ExpertDiagnosis:
             return distance(found, rest + share * expert_output(x, *matrices))
 
         for other in range(self._experts.count):
-            theirs = chain.matrices(self._layer, other)
+            theirs = checker.matrices(self._layer, other)
             for which in _SUBSETS:
                 if other != e and error(*_replaced(mine, theirs, which)) <= tolerance:
                     return _Change(which, f"is that of expert {other}", other=other)
@@ -298,12 +298,14 @@ class _ExpertDiagnosis:
         if len(change.matrices) > 1:
             what = what.removesuffix(".weight")
         values = {} if change.factor is None else {"factor": change.factor}
-        return self._finding("weights", f"{what} of the {self._chain.side.name} {change.says}", names, values)
+        return self._finding(
+            "weights", f"{what} of the {self._checker.side.name} {change.says}", names, values
+        )
 
     def _finding(
         self, kind: str, text: str, parameters: list[str], values: dict[str, float] | None = None
     ) -> Finding:
-        side = self._chain.side.name
+        side = self._checker.side.name
         return Finding(kind, side, text, self._advice, [self._layer], parameters, values or {})
 
 

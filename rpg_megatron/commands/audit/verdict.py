@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from rpg_megatron.commands.audit.diagnose_ops import LOGPROBS, explain_steps
+from rpg_megatron.commands.audit.diagnose_ops import LOGPROBS, explain_ops
 from rpg_megatron.commands.audit.diagnose_weights import explain_weights
 from rpg_megatron.commands.audit.expert_block import route_counts
 from rpg_megatron.commands.audit.finding import Finding
@@ -78,23 +78,23 @@ def diagnose(
     device: where to compute. replayed: the run replays the engine's choice of experts, which these traces
     do not.
     """
-    chains = {
+    checkers = {
         side.name: ModuleChecker(side, shape, weights, temperature, device) for side in (engine, trainer)
     }
     apart = ModuleChecker(alone, shape, weights, temperature, device)
-    links = {name: _links(chain) for name, chain in chains.items()}
+    links = {name: _links(checker) for name, checker in checkers.items()}
     findings = [f for side in (engine, trainer) for f in _dtype(side, dtype)]
-    for name, chain in chains.items():
-        broken = [s for s, error in links[name].items() if error > _tolerance(chain, s)]
+    for name, checker in checkers.items():
+        broken = [s for s, error in links[name].items() if error > _tolerance(checker, s)]
         weighty = [s for s in broken if s != LOGPROBS and parameters_of(s, shape)]
-        findings += explain_weights(chain, weighty, others)
+        findings += explain_weights(checker, weighty, others)
         rest = [s for s in broken if s not in weighty]
-        findings += explain_steps(chain, rest, apart if name == "trainer" else None)
+        findings += explain_ops(checker, rest, apart if name == "trainer" else None)
     gap = (engine.logp.double() - trainer.logp.double()).abs()
     logprobs = {"mean": gap.mean().item(), "max": gap.max().item(), "tokens": float(gap.numel())}
     drift = {
         site: distance(engine.trace[site], trainer.trace[site])
-        for site in chains["engine"].sites()
+        for site in checkers["engine"].sites()
         if site in trainer.trace
     }
     routes = _routes(engine, trainer, shape)
@@ -103,7 +103,7 @@ def diagnose(
     # Written so that NaN counts as out of bounds.
     if judged and not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
         findings.append(_rounding(drift, logprobs, bounds, dtype, routes))
-    return AuditVerdict(findings, _broken(chains, links), links, drift, logprobs, routes)
+    return AuditVerdict(findings, _broken(checkers, links), links, drift, logprobs, routes)
 
 
 def _routes(engine: ActivationTrace, trainer: ActivationTrace, shape: ModelShape) -> dict[str, int]:
@@ -114,24 +114,24 @@ def _routes(engine: ActivationTrace, trainer: ActivationTrace, shape: ModelShape
     return {key: sum(c[key] for c in counts) for key in counts[0]}
 
 
-def _links(chain: ModuleChecker) -> dict[str, float]:
+def _links(checker: ModuleChecker) -> dict[str, float]:
     """Error of every site, and of the log-probs, in the order of computation."""
-    return {site: chain.error(site) for site in chain.sites()} | {LOGPROBS: chain.logprob_error()}
+    return {site: checker.error(site) for site in checker.sites()} | {LOGPROBS: checker.logprob_error()}
 
 
-def _tolerance(chain: ModuleChecker, site: str) -> float:
-    return chain.tolerance(LOGITS if site == LOGPROBS else site)
+def _tolerance(checker: ModuleChecker, site: str) -> float:
+    return checker.tolerance(LOGITS if site == LOGPROBS else site)
 
 
 def _broken(
-    chains: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
+    checkers: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
-    order = [*all_sites(chains["engine"].shape), LOGPROBS]
+    order = [*all_sites(checkers["engine"].shape), LOGPROBS]
     found = [
-        {"side": name, "site": site, "error": error, "tolerance": _tolerance(chains[name], site)}
+        {"side": name, "site": site, "error": error, "tolerance": _tolerance(checkers[name], site)}
         for name, errors in links.items()
         for site, error in errors.items()
-        if error > _tolerance(chains[name], site)
+        if error > _tolerance(checkers[name], site)
     ]
     return sorted(found, key=lambda f: order.index(str(f["site"])))
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rpg_megatron.commands.doctor.gpu import card_memory
+from rpg_megatron.commands.doctor.gpu import gpu_memory
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok
 from rpg_megatron.commands.plan.plan import gib, make_plan
 from rpg_megatron.config import UserError
@@ -51,14 +51,14 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     if settings is None or subject.shape is None:
         yield not_applicable("memory", "no config, or the model cannot be read")
         return
-    plan = make_plan(settings, card_memory() if settings.device == "cuda" else None)
+    plan = make_plan(settings, gpu_memory() if settings.device == "cuda" else None)
     if plan.problems:
         fix = "run rpg-megatron plan: it lists the parts, and a layout that fits"
         yield failed("memory", "; ".join(plan.problems), fix)
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
     else:
-        what = "rank" if plan.card is None else "GPU"
+        what = "rank" if plan.shared_gpu is None else "GPU"
         yield ok("memory", f"{gib(plan.need)} per {what} planned, for {plan.target.name}")
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from rich.console import Console
 
-from rpg_megatron.commands.eval.output_dir import Folder
+from rpg_megatron.commands.eval.output_dir import OutputDir
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, call_all, engine_socket, note_segments
 from rpg_megatron.engine.restarts import take_request
@@ -38,7 +38,7 @@ _LINE_SECONDS = 10.0
 class Evaluation:
     """The processes and folders of a running evaluation; leaving the context ends and removes them."""
 
-    def __init__(self, settings: Settings, signals: StopSignals, folder: Folder):
+    def __init__(self, settings: Settings, signals: StopSignals, folder: OutputDir):
         self._settings, self._signals, self._folder = settings, signals, folder
         self._engines: list[EngineProcess] = []
         self._healthy: set[int] = set()
@@ -141,7 +141,7 @@ class Evaluation:
         )
 
 
-def run_evaluation(settings: Settings, signals: StopSignals, folder: Folder) -> None:
+def run_evaluation(settings: Settings, signals: StopSignals, folder: OutputDir) -> None:
     """Evaluate the remaining problems; starts and ends all processes.
 
     Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal. No process is

@@ -71,7 +71,7 @@ def evaluate(
     Exit code 75: stopped by a scheduler's signal; requeue the job.
     """
     from rpg_megatron.commands.eval.command import run_evaluation
-    from rpg_megatron.commands.eval.output_dir import open_folder
+    from rpg_megatron.commands.eval.output_dir import open_output_dir
     from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
     from rpg_megatron.launcher.nodes import leave_to_first_node
     from rpg_megatron.launcher.supervisor import StopSignals
@@ -96,7 +96,7 @@ def evaluate(
         settings, label = make_request(request)
         check_request(settings)
         signals.raising = False  # from here on, resources must be cleaned up
-        folder = open_folder(out, settings, label)
+        folder = open_output_dir(out, settings, label)
         try:
             if not folder.finished:
                 run_evaluation(settings, signals, folder)

@@ -31,7 +31,7 @@ _WEIGHTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 @dataclass
-class Folder:
+class OutputDir:
     """An evaluation's folder, locked by this process."""
 
     path: Path
@@ -65,7 +65,7 @@ class Folder:
         self.lock.close()
 
 
-def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
+def open_output_dir(out: Path | None, settings: Settings, label: str) -> OutputDir:
     """Open the folder ``out``, or one in ``evals`` named after the model and a hash of the settings.
 
     Raises UserError if it holds other files, or an evaluation with other settings or other weights.
@@ -88,7 +88,7 @@ def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
             raise
     except OSError as e:
         raise UserError(f"--out: {e.filename or path}: {e.strerror}; choose another folder") from None
-    return Folder(path, lock, made)
+    return OutputDir(path, lock, made)
 
 
 def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str, Any]) -> None:

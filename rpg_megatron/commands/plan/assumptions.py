@@ -106,13 +106,13 @@ class Assumed:
         ]
 
 
-def assume(card: str, options: Sequence[str] = ()) -> Assumed:
-    """The assumptions for a GPU (``gpus.CARDS``, or a size) with what the user set.
+def assume(gpu: str, options: Sequence[str] = ()) -> Assumed:
+    """The assumptions for a GPU (``gpus.GPUS``, or a size) with what the user set.
 
     options: ``name=value`` each. Raises UserError for an unknown name or an impossible value.
     """
     known = {f.name: f for f in fields(Assumptions)}
-    speeds = _SPEEDS.get(card.strip().lower())
+    speeds = _SPEEDS.get(gpu.strip().lower())
     sources: dict[str, Source] = {name: f.metadata["source"] for name, f in known.items()}
     if speeds is None:
         speeds = _SPEEDS[OTHER]

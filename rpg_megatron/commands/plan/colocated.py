@@ -32,7 +32,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class SharedCard:
+class SharedGpu:
     """The GPU of the largest trainer rank, and an engine worker."""
 
     shares: tuple[Share, ...]
@@ -47,7 +47,7 @@ class SharedCard:
         return max(self.total("rollout"), self.total("update"))
 
 
-def share_card(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedCard:
+def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:
     """The memory of a GPU with both processes.
 
     While engines sample, the rank keeps its weights; gradients are freed, and the optimizer state is in host
@@ -84,4 +84,4 @@ def share_card(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sh
         if readers:
             parts.append(("contexts of engines that read here", readers, "estimated"))
         shares += [Share(name, nbytes, basis, turn) for name, nbytes, basis in parts]
-    return SharedCard(tuple(shares))
+    return SharedGpu(tuple(shares))

@@ -21,7 +21,7 @@ from rpg_megatron.launcher.input_checks import list_problems
 def run_plan(
     settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool, assumptions: Sequence[str] = ()
 ) -> bool:
-    """Print the plan of a run; returns whether it fits. gpu: see ``card_bytes``; assumptions: see ``assume``.
+    """Print the plan of a run; returns whether it fits. gpu: see ``gpu_bytes``; assumptions: see ``assume``.
 
     Raises UserError as ``make_plan`` and ``assume`` do.
     """

@@ -59,9 +59,9 @@ class EngineMemory:
 
 
 def engine_memory(
-    settings: Settings, shape: ModelShape, *, longest: int, device: Literal["cpu", "cuda"], card: int
+    settings: Settings, shape: ModelShape, *, longest: int, device: Literal["cpu", "cuda"], gpu_bytes: int
 ) -> EngineMemory:
-    """The memory of a worker. longest: tokens of a sequence; card: bytes of the GPU.
+    """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU.
 
     Raises UserError if engine.arguments has an option whose value is not a number.
     """
@@ -84,7 +84,7 @@ def engine_memory(
         kv_cache = int(engine.kv_cache_gib * _GIB)
         return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, None)
     utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
-    kv_cache = int(utilisation * card) - weights - running
+    kv_cache = int(utilisation * gpu_bytes) - weights - running
     return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, utilisation)
 
 

@@ -53,7 +53,7 @@ def count_gpus(settings: Settings) -> Gpus:
     why = ""
     for count in range(-(-total // GPUS_PER_NODE), 2 * -(-total // GPUS_PER_NODE) + 1):
         try:
-            nodes = [_cards(share_of(settings, node, count), settings) for node in range(count)]
+            nodes = [_gpus_on(share_of(settings, node, count), settings) for node in range(count)]
         except UserError as e:
             why = why or str(e)
             continue
@@ -64,7 +64,7 @@ def count_gpus(settings: Settings) -> Gpus:
     return Gpus(trainer, workers, engine.colocated, (), why)
 
 
-def _cards(share: NodeAssignment, settings: Settings) -> tuple[int, int]:
+def _gpus_on(share: NodeAssignment, settings: Settings) -> tuple[int, int]:
     return len(share.ranks), len(share.engines) * settings.engine.tensor
 
 

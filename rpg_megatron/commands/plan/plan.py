@@ -7,11 +7,11 @@ from typing import Literal
 
 from rpg_megatron.commands.plan.activations import Recompute
 from rpg_megatron.commands.plan.batch import BatchPlan, plan_batch
-from rpg_megatron.commands.plan.colocated import SharedCard, share_card
+from rpg_megatron.commands.plan.colocated import SharedGpu, share_gpu
 from rpg_megatron.commands.plan.engine_memory import SERVER, EngineMemory, engine_memory
 from rpg_megatron.commands.plan.fused_activations import uses_fused_layers
 from rpg_megatron.commands.plan.gpu_count import Gpus, HostPart, count_gpus, host_parts, step_parts
-from rpg_megatron.commands.plan.gpus import DEFAULT, WITHOUT_FP8, card_bytes, machine_bytes
+from rpg_megatron.commands.plan.gpus import DEFAULT, WITHOUT_FP8, gpu_bytes, machine_bytes
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
@@ -55,7 +55,7 @@ class Plan:
     gpus: Gpus
     host: tuple[HostPart, ...]
     """Host memory of rank 0's node: with GPUs, the ranks' host memory and the step; on a CPU, the step."""
-    card: SharedCard | None
+    shared_gpu: SharedGpu | None
     """The GPU shared by a rank and an engine worker; None: separate GPUs, or a CPU."""
     activations: dict[Recompute, int]
     """Bytes on the largest rank, for each value of memory.recompute."""
@@ -85,7 +85,7 @@ class Plan:
         """Bytes that the target must have; excludes engines on separate GPUs."""
         if self.target.device == "cpu":
             return self.machine_total
-        return self.card.peak if self.card else self.rank_total
+        return self.shared_gpu.peak if self.shared_gpu else self.rank_total
 
     @property
     def left(self) -> int:
@@ -117,7 +117,7 @@ class Plan:
 def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
     """Plan a run for a GPU, by default for the settings' device.
 
-    gpu: see ``card_bytes``; plans for GPUs whatever settings.device is. Raises UserError if the model's
+    gpu: see ``gpu_bytes``; plans for GPUs whatever settings.device is. Raises UserError if the model's
     config.json cannot be read, or the layout is impossible.
     """
     shape = read_model_shape(settings.model.path)
@@ -129,7 +129,7 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
     if gpu is None and settings.device == "cpu":
         return Target("cpu", "this machine", machine_bytes())
     name = gpu or DEFAULT
-    return Target("cuda", name, card_bytes(name))
+    return Target("cuda", name, gpu_bytes(name))
 
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
@@ -159,7 +159,9 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     ]
-    engine = engine_memory(settings, shape, longest=batch.context, device=target.device, card=target.nbytes)
+    engine = engine_memory(
+        settings, shape, longest=batch.context, device=target.device, gpu_bytes=target.nbytes
+    )
     largest, on_gpus = max(ranks, key=lambda r: r.peak), target.device == "cuda"
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     activations = {
@@ -184,7 +186,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         host=host_parts(settings, batch, ranks, gpus)
         if on_gpus
         else tuple(step_parts(settings, batch, settings.parallel.world)),
-        card=share_card(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
+        shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
         activations=activations,
         routed_to_one=routed_to_one,
         problems=(),
@@ -228,8 +230,8 @@ def _problems(plan: Plan) -> list[str]:
                 f"all processes together need {gib(plan.machine_total)}, {target.name} has "
                 f"{gib(target.nbytes)}; lower training.tokens_per_microbatch or engine.kv_cache_gib"
             )
-    elif plan.card is not None:
-        found += _problems_of_a_shared_card(plan, plan.card)
+    elif plan.shared_gpu is not None:
+        found += _shared_gpu_problems(plan, plan.shared_gpu)
     else:
         if plan.rank_total > target.nbytes:
             found.append(
@@ -254,14 +256,14 @@ def _problems(plan: Plan) -> list[str]:
     return found
 
 
-def _problems_of_a_shared_card(plan: Plan, card: SharedCard) -> list[str]:
+def _shared_gpu_problems(plan: Plan, gpu: SharedGpu) -> list[str]:
     found, target = [], plan.target
-    if (nbytes := card.total("update")) > target.nbytes:
+    if (nbytes := gpu.total("update")) > target.nbytes:
         found.append(
             f"during an update a GPU holds {gib(nbytes)}, of which {gib(plan.rank_total)} are a trainer "
             f"rank's; {target.name} has {gib(target.nbytes)}"
         )
-    if (nbytes := card.total("rollout")) > target.nbytes:
+    if (nbytes := gpu.total("rollout")) > target.nbytes:
         found.append(
             f"while engines sample, a GPU holds {gib(nbytes)}, of which {gib(plan.engine.total)} are an "
             f"engine worker's; {target.name} has {gib(target.nbytes)}; lower engine.kv_cache_gib, or raise "
@@ -288,7 +290,7 @@ def _warnings(plan: Plan) -> list[str]:
         )
     if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
         found.append("optimizer.distributed shards nothing with one replica")
-    if plan.card is not None:
+    if plan.shared_gpu is not None:
         found.append("engine.colocated: memory per turn is computed, not measured")
     if plan.routed_to_one:
         verdict = "which also fits" if plan.routed_to_one <= plan.left else "which does not fit"

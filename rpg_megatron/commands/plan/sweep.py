@@ -108,7 +108,7 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
             plan = plan_for(settings.model_copy(update={"engine": engine}), shape, target)
         except UserError:
             continue
-        room = plan.card is None or plan.card.total("rollout") <= target.nbytes
+        room = plan.shared_gpu is None or plan.shared_gpu.total("rollout") <= target.nbytes
         if room and plan.engine.kv_cache >= 0 and plan.engine.full_sequences >= 1:
             return tensor
     return None

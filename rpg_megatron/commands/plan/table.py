@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rpg_megatron.commands.plan.colocated import SharedCard, Turn
+from rpg_megatron.commands.plan.colocated import SharedGpu, Turn
 from rpg_megatron.commands.plan.engine_memory import SERVER
 from rpg_megatron.commands.plan.experts import expert_replicas
 from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE, Gpus
@@ -24,8 +24,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_facts(plan))
     console.print(_trainer_table(plan))
     console.print(_engine_table(plan))
-    if plan.card is not None:
-        console.print(_card_table(plan, plan.card))
+    if plan.shared_gpu is not None:
+        console.print(_shared_gpu_table(plan, plan.shared_gpu))
     if plan.target.device == "cuda":
         console.print(_host_table(plan))
 
@@ -166,11 +166,11 @@ def _describe(plan: Plan) -> dict[str, Any]:
         ],
         "rank_bytes": plan.rank_total,
         "card": None
-        if plan.card is None
+        if plan.shared_gpu is None
         else {
-            "shares": [vars(share) for share in plan.card.shares],
-            "rollout": plan.card.total("rollout"),
-            "update": plan.card.total("update"),
+            "shares": [vars(share) for share in plan.shared_gpu.shares],
+            "rollout": plan.shared_gpu.total("rollout"),
+            "update": plan.shared_gpu.total("update"),
         },
         "machine_bytes": plan.machine_total if plan.target.device == "cpu" else None,
         "recompute": recomputation(plan.settings),
@@ -314,13 +314,13 @@ def _engine_table(plan: Plan) -> Table:
     return table
 
 
-def _card_table(plan: Plan, card: SharedCard) -> Table:
+def _shared_gpu_table(plan: Plan, gpu: SharedGpu) -> Table:
     table = _table("GPU shared by a trainer rank and an engine worker")
     for turn in get_args(Turn):
-        for share in card.shares:
+        for share in gpu.shares:
             if share.turn == turn:
                 table.add_row(share.name, gib(share.nbytes), share.basis, turn)
-        total = card.total(turn)
+        total = gpu.total(turn)
         table.add_row(f"[bold]{turn}[/]", f"[bold]{gib(total)}[/]", _of(plan, total), "")
         table.add_section()
     return table

@@ -51,11 +51,11 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
         if first:
             events.phase(f"replaying step {step} of {request.step}", 0, 1)
         file = rollouts_file(run, step)
-        source = JournalSource(file) if trainer.mesh.leads else None
+        source = SavedRollouts(file) if trainer.mesh.leads else None
         batch = trainer.prepare_batch(index_of(iter_rollouts(file)) if first else None, source)
         trainer.compute_log_probs(batch)
         trainer.update(step, batch, lambda done, total: None)
-        gaps = gather_on_first(measure_gaps(source.journalled, batch.mine) if source else None)
+        gaps = gather_on_first(measure_gaps(source.saved, batch.mine) if source else None)
         if first:
             largest = join_gaps([g for g in gaps if g is not None])
             row = rows.get(step, {})
@@ -65,12 +65,12 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
         atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
 
 
-class JournalSource:
+class SavedRollouts:
     """Gives the trajectories of a step as the sampler handed them over, out of the step's rollouts."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.journalled: list[Trajectory] = []
+        self.saved: list[Trajectory] = []
         """Those that were fetched last, with all that the run wrote down."""
 
     def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
@@ -83,8 +83,8 @@ class JournalSource:
             for t in iter_rollouts(self._file)
             if (place := places.get((t.group, t.sample))) is not None
         }
-        self.journalled = [found[place] for place in range(len(places))]
-        return [_unscored(t) for t in self.journalled]
+        self.saved = [found[place] for place in range(len(places))]
+        return [_unscored(t) for t in self.saved]
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class Gaps:
     advantage: float
 
 
-def measure_gaps(journalled: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> Gaps:
+def measure_gaps(saved: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> Gaps:
     """Compare trajectories, in the same order."""
 
     def largest(name: str) -> float:
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(journalled, replayed, strict=True)]
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(saved, replayed, strict=True)]
         return max((_gap(a, b) for a, b in pairs), default=0.0)
 
-    tokens = sum(len(t.response) for t in journalled)
+    tokens = sum(len(t.response) for t in saved)
     return Gaps(tokens, largest("old"), largest("anchor"), largest("advantage"))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.trackers import MLflowSettings, OwnTrackerSettings, WandbSettings
+from rpg_megatron.config.trackers import ImportedTrackerSettings, MLflowSettings, WandbSettings
 from rpg_megatron.data.tokenizer_file import FileTokenizer, open_tokenizer
 from rpg_megatron.system.own_code import Wanted, load_own
 from rpg_megatron.training.trackers.tracker import FOLDER, TrackedRun, Tracker
@@ -45,7 +45,7 @@ def open_tracker(settings: Settings, place: int, folder: Path) -> Tracker:
         from rpg_megatron.training.trackers.mlflow_tracker import MLflowTracker
 
         return MLflowTracker(run, chosen)
-    assert isinstance(chosen, OwnTrackerSettings)
+    assert isinstance(chosen, ImportedTrackerSettings)
     return cast(Tracker, load_own(Wanted(f"trackers[{place}]", chosen.type, chosen.keywords, 1))(run))
 
 
