@@ -33,7 +33,7 @@ class HeldOutSet(NamedTuple):
     where: str
     """Its key in the settings, for messages."""
     seeds: str
-    """Input of its responses' seeds, besides the seed of the run."""
+    """Seeds of its responses are derived from this and the seed of the run."""
 
 
 class EvaluationSettings(Section):
@@ -52,16 +52,16 @@ class EvaluationSettings(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens."""
     top_k: int | None = Field(None, ge=1)
-    """Sample from this many of the most likely tokens; null: from all."""
+    """Sample from this many of the most likely tokens; null: all tokens."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Leave out tokens that are less likely than this share of the most likely one; 0: none."""
+    """Exclude tokens whose probability is below this fraction of that of the most likely token; 0: off."""
     every: int = Field(10, ge=1)
     """Steps between evaluations."""
 
     @model_validator(mode="after")
     def _engines_can_sample_that(self) -> EvaluationSettings:
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError("temperature 0 gives the same response each time; set samples to 1")
+            raise ValueError("temperature 0 samples the same response each time; set samples to 1")
         if 0 < self.temperature < 0.01:
             raise ValueError("temperature must be 0, or at least 0.01, the engine's minimum")
         return self
@@ -73,11 +73,11 @@ class EvaluationSettings(Section):
         if self.sets and self.name != type(self).model_fields["name"].default:
             raise ValueError("name has no effect with sets; each set has its own name")
         names = [part.name or part.preset for part in self.sets]
-        for place, name in enumerate(names):
+        for i, name in enumerate(names):
             if name is None:
-                raise ValueError(f"sets[{place}] has neither a name nor a preset to take it from; set name")
-            if name in names[:place]:
-                raise ValueError(f"sets[{place}] repeats the name {name}; set another")
+                raise ValueError(f"sets[{i}] has neither a name nor a preset; set name")
+            if name in names[:i]:
+                raise ValueError(f"sets[{i}] repeats the name {name}; set another")
         return self
 
     @property
@@ -86,8 +86,8 @@ class EvaluationSettings(Section):
         if self.data is not None:
             return (HeldOutSet(self.name, self.data, "evaluation.data", "evaluation"),)
         return tuple(
-            HeldOutSet(name, part, f"evaluation.sets[{place}]", f"evaluation/{name}")
-            for place, part in enumerate(self.sets)
+            HeldOutSet(name, part, f"evaluation.sets[{i}]", f"evaluation/{name}")
+            for i, part in enumerate(self.sets)
             if (name := part.name or part.preset)
         )
 

@@ -1,6 +1,6 @@
-"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel that dense Llama-like decoders share.
+"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel, shared by dense Llama-like decoders.
 
-A family's file adds the parameters that only its layers have. Outside the layers:
+The file of a family adds the parameters that only its layers have. Outside the layers:
 
 - Vocabulary rows are padded to a multiple; padding rows have no counterpart in the checkpoint.
 - With tied embeddings, the last pipeline stage has its own ``output_layer.weight``, a copy of the embedding.

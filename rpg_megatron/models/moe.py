@@ -1,7 +1,7 @@
-"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel for decoders with a mixture of experts.
+"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel for mixture-of-experts decoders.
 
-Everything but the feed-forward blocks is as in a dense decoder. In Hugging Face files each expert has
-tensors of its own. Megatron numbers a rank's experts from 0; in Transformer Engine's grouped layers they have
+Only the feed-forward blocks differ from a dense decoder. In Hugging Face files each expert has its own
+tensors. Megatron numbers the experts of a rank from 0; in Transformer Engine's grouped layers they have
 other names.
 """
 
@@ -134,7 +134,8 @@ class MoEMapping:
         held = self._count // experts.parallel
         if number >= held:
             raise MappingError(
-                f"{param_name}: an expert-parallel rank holds {held} of the {self._count} experts, from 0 on"
+                f"{param_name}: an expert-parallel rank holds {held} of the {self._count} experts, numbered "
+                "from 0"
             )
         return layer, self._part(which, experts.rank * held + number)
 

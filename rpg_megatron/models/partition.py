@@ -8,8 +8,8 @@ Where Megatron-Core and Hugging Face differ:
   and each rank selects its query heads and their group). The bias is split equally.
 - Gate and up projection are one matrix; *each rank's* shard is its gate rows, then its up rows.
 - The output projections are split by columns; norms and routers are replicated.
-- Expert-parallel ranks hold equal numbers of consecutive experts, each with parameters of its own, which the
-  experts' tensor parallelism splits like a feed-forward block.
+- Expert-parallel ranks hold equal numbers of consecutive experts. Each expert has its own parameters, which
+  expert tensor parallelism splits like those of a feed-forward block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """Which of a layer's experts a rank holds, and which part of each."""
+    """The experts of a layer that a rank holds, and its part of each of them."""
 
     parallel: int = 1
     """Expert-parallel size."""
@@ -37,7 +37,7 @@ class ExpertShard:
 
 
 ALL_EXPERTS = ExpertShard()
-"""The shard of every rank without parallelism of experts; also that of dense models."""
+"""The shard of each rank without expert parallelism; also used for dense models."""
 
 
 class ParameterMapping(Protocol):

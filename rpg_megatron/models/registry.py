@@ -92,7 +92,7 @@ def check_layout(
 def check_experts(shape: ModelShape, parallel: ParallelSettings, *, device: str) -> None:
     """Raise one UserError that lists every conflict between the model's experts and the trainer's layout.
 
-    device: cpu or cuda. Divisibility of an expert's columns: ``check_layout``.
+    device: cpu or cuda. ``check_layout`` checks that the size of an expert is divisible.
     """
     problems: list[str] = []
     expert, cut, tensor = parallel.expert, parallel.expert_tensor, parallel.tensor
@@ -107,17 +107,17 @@ def check_experts(shape: ModelShape, parallel: ParallelSettings, *, device: str)
             problems.append(f"expert={expert} does not divide the model's {shape.experts.count} experts")
         if tensor > 1 and not parallel.sequence:
             problems.append(
-                f"tensor={tensor} without sequence parallelism is not possible with experts: "
-                "each rank would send every token, which Megatron refuses; set sequence to true"
+                f"tensor={tensor} with experts needs sequence parallelism: without it each rank would send "
+                "every token, which Megatron does not support; set sequence to true"
             )
         if bare := _ranks_without_experts(shape, parallel):
             problems.append(
                 f"pipeline={parallel.pipeline}: all layers of pipeline rank {bare[0]} are dense; its "
-                "optimizer would have other parts than the rest, and no checkpoint could be resumed; lower "
+                "optimizer state would have a different structure, and no checkpoint could be resumed; lower "
                 "pipeline, or raise virtual"
             )
         if device == "cpu" and cut > 1 and (expert > 1 or tensor % cut):
-            # Ranks that share an expert then have different numbers of tokens, which gloo cannot gather.
+            # The ranks of an expert would have different numbers of tokens, which gloo cannot gather.
             problems.append(
                 f"expert_tensor={cut} on a CPU needs expert=1 and must divide tensor ({tensor}); set it to 1"
             )
@@ -126,7 +126,7 @@ def check_experts(shape: ModelShape, parallel: ParallelSettings, *, device: str)
 
 
 def _ranks_without_experts(shape: ModelShape, parallel: ParallelSettings) -> list[int]:
-    """Pipeline ranks that hold no layer with experts; none if there are fewer layers than stages."""
+    """Pipeline ranks without a layer with experts; empty if there are fewer layers than stages."""
     stages = parallel.pipeline * parallel.virtual
     if stages > shape.num_layers:
         return []

@@ -36,7 +36,7 @@ class MicroBatchRoutes:
     real: Tensor
     """bool [c]: the token is not padding."""
     changed: Tensor | None = None
-    """int32 [c], after ``start_counting``: in how many of this rank's layers the router's own choice differs."""
+    """int32 [c], after ``start_counting``: in how many of this rank's layers the router's choice differs."""
 
     def start_counting(self) -> None:
         """Count in ``changed`` from now on. For one pass without recomputation, which would count twice."""

@@ -40,7 +40,7 @@ class _ChosenExperts:
         self._rows = slice(None)
 
     def set_routes(self, routes: MicroBatchRoutes | None, rows: slice) -> None:
-        """Use ``routes`` from now on; None: the router chooses. rows: this rank's tokens of the micro-batch."""
+        """Use these routes; None: the router chooses. rows: this rank's tokens of the micro-batch."""
         self._routes, self._rows = routes, rows
 
     def get_replay_topk(
@@ -63,7 +63,7 @@ class _ChosenExperts:
 
 
 def install_replay(chunks: Iterable[GPTModel], experts: ExpertShape) -> None:
-    """Make the routers of this rank's model use the routes of each micro-batch (``PackedSequences.routes``)."""
+    """Make this rank's routers use the routes of each micro-batch (``PackedSequences.routes``)."""
     for index, layer in layers_with_experts(chunks):
         chosen = _ChosenExperts(experts.layers.index(index))
         layer.mlp.router.router_replay = chosen

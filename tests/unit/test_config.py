@@ -199,7 +199,7 @@ def test_every_key_is_read_somewhere():
             "no effect: correction is set",
         ),
         ("rollout={stop: [x], ahead: 1}; correction={type: icepop}", "stop needs inflight drain with ahead"),
-        ("rollout.stop=['']", "stop: a text is empty"),
+        ("rollout.stop=['']", "stop: a string is empty"),
         ("reward.kl={}", "reward.kl needs a reference model: set anchor.type to fixed or every"),
         ("reward.kl={estimator: k2}", "k1"),
         (

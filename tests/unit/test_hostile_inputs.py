@@ -48,7 +48,7 @@ def bomb(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (bomb(12), "too large once its aliases are replaced"),
+        (bomb(12), "too large after its aliases are expanded"),
         ("a: &a [*a]\n", "an alias stands for a value that contains it"),
         ("a: &a {x: 1}\nb: &b {<<: [*a, *a]}\nseed: *b\n", "seed: "),
         ("a: " + "[" * DEEP, "nested too deeply"),
