@@ -48,7 +48,7 @@ from rpg_megatron.training.checkpoint_saver import load_run
 from rpg_megatron.training.correction_by_lag import correction_by_lag
 from rpg_megatron.training.loss import build_aggregator, build_loss
 
-_SHOWN = 3  # parameters that a message lists
+_SHOWN = 3  # maximum parameters listed in a message
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Batch:
     my_probes: list[Trajectory] | None = None
     """Leaders: the trajectories of ``probes``. Elsewhere empty. None without ``rollout.probed``."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The step's metrics so far; complete on rank 0."""
+    """Metrics of the step so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """Rank 0: the sampler's state after these rollouts."""
 
@@ -108,7 +108,7 @@ class Trainer:
             vocab_multiple=self.settings.model.vocab_multiple,
             experts=self.mesh.experts,
         )
-        barrier()  # fast readers wait here, not in the first NCCL collective, which would occupy their GPU
+        barrier()  # faster ranks wait here, not in the first NCCL collective, which would occupy their GPU
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Load a checkpoint of a run; returns the contents of its ``state.json``. Raises UserError."""
@@ -119,7 +119,7 @@ class Trainer:
     def export(self, run_dir: Path, step: int, *, saved: bool = False) -> Path:
         """Write the weights of a step to ``hf/step_NNNNNN``, as ``export`` says; returns the folder.
 
-        saved: load that step's checkpoint first; training cannot go on after that.
+        saved: load that step's checkpoint first; training cannot continue after that.
         """
         if saved:
             self.policy.load(step_folder(run_dir, step) / MODEL)
@@ -147,8 +147,8 @@ class Trainer:
     def prepare_batch(self, index: BatchIndex | None, source: TrajectorySource | None) -> Batch:
         """Compute advantages from rewards, and give each replica its part of the step.
 
-        index: on rank 0. source: on leaders, which fetch their trajectories from it. If one of them cannot,
-        all ranks raise.
+        index: on rank 0. source: on leaders, which fetch their trajectories from it. If a leader cannot, all
+        ranks raise.
         """
         advantages = np.zeros(0)
         if index is not None:
@@ -242,10 +242,10 @@ class Trainer:
             t.advantage = advantages[t.group, t.sample]
 
     def _compare_routes(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Mean and maximum of |old - behaviour|, in nats, with the routes that were replayed and without.
+        """Mean and maximum of |old - behaviour|, in nats, with replayed routes and with the router's own.
 
-        micro_batches: scored already, with replay; they are scored again without. One on each data rank is
-        enough to see the difference, at the price of one forward pass of that micro-batch.
+        micro_batches: already scored with replay; they are scored again without. One on each data rank is
+        enough, at the cost of one forward pass.
         """
         sums = torch.zeros(3, dtype=torch.float64)
         largest = torch.zeros(2, dtype=torch.float64)
@@ -268,9 +268,9 @@ class Trainer:
         }
 
     def _rows_to_score(self, minibatches: ReplicaBatch) -> list[list[Trajectory]]:
-        """This rank's trajectories in rows of the token budget, whatever mini-batch they are in.
+        """This rank's trajectories packed into rows of the token budget, regardless of mini-batches.
 
-        Every data rank has the same number of rows, some of them empty.
+        Every data rank has the same number of rows; some may be empty.
         """
         if len(minibatches) == 1:
             return minibatches[0]
@@ -282,7 +282,7 @@ class Trainer:
         return rows + [[] for _ in range(int(most) - len(rows))]
 
     def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
-        """One update for each mini-batch, ``training.epochs`` times, then the anchor's refresh if it is due.
+        """One update for each mini-batch, ``training.epochs`` times, then a refresh of the anchor if due.
 
         Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
         Raises TooManySkippedUpdates after ``guards.skipped_updates`` consecutive skipped updates.
@@ -328,7 +328,7 @@ class Trainer:
             print(f"warning: {message}, {self.skipped_updates} in a row; {limit} end the run", flush=True)
 
     def _summarise(self, updates: Sequence[UpdateStats]) -> dict[str, float]:
-        """Metrics of a step's updates; means over those that were not skipped."""
+        """Metrics of a step's updates; means exclude skipped ones."""
         done = [u for u in updates if not u.skipped]
         row = {"policy/skipped_updates": float(len(updates) - len(done))}
         if not done:
@@ -355,11 +355,11 @@ class Trainer:
 
 
 def _mean_kl(updates: Sequence[UpdateStats], settings: Settings) -> float:
-    """Mean of the metric ``kl`` over tokens, 0 without it. Raises UserError if the anchor depends on it."""
+    """Mean of the metric ``kl`` over tokens; 0 if it is missing. Raises UserError if the anchor needs it."""
     if settings.anchor.type == "kl_trigger" and any(u.tokens and "kl" not in u.metrics for u in updates):
         raise UserError(
             f"anchor.type kl_trigger: {settings.objective.type} returns no metric 'kl' (nats, per token), "
-            "which decides on the anchor's updates; return it, or use anchor.type every"
+            "which triggers the anchor's updates; return it, or use anchor.type every"
         )
     tokens = sum(u.tokens for u in updates)
     return sum(u.metrics.get("kl", 0.0) * u.tokens for u in updates) / max(tokens, 1)

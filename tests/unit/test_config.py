@@ -230,7 +230,7 @@ def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str,
     [
         ("model: {path: m}\ndata: [\n", "c.yaml:3: not valid YAML: "),
         ("model: {path: m}\ndata:\n\tpath: d\n", "c.yaml:3: not valid YAML: "),
-        ("model: {path: m}\ndata: {limit: 2}\n", "set path (a file), hub, preset or mixture"),
+        ("model: {path: m}\ndata: {limit: 2}\n", "set path (a file), hub, preset, mixture or source"),
         ("model: &m [&n [a, b, c]]\ndata: [*m, *m]\n", "model: must be a section of keys and values"),
     ],
 )

@@ -49,7 +49,7 @@ def bomb(levels: int) -> str:
     ("text", "told"),
     [
         (bomb(12), "too large after its aliases are expanded"),
-        ("a: &a [*a]\n", "an alias stands for a value that contains it"),
+        ("a: &a [*a]\n", "an alias refers to a value that contains it"),
         ("a: &a {x: 1}\nb: &b {<<: [*a, *a]}\nseed: *b\n", "seed: "),
         ("a: " + "[" * DEEP, "nested too deeply"),
         ("seed: " + "9" * 5000, "a number has too many digits"),
