@@ -69,7 +69,7 @@ def find_checkpoint(path: Path) -> Path:
     folder = path / (f"iter_{int(latest):07d}" if latest.isdecimal() else RELEASE)
     if not latest.isdecimal() and latest != RELEASE:
         raise UserError(
-            f"{tracker}: says {latest!r}, neither a number nor {RELEASE}; copy the checkpoint again"
+            f"{tracker}: contains {latest!r}, neither a number nor {RELEASE}; copy the checkpoint again"
         )
     if not (folder / MEGATRON).is_file():
         raise UserError(
@@ -80,7 +80,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a folder is a Megatron checkpoint, or holds some."""
+    """Whether a folder is a Megatron checkpoint, or contains some."""
     return (path / MEGATRON).is_file() or (path / LATEST).is_file()
 
 
@@ -166,7 +166,7 @@ def find_damage(
             whole.append(name)
     for name, digest in _hash_all(folder, whole, count):
         if digest != files[name]["sha256"]:
-            problems.append(f"{name} has other contents than were written")
+            problems.append(f"{name} does not have the contents that were written")
     return problems
 
 

@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from rpg_megatron.checkpoints.restricted_pickle import admit_optimizers
+from rpg_megatron.checkpoints.restricted_pickle import allow_optimizers
 from rpg_megatron.config.policy import MemorySettings, OptimizerSettings, PrecisionSettings
 from rpg_megatron.system.collectives import default_group_on_host
 from rpg_megatron.system.dtypes import torch_dtype
@@ -99,7 +99,7 @@ class OffloadingAdam(torch.optim.Adam):
         super().__init__(params, decoupled_weight_decay=True, **settings)
 
 
-admit_optimizers(OffloadingAdam)
+allow_optimizers(OffloadingAdam)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def _export_rank(rank, world, folder):
         args = (folder / name, folder / "source", params, layout, place)
         export_hf(*args, dtype=torch.bfloat16, max_shard_bytes=8000)
     # Only rank 0 looks at the folder, but every rank has to hear of it, or the others wait for ever.
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export_hf(*args, dtype=torch.bfloat16)
     dist.destroy_process_group()
 

@@ -105,10 +105,10 @@ def test_all_layers_stale_and_a_foreign_layer():
     weights, earlier = weights_of(shape), weights_of(shape, seed=1)
     stale = weights | {n: w for n, w in earlier.items() if ".layers." in n}
     found = only(verdict_of(shape, weights, make_side(shape, stale), others={"step 3": earlier}))
-    assert found.text == "layers 0-3 of the engine are stale: they hold the weights of step 3"
+    assert found.text == "layers 0-3 of the engine are stale: they have the weights of step 3"
     foreign = weights | {n: w for n, w in earlier.items() if ".layers.2." in n}
     found = only(verdict_of(shape, weights, make_side(shape, foreign)))
-    assert "layer 2 of the engine is stale or foreign: 11 of its parameters differ" in found.text
+    assert "layer 2 of the engine is stale or of another model: 11 of its parameters differ" in found.text
     one = "model.layers.0.self_attn.o_proj.weight"
     found = only(
         verdict_of(

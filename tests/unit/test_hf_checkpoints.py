@@ -177,7 +177,7 @@ def test_export_in_one_process_and_replacing(tmp_path):
     ]
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(back[n], sd[n]) for n in sd)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export_hf(*args, dtype=torch.float32)
     export_hf(*args, dtype=torch.float16, replace=True)
     back = load_file(tmp_path / "out" / "model.safetensors")

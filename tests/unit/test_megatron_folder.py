@@ -77,7 +77,7 @@ def test_a_manifest_tells_what_it_was_told_and_finds_all_damage(tmp_path: Path) 
     content[17] ^= 1
     (folder / ".metadata").write_bytes(content)
     assert sorted(find_damage(folder, files)) == [
-        ".metadata has other contents than were written",
+        ".metadata does not have the contents that were written",
         "__0_0.distcp is missing",
         "__1_0.distcp has 5 bytes, not 600",
     ]

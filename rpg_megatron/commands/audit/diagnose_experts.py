@@ -1,8 +1,9 @@
 """Explains layers with experts whose router or expert matrices differ from the trainer's.
 
-Of a block only the sum over a token's experts can be seen. Which experts are wrong follows from all tokens
-together, by least squares if one change is tried on every expert. Otherwise the wrong tokens tell: the output
-of a token is off by as much as its wrong expert adds to it.
+Only the sum over a token's experts can be observed. To find the wrong experts, a change (such as another
+checkpoint's weights) is applied to every expert, and least squares over all tokens finds those that have it.
+If no change fits, the tokens with wrong outputs are used: the error of a token is what its wrong expert
+contributes to it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rpg_megatron.models.activation_sites import (
 )
 
 _SUBSETS = [which for n in (1, 2, 3) for which in combinations(range(3), n)]
-"""Matrices of an expert that may be wrong together, as indices of EXPERT_MATRICES; the fewest first."""
+"""Subsets of an expert's matrices that may be wrong, as indices of EXPERT_MATRICES; smallest first."""
 
 
 def explain_experts(
@@ -35,14 +36,14 @@ def explain_experts(
 ) -> list[Finding]:
     """Explain a site ``experts`` that does not match its inputs.
 
-    others: further weights that the side may hold, by their name in messages. advice: what to do about wrong
+    others: other weights that the side may have, by their name in messages. advice: what to do about wrong
     weights.
     """
     return _ExpertDiagnosis(checker, site, others, advice).findings()
 
 
 def explain_router(checker: ModuleChecker, site: str, others: Mapping[str, Weights]) -> str | None:
-    """What is wrong with some rows of a router, one row an expert: stale, or those of other experts.
+    """What is wrong with some rows of a router, one per expert: stale, or those of other experts.
 
     None if neither explains its logits.
     """
@@ -54,7 +55,7 @@ def explain_router(checker: ModuleChecker, site: str, others: Mapping[str, Weigh
         changed[:, wrong] = values
         return checker.error(site, changed) <= checker.tolerance(site)
 
-    rows = f"rows {ranges(wrong)} (one an expert)"
+    rows = f"rows {ranges(wrong)} (one per expert)"
     for label, weights in others.items():
         if fits(checker.expected(site, weights=weights)[:, wrong]):
             return f"has stale {rows}: those of {label}"
@@ -62,8 +63,8 @@ def explain_router(checker: ModuleChecker, site: str, others: Mapping[str, Weigh
     if not fits(expected[:, nearest]):
         return None
     if len(wrong) == 2 and nearest == wrong[::-1]:
-        return f"has rows {wrong[0]} and {wrong[1]} (one an expert) swapped"
-    return f"has in {rows} those of experts {', '.join(map(str, nearest))}"
+        return f"has rows {wrong[0]} and {wrong[1]} (one per expert) swapped"
+    return f"has the rows of experts {', '.join(map(str, nearest))} in {rows}"
 
 
 def wrong_columns(checker: ModuleChecker, site: str, expected: Tensor) -> list[int]:
@@ -76,20 +77,21 @@ def wrong_columns(checker: ModuleChecker, site: str, expected: Tensor) -> list[i
 
 @dataclass(frozen=True)
 class _Change:
-    """What explains the outputs of an expert."""
+    """A change of an expert that explains its outputs."""
 
     matrices: tuple[int, ...]
-    """Those that are wrong, as indices of EXPERT_MATRICES."""
-    says: str
+    """The wrong ones, as indices of EXPERT_MATRICES."""
+    text: str
+    """Predicate of the message."""
     factor: float | None = None
     other: int | None = None
-    """The expert whose matrices it has."""
+    """The expert whose matrices it has instead."""
     either: bool = False
-    """Only one of the matrices is wrong; which, the outputs do not tell."""
+    """Only one of ``matrices`` is wrong, but the outputs do not show which."""
     least: int = 1
-    """Fewest experts that it is the name for."""
+    """Minimum number of experts with this change."""
     known: bool = True
-    """Whether the outputs are explained."""
+    """Whether the change explains the outputs."""
 
 
 class _ExpertDiagnosis:
@@ -105,7 +107,7 @@ class _ExpertDiagnosis:
         self._found, self._weights = checker.found(site), routing_weights(self._logits, experts)
         self._chosen = self._logits.topk(experts.per_token).indices
         self._added = self._run(lambda e: checker.matrices(layer, e))
-        """What a token's experts add to its output: [t, k, hidden], in the order of ``_chosen``."""
+        """Contribution of each of a token's experts to its output: [t, k, hidden], ordered as ``_chosen``."""
         self._expected = self._added.sum(1)
         self._judged = ~undecided(self._logits, experts)
         off, size = (self._found - self._expected).norm(dim=1), self._expected.norm(dim=1)
@@ -131,14 +133,14 @@ class _ExpertDiagnosis:
         return self._grouped(changes)
 
     def _run(self, matrices: Callable[[int], Sequence[Tensor]]) -> Tensor:
-        """What experts with these matrices add: [t, k, hidden]."""
+        """Contributions of experts with these matrices: [t, k, hidden]."""
         out = self._x.new_zeros(*self._chosen.shape, self._x.size(1))
         for e, tokens, added in run_experts(self._x, self._logits, self._experts, matrices):
             out[tokens, (self._chosen[tokens] == e).int().argmax(1)] = added
         return out
 
     def _amounts(self, differences: Tensor) -> Tensor:
-        """How much of each expert's ``differences`` [t, k, hidden] explains the outputs best: float64 [n]."""
+        """Least-squares factor of each expert's ``differences`` [t, k, hidden]: float64 [n]."""
         judged = self._judged.to(differences.dtype)[:, None]
         d, rest = differences * judged[:, None], (self._found - self._expected) * judged
         n = self._experts.count
@@ -146,18 +148,18 @@ class _ExpertDiagnosis:
         pairs = self._chosen[:, :, None] * n + self._chosen[:, None, :]
         products.index_add_(0, pairs.flatten(), (d @ d.transpose(1, 2)).flatten())
         right.index_add_(0, self._chosen.flatten(), (d @ rest[:, :, None]).flatten())
-        # Pseudo-inverse: experts that no token chose have no equation.
+        # Pseudo-inverse: there is no equation for an expert without tokens.
         inverse: Tensor = torch.linalg.pinv(products.view(n, n).double(), hermitian=True)
         return inverse @ right.double()
 
     def _explains(self, differences: Tensor, amounts: Tensor) -> bool:
-        """Whether the outputs are right with these amounts of the experts' differences."""
+        """Whether the outputs match with these amounts of the experts' differences."""
         shares = amounts.to(differences.dtype)[self._chosen]
         expected = self._expected + (shares[:, :, None] * differences).sum(1)
         return self._checker.error(self._site, expected) <= self._tolerance
 
     def _in_wrong_tokens(self) -> Tensor:
-        """Experts that wrong tokens chose: bool [n]."""
+        """Experts chosen by tokens with wrong outputs: bool [n]."""
         return (self._weights[self._wrong] > 0).any(0)
 
     def _scaled(self) -> dict[int, _Change]:
@@ -170,7 +172,7 @@ class _ExpertDiagnosis:
         return {e: _Change((2, 1), f"is {_much(f)}", f, either=True) for e, f in factors.items()}
 
     def _changed_alike(self) -> dict[int, _Change]:
-        """Some or all experts with the same change: another checkpoint's, or in another order."""
+        """Some or all experts with the same change: those of another checkpoint, or in another order."""
         for change, matrices in self._alternatives():
             differences = self._run(matrices) - self._added
             amounts = (self._amounts(differences) > 0.5) & self._in_wrong_tokens()
@@ -180,7 +182,7 @@ class _ExpertDiagnosis:
         return {}
 
     def _alternatives(self) -> Iterator[tuple[_Change, Callable[[int], Sequence[Tensor]]]]:
-        """Changes to try on every expert, each with an expert's matrices after it."""
+        """Changes to try on every expert, each with a function that returns an expert's changed matrices."""
         checker, layer, n = self._checker, self._layer, self._experts.count
 
         def mix(
@@ -203,10 +205,10 @@ class _ExpertDiagnosis:
             return [up, gate, down]
 
         yield _Change((0, 1), "is wrong: gate and up are swapped"), swapped
-        # As if expert-parallel ranks were in another order.
+        # As if the expert-parallel ranks were in another order.
         for by in sorted({n * i // 8 for i in range(1, 8)} - {0}):
-            says = f"is that of the expert {by} further on (of {n}, from 0 on again)"
-            yield _Change((0, 1, 2), says, least=3), shifted(by)  # of two, each is named as the other
+            text = f"is that of the expert {by} places later (modulo {n})"
+            yield _Change((0, 1, 2), text, least=3), shifted(by)  # two swapped experts are reported as such
 
     def _routing(self) -> Finding | None:
         """The right experts with the wrong weights, or the wrong number of them."""
@@ -218,9 +220,9 @@ class _ExpertDiagnosis:
             if routing == e or self._checker.error(self._site, expected) > self._tolerance:
                 continue
             what = (
-                f"weights of experts that {'' if routing.normalised else 'do not '}sum to 1"
+                f"expert weights that {'' if routing.normalised else 'do not '}sum to 1"
                 if routing.per_token == e.per_token
-                else f"{routing.per_token} experts a token instead of {e.per_token}"
+                else f"{routing.per_token} experts per token instead of {e.per_token}"
             )
             text = f"layer {self._layer} of the {self._checker.side.name} uses {what}"
             advice = "compare norm_topk_prob and num_experts_per_tok of both sides"
@@ -228,7 +230,7 @@ class _ExpertDiagnosis:
         return None
 
     def _suspects(self) -> list[int]:
-        """The fewest experts that wrong tokens can be due to, the most likely first."""
+        """The fewest experts that can explain all wrong tokens, most likely first."""
         suspects: list[int] = []
         sizes = torch.zeros_like(self._weights).scatter_(1, self._chosen, self._added.norm(dim=2))
         left = self._wrong.clone()
@@ -240,14 +242,14 @@ class _ExpertDiagnosis:
             without = self._weights[:, suspects[-1]] == 0
             left &= without
             sizes *= without[:, None]
-        # Where tokens are many and experts few, those of the right tokens leave fewer.
+        # With many tokens and few experts, excluding the experts of right tokens may leave fewer.
         right = (self._weights[self._judged & ~self._wrong] > 0).any(0)
         others = (self._in_wrong_tokens() & ~right).nonzero()[:, 0].tolist()
         explained = (self._weights[self._wrong][:, others] > 0).any(1).all()
         return others if explained and len(others) < len(suspects) else suspects
 
     def _explain(self, e: int, suspects: Sequence[int]) -> _Change:
-        """What is wrong with an expert, by the tokens that chose no other suspect."""
+        """What is wrong with an expert, from the tokens that chose no other suspect."""
         checker, tolerance = self._checker, self._tolerance
         alone = (self._weights[:, e] > 0) & self._judged
         alone &= (self._weights[:, [s for s in suspects if s != e]] == 0).all(1)
@@ -276,22 +278,22 @@ class _ExpertDiagnosis:
         if 0 < len(rows) < found.size(1) // 2:
             where = f"rows {ranges(rows)} of {found.size(1)}"
             return _Change((2,), f"is not the trainer's ({where}): the expert's output is off by {size:.1%}")
-        return replace(unknown, says=f"is not the trainer's: the expert's output is off by {size:.1%}")
+        return replace(unknown, text=f"is not the trainer's: the expert's output is off by {size:.1%}")
 
     def _grouped(self, changes: Mapping[int, _Change]) -> list[Finding]:
-        """A finding for experts with the same change, and one for two that are swapped."""
+        """One finding for experts with the same change, and one for each swapped pair."""
         found, by_change = [], defaultdict(list)
         for e, change in sorted(changes.items()):
             other = changes.get(change.other) if change.other is not None else None
             if change.other is None or other is None or (other.other, other.matrices) != (e, change.matrices):
                 by_change[change].append(e)
             elif change.other > e:
-                pair = replace(change, says=f"is swapped with that of expert {change.other}")
+                pair = replace(change, text=f"is swapped with that of expert {change.other}")
                 found.append(self._of_experts([e], pair, [e, change.other]))
         return found + [self._of_experts(experts, change, experts) for change, experts in by_change.items()]
 
     def _of_experts(self, experts: Sequence[int], change: _Change, named: Sequence[int]) -> Finding:
-        """named: experts whose parameters the finding lists."""
+        """named: experts whose parameters the finding includes."""
         names = [expert_parameter(self._layer, e, EXPERT_MATRICES[m]) for e in named for m in change.matrices]
         matrices = (" or " if change.either else ", ").join(EXPERT_MATRICES[m] for m in change.matrices)
         what = expert_parameter(self._layer, ranges(experts), matrices)
@@ -299,7 +301,7 @@ class _ExpertDiagnosis:
             what = what.removesuffix(".weight")
         values = {} if change.factor is None else {"factor": change.factor}
         return self._finding(
-            "weights", f"{what} of the {self._checker.side.name} {change.says}", names, values
+            "weights", f"{what} of the {self._checker.side.name} {change.text}", names, values
         )
 
     def _finding(

@@ -22,7 +22,7 @@ def explain_weights(
 ) -> list[Finding]:
     """Explain broken sites that have a parameter, given in the order of computation.
 
-    others: further weights that the side may hold, by their name in messages.
+    others: other weights that the side may have, by their name in messages.
     """
     return _WeightDiagnosis(checker, others).findings(broken) if broken else []
 
@@ -71,7 +71,7 @@ class _WeightDiagnosis:
         return found
 
     def _quantised(self, broken: Sequence[str]) -> Finding | None:
-        """Quantised weights: every matrix of every layer is slightly off, and no norm is."""
+        """Quantised weights: every matrix of every layer is slightly off, but no norm."""
         matrices = {s for s in self._checker.sites() if split_site(s)[1] in _MATRICES}
         errors = [self._checker.error(s) for s in broken]
         if not matrices <= set(broken) or any(split_site(s)[1] in NORMS for s in broken) or max(errors) > 0.3:
@@ -92,17 +92,17 @@ class _WeightDiagnosis:
         what = f"layer {layers[0]}" if len(layers) == 1 else f"layers {ranges(layers)}"
         label = self._source(sites)
         if label is not None:
-            text = f"{what} of the {self._name} is stale: it holds the weights of {label}"
+            text = f"{what} of the {self._name} is stale: it has the weights of {label}"
         else:
             other = self._other_layer(sites) if len(layers) == 1 else None
             text = (
-                f"{what} of the {self._name} holds the weights of layer {other}"
+                f"{what} of the {self._name} has the weights of layer {other}"
                 if other is not None
-                else f"{what} of the {self._name} is stale or foreign: {len(sites)} of its parameters differ "
-                f"from the trainer's, the first is {self._parameters(sites)[0]}"
+                else f"{what} of the {self._name} is stale or of another model: {len(sites)} of its "
+                f"parameters differ from the trainer's, first {self._parameters(sites)[0]}"
             )
         if len(layers) > 1:
-            text = text.replace(" is stale", " are stale").replace("it holds", "they hold")
+            text = text.replace(" is stale", " are stale").replace("it has", "they have")
         return [
             Finding(
                 "layer", self._name, text, self._advice, layers=layers, parameters=self._parameters(sites)
@@ -158,7 +158,7 @@ class _WeightDiagnosis:
         return f"{mine} is not the trainer's{where}: its output is off by {error:.1%}", {"error": error}
 
     def _channel_factor(self, site: str, mine: str) -> tuple[str, dict[str, float]] | None:
-        """A norm or router with each channel off by a constant factor, for all tokens."""
+        """A norm or router whose channels are off by a constant factor for all tokens."""
         expected = self._checker.expected(site)
         ratios = self._checker.channel_ratios(site, expected)
         scaled = (expected.unflatten(1, (-1, ratios.numel())) * ratios).flatten(1)
@@ -180,7 +180,7 @@ class _WeightDiagnosis:
         return f"{mine} is {much} in {unit} {ranges(wrong.nonzero()[:, 0].tolist())} of {width}", values
 
     def _swapped_groups(self, sites: list[str]) -> tuple[Finding, list[str]] | None:
-        """Query, key and value heads that are complete, but with permuted groups."""
+        """Query, key and value heads whose groups are permuted."""
         mixed = [s for s in sites if split_site(s)[1] in ("query", "key", "value")]
         orders = {s: self._order(s) for s in mixed}
         if not mixed or None in orders.values() or len({tuple(o or ()) for o in orders.values()}) != 1:
@@ -208,7 +208,7 @@ class _WeightDiagnosis:
         return finding, mixed
 
     def _order(self, site: str) -> list[int] | None:
-        """For each query group, the group whose rows it holds; None unless that is another permutation."""
+        """For each query group, the group whose rows it has; None unless it is a nontrivial permutation."""
         groups = self._shape.num_kv_heads
         found, expected = (
             x.unflatten(1, (groups, -1)) for x in (self._checker.found(site), self._checker.expected(site))

@@ -32,9 +32,9 @@ class AuditVerdict:
     logprobs: dict[str, float]
     """|engine - trainer| of the sampled tokens: mean and max, nats."""
     routes: dict[str, int]
-    """Of a mixture: ``choices`` of experts, one for each token and layer, and how many of them differ between
-    engine and trainer (``changed``); ``experts`` of all layers, and how many of them no token chose in the
-    engine (``unused``). Empty for dense models.
+    """Mixtures of experts: number of ``choices``, one for each token and layer, and of those that differ
+    between engine and trainer (``changed``); number of ``experts`` in all layers, and of those that no token
+    chose in the engine (``unused``). Empty for dense models.
     """
 
     @property
@@ -74,9 +74,9 @@ def diagnose(
 
     trainer: sequences packed as in training; alone: one sequence per row. weights: the trainer's, by HF
     name. temperature, dtype: as configured. bounds: largest and mean |log-prob difference| that the run's
-    guard allows, nats. others: further weights that may explain a wrong parameter, by their name in messages.
-    device: where to compute. replayed: the run replays the engine's choice of experts, which these traces
-    do not.
+    guard allows, nats. others: other weights that may explain a wrong parameter, by their name in messages.
+    device: where to compute. replayed: whether the run replays the engine's choice of experts; the traces are
+    without replay.
     """
     checkers = {
         side.name: ModuleChecker(side, shape, weights, temperature, device) for side in (engine, trainer)
@@ -98,10 +98,10 @@ def diagnose(
         if site in trainer.trace
     }
     routes = _routes(engine, trainer, shape)
-    # Log-probs after different choices are not those that the guard of a run with replay sees.
-    judged = not (replayed and routes.get("changed"))
+    # With replay, a run never has the log-probs that follow from different choices.
+    comparable = not (replayed and routes.get("changed"))
     # Written so that NaN counts as out of bounds.
-    if judged and not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
+    if comparable and not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
         findings.append(_rounding(drift, logprobs, bounds, dtype, routes))
     return AuditVerdict(findings, _broken(checkers, links), links, drift, logprobs, routes)
 
@@ -163,11 +163,11 @@ def _rounding(
     )
     if routes.get("changed"):
         chosen = f"; rounding changes {routes['changed']} of {routes['choices']} choices of experts"
-        advice = f"set training.router_replay=rollout; else {advice}"
+        advice = f"set training.router_replay=rollout; or {advice}"
     return Finding(
         "precision",
         "engine",
-        f"every module is right by itself, but rounding in {dtype} accumulates: engine and trainer differ by "
+        f"every module alone is correct, but rounding in {dtype} accumulates: engine and trainer differ by "
         f"{drift[sites[0]]:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, "
         f"the log-probs by {logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most "
         f"(bounds {bounds[1]:.0e}, {bounds[0]:.0e}){chosen}",
