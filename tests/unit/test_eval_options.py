@@ -134,7 +134,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
         (replace(request_, overrides=["engine.arguments=[--x]"]), ['engine.arguments: [] -> ["--x"]']),
         (replace(request_, overrides=["reward.type=boxed"]), ['reward.type: "auto" -> "boxed"']),
     ):
-        with pytest.raises(UserError, match="holds an evaluation with other settings") as caught:
+        with pytest.raises(UserError, match="contains an evaluation with other settings") as caught:
             opened(other, out)
         assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == lines
     assert not opened(request_, out).made
@@ -157,7 +157,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, request_: EvalReq
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"holds thesis\.tex and no evaluation"):
+    with pytest.raises(UserError, match=r"contains thesis\.tex and no evaluation"):
         opened(request_, other)
     assert hold_folder(other) is not None, "nobody holds it"
     with pytest.raises(UserError, match=r"--out: .*thesis\.tex"):
@@ -358,7 +358,7 @@ def test_a_run_with_several_sets_is_evaluated_on_them(
         (["MEGATRON", "--data", "DATA"], "rpg-megatron convert megatron-to-hf --megatron"),
         (["MODEL"], "no problems to evaluate; give --suite"),
         (["MODEL", "--suite", "aime26"], "--suite: 'aime26' is not known; did you mean 'aime2"),
-        (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "holds no file of aime24"),
+        (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "has no file for aime24"),
         (["MODEL", "--suite", "aime24", "--data-dir", "/nowhere"], "--data-dir: /nowhere is not a folder"),
         (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are named aime24"),
         (["MODEL", "--data", "/nowhere.jsonl"], "--data: /nowhere.jsonl does not exist"),

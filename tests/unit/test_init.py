@@ -63,7 +63,7 @@ def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("mine")
-    with pytest.raises(UserError, match=r"holds train.jsonl already; give another folder$"):
+    with pytest.raises(UserError, match=r"already contains train.jsonl; give another folder$"):
         write_files(tmp_path, "math", None)
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
     (tmp_path / "file").write_text("")

@@ -63,12 +63,12 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
 
 
 def probe_limits(subject: Subject) -> Iterator[Check]:
-    """Open files and processes."""
+    """The limit of open files."""
     engine = subject.settings.engine if subject.settings else None
     wanted = SPARE_FILES + (engine.replicas * engine.max_sequences if engine else 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        how = "ulimit -n 65536 before the command"
+        how = "run ulimit -n 65536 before the command"
         if hard != resource.RLIM_INFINITY and hard < wanted:
             how = f"raise the hard limit ({hard}) in limits.conf, or Slurm's PropagateResourceLimits"
         yield failed("open files", f"limited to {soft}, up to {wanted} are needed", how)

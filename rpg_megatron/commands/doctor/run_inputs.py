@@ -1,4 +1,4 @@
-"""Probes of a run's inputs: model, layout, data, the folder of the runs, secrets, walltime."""
+"""Probes of a run's inputs: model, layout, data, reward, own code, folder of the runs, secrets, walltime."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def probe_model(subject: Subject) -> Iterator[Check]:
 
 
 def probe_data(subject: Subject) -> Iterator[Check]:
-    """Every line of the data can be read, and prompts are short enough."""
+    """All rows of the data can be read, and prompts are short enough."""
     if subject.settings is None:
         yield not_applicable("data", ONLY_WITH_CONFIG)
         return
@@ -105,7 +105,7 @@ def probe_reward(subject: Subject) -> Iterator[Check]:
 
 
 def probe_own_code(subject: Subject) -> Iterator[Check]:
-    """Code that the settings name by import path can be imported, and has the settings that it is given."""
+    """Your own code can be imported, and accepts the settings that it is given."""
     if subject.settings is None:
         yield not_applicable("own code", ONLY_WITH_CONFIG)
         return
@@ -117,7 +117,7 @@ def probe_own_code(subject: Subject) -> Iterator[Check]:
 
 
 def probe_trackers(subject: Subject) -> Iterator[Check]:
-    """The packages of the trackers are installed, and find a key."""
+    """The packages of the trackers are installed, and API keys are set."""
     if subject.settings is None:
         yield not_applicable("trackers", ONLY_WITH_CONFIG)
         return

@@ -23,7 +23,9 @@ Data = Annotated[
 def evaluate(
     model: Annotated[
         Path,
-        typer.Argument(metavar="MODEL", help="Hugging Face checkpoint, hub id, or a run: its newest export."),
+        typer.Argument(
+            metavar="MODEL", help="Hugging Face checkpoint, hub id, or a run (its newest export)."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -67,7 +69,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model: avg@k, pass@k, maj@k with intervals, lengths. Rerun the same command to resume.
 
-    Without --suite and --data, a run is evaluated on its own held-out sets, as it evaluates itself.
+    Without --suite and --data, a run is evaluated on its own held-out sets, as during training.
     Exit code 75: stopped by a scheduler's signal; requeue the job.
     """
     from rpg_megatron.commands.eval.command import run_evaluation
