@@ -36,7 +36,7 @@ class BatchPlan:
 
 
 def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
-    """The batch of these settings. max_positions: the model's."""
+    """The batch of these settings. max_positions: that of the model."""
     rollout, training, parallel = settings.rollout, settings.training, settings.parallel
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     update = sequences // training.minibatches

@@ -18,7 +18,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
     RankMemory,
     activation_bytes,
     rank_memory,
-    worst_routes,
+    worst_case_routing_bytes,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.models.registry import check_experts, check_layout
@@ -26,7 +26,7 @@ from rpg_megatron.models.registry import check_experts, check_layout
 Device = Literal["cpu", "cuda"]
 
 ROOM = 4 * 1024**3
-"""Layouts that leave less of a GPU are marked tight, since no GPU figure was measured."""
+"""Layouts that leave less of a GPU are marked tight, since the estimates were not measured on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Plan:
     activations: dict[Recompute, int]
     """Bytes on the largest rank, for each value of memory.recompute."""
     routed_to_one: int
-    """Bytes that the largest rank holds more if all tokens choose its experts; 0 for a dense model."""
+    """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
     problems: tuple[str, ...]
-    """Why it cannot run or does not fit, each with a fix; empty: it fits."""
+    """Why the run is impossible or does not fit, each with a fix; empty: it fits."""
     warnings: tuple[str, ...]
 
     @property
@@ -133,7 +133,7 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
 
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
-    """The plan of one layout. Raises UserError if the model cannot be sharded so."""
+    """The plan of one layout. Raises UserError if the model cannot be sharded in this way."""
     parallel = settings.parallel
     for sizes, expert_tensor, where in (
         ((parallel.tensor, parallel.pipeline, parallel.virtual), parallel.expert_tensor, "parallel"),
@@ -171,7 +171,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for kind in kinds
     }
     gpus = count_gpus(settings)
-    routed_to_one = worst_routes(
+    routed_to_one = worst_case_routing_bytes(
         settings, shape, largest.stage, batch.lengths, batch.microbatches, target.device
     )
     draft = Plan(
@@ -211,7 +211,7 @@ def _problems(plan: Plan) -> list[str]:
         tokens = data.max_prompt_tokens + settings.rollout.max_response_tokens
         if tokens > plan.shape.max_positions:
             found.append(
-                f"{where}.max_prompt_tokens + rollout.max_response_tokens is {tokens}, the model has "
+                f"{where}.max_prompt_tokens + rollout.max_response_tokens is {tokens}, but the model has "
                 f"{plan.shape.max_positions} positions; lower one of the two"
             )
     if batch.sequences_per_update < settings.parallel.data:
@@ -239,13 +239,13 @@ def _problems(plan: Plan) -> list[str]:
             )
         if engine.kv_cache >= 0 and engine.total > target.nbytes:
             found.append(
-                f"an engine worker takes {gib(engine.total)}, {target.name} has {gib(target.nbytes)}; "
+                f"an engine worker needs {gib(engine.total)}, {target.name} has {gib(target.nbytes)}; "
                 "lower --gpu-memory-utilization in engine.arguments"
             )
         if engine.kv_cache < 0:
             found.append(
                 f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "
-                f"vLLM takes {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
+                f"vLLM uses {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
             )
     if engine.kv_cache >= 0 and engine.full_sequences < 1:
         more = "engine.kv_cache_gib" if engine.utilisation is None else "engine.tensor"
@@ -279,8 +279,8 @@ def _warnings(plan: Plan) -> list[str]:
     )
     if 1 <= engine.full_sequences < wanted:
         found.append(
-            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, {wanted} may run at "
-            "once: vLLM will preempt and recompute some"
+            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {wanted} may run "
+            "at once: vLLM will preempt and recompute some"
         )
     if parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
         found.append(
@@ -295,13 +295,13 @@ def _warnings(plan: Plan) -> list[str]:
     if plan.routed_to_one:
         verdict = "which also fits" if plan.routed_to_one <= plan.left else "which does not fit"
         found.append(
-            "experts are assumed to be chosen evenly; if all tokens of the expert-parallel ranks chose those "
-            f"of one rank, it would hold {gib(plan.routed_to_one)} more in an update, {verdict}"
+            "the load of experts is assumed to be even; if all tokens of the expert-parallel ranks chose the "
+            f"experts of one rank, an update would need {gib(plan.routed_to_one)} more there, {verdict}"
         )
     if plan.tight and plan.left >= 0:
         found.append(
-            f"{gib(plan.left)} of a GPU stay free, less than {gib(ROOM)}: no GPU figure was measured; "
-            "choose a layout with more room (--sweep)"
+            f"{gib(plan.left)} of a GPU are left, less than {gib(ROOM)}: these estimates were not measured "
+            "on a GPU; choose a layout with more room (--sweep)"
         )
     if plan.settings.precision.fp8 is not None and plan.target.device == "cpu":
         found.append("precision.fp8: the memory of its emulation on a CPU is not counted")

@@ -1,4 +1,4 @@
-"""Ranks other layouts of the same run."""
+"""Plans other layouts of the same run, and ranks them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Candidate:
     def key(self) -> tuple[object, ...]:
         """Sort key, best first.
 
-        Fits, and is not tight (``plan.ROOM``); then the fewest model-parallel ranks, since they communicate;
-        then the least pipeline idle time; then the fewest expert-parallel ranks; then the most memory left. A
-        rule of thumb: nothing was timed.
+        It fits, and is not tight (``plan.ROOM``); then the fewest model-parallel ranks, since they
+        communicate; the least pipeline idle time; the fewest expert-parallel ranks; the most memory left. A
+        rule of thumb: nothing was measured.
         """
         p = self.plan
         parallel = p.settings.parallel
@@ -48,8 +48,7 @@ class Candidate:
 def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Candidate]:
     """All valid layouts of ``world`` trainer ranks for the model and the batch, best first.
 
-    Without virtual stages; with sequence parallelism if there is tensor parallelism. Experts are not cut
-    (expert_tensor is 1).
+    Without virtual stages; with sequence parallelism if there is tensor parallelism; expert_tensor is 1.
     """
     found = []
     for tensor, pipeline, context, data, expert in _cuts(world, shape.experts.count if shape.experts else 1):
@@ -75,7 +74,7 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
 
 
 def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
-    """The same run with the least recomputation that fits and is not tight; None: no less than now."""
+    """The same run with the least recomputation that fits and is not tight; None: the current one is."""
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     for kind in kinds[: kinds.index(recomputation(settings))]:
         memory = settings.memory.model_copy(update={"recompute": kind})
