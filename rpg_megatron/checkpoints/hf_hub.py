@@ -50,7 +50,7 @@ def download(
         reason = f"the hub's cache has only some of its files and the hub cannot be reached; {local}"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        reason = f"it is not in the hub's cache and {state}; {local}"
+        reason = f"the hub's cache does not contain it and {state}; {local}"
     except Exception as e:  # interrupted download, no space left, ...
         lines = str(e).strip().splitlines()
         reason = f"the download failed ({type(e).__name__}: {(lines or [''])[0][:200]}); {local}"

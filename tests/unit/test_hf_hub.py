@@ -116,7 +116,7 @@ def test_a_model_by_its_name_on_the_hub(hub: str, tmp_path: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1"}
 
     (none,) = run(cache, hub, *start, "find()", **offline)
-    assert none.startswith("model.path: tiny/adder is not a folder, and the hub's cache does not hold it")
+    assert none.startswith("model.path: tiny/adder is not a folder, and the hub's cache does not contain it")
     assert (
         "HF_HUB_OFFLINE is set; download it on a machine with network access (hf download tiny/adder)" in none
     )

@@ -56,7 +56,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"iter_0000007/metadata.json is missing"):
         find_checkpoint(tmp_path)
     (tmp_path / LATEST).write_text("latest")
-    with pytest.raises(UserError, match=r"says 'latest', neither a number nor release"):
+    with pytest.raises(UserError, match=r"contains 'latest', neither a number nor release"):
         find_checkpoint(tmp_path)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron import cli
-from rpg_megatron.commands.plan.gpu_count import batch_bytes, count_gpus, broadcast_bytes
+from rpg_megatron.commands.plan.gpu_count import batch_bytes, broadcast_bytes, count_gpus
 from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, make_plan, plan_for
 from rpg_megatron.commands.plan.sweep import lighter, sweep
 from rpg_megatron.config import load_settings, read_model_shape

@@ -371,7 +371,7 @@ def test_metrics_that_nobody_will_find_end_the_run(tmp_path: Path) -> None:
     writer.write({"step": 0, "reward/mean": 0.5})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "reward/mean": 0.5}
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match=r"metrics.jsonl has been removed"):
+    with pytest.raises(UserError, match=r"metrics.jsonl was removed"):
         writer.write({"step": 1})
     writer.close()
 

@@ -119,7 +119,7 @@ def working_bytes(w: Widths, tokens: int, *, experts: bool = False, fused: bool 
     """Peak bytes of a layer's backward pass besides saved activations.
 
     The gradients of the MLP's inner tensors, of the residual stream, and of one weight. Recomputed
-    activations are not included. experts: whether the layer has experts; fused: whether their products are grouped.
+    activations are not included. experts: whether the layer has experts; fused: whether they are grouped.
     """
     if experts and (e := w.experts) is not None:
         rows = working_rows(e, w.whole, w.item, fused=fused)
