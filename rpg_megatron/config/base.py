@@ -61,15 +61,15 @@ BUILT_IN_OR_IMPORTED = Discriminator(
 """Discriminator of a union of two sections with the tags ``BUILT_IN`` and ``IMPORTED``."""
 
 
-def tagged_union(ours: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
-    """Annotation of a section: a subclass of ``ours``, selected by its ``type``, or the user's own code.
+def tagged_union(base: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
+    """Annotation of a section: a subclass of ``base``, selected by its ``type``, or the user's own code.
 
     The subclasses are found, not listed, so define them before the call. default: the ``type`` if the key is
     missing.
     """
     tagged: list[Any] = [
         Annotated[section, Tag(name)]
-        for section in ours.__subclasses__()
+        for section in base.__subclasses__()
         for name in get_args(section.model_fields["type"].annotation)
     ]
     tagged.append(Annotated[imported, Tag(IMPORTED)])

@@ -40,9 +40,9 @@ class DynamicSamplingSettings(Section):
     @field_validator("type")
     @classmethod
     def _known(cls, value: str) -> str:
-        ours = [name for name, what in vars(filters).items() if isfunction(what) and name[0] != "_"]
-        if value not in ours and not re.fullmatch(IMPORT_PATH, value):
-            raise ValueError(f"must be {' or '.join(ours)}, or an import path module:function")
+        built_in = [name for name, what in vars(filters).items() if isfunction(what) and name[0] != "_"]
+        if value not in built_in and not re.fullmatch(IMPORT_PATH, value):
+            raise ValueError(f"must be {' or '.join(built_in)}, or an import path module:function")
         return value
 
     @property

@@ -70,9 +70,9 @@ def describe_lengths(results: Sequence[EvalResult]) -> dict[str, float]:
     responses.
     """
     lengths = np.array([length for r in results for length in r.lengths], np.float64)
-    cut = [finish == "length" for r in results for finish in r.finishes]
+    truncated = [finish == "length" for r in results for finish in r.finishes]
     return {
-        "truncated_frac": float(np.mean(cut)),
+        "truncated_frac": float(np.mean(truncated)),
         "length_mean": float(lengths.mean()),
         "length_p50": float(np.quantile(lengths, 0.5)),
         "length_p99": float(np.quantile(lengths, 0.99)),
@@ -111,7 +111,9 @@ def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
     values = per_problem(results)
     intervals = bootstrap_intervals(values, seed=seed)
     lengths = describe_lengths(results)
-    cut = [c for r in results for c, finish in zip(r.correct, r.finishes, strict=True) if finish == "length"]
+    truncated = [
+        c for r in results for c, finish in zip(r.correct, r.finishes, strict=True) if finish == "length"
+    ]
     answers = [answer for r in results for answer in r.extracted]
     return {
         "problems": len(results),
@@ -125,7 +127,7 @@ def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
         "truncated": {
             "frac": lengths["truncated_frac"],
             "problems": sum("length" in r.finishes for r in results),
-            "correct_frac": sum(cut) / len(cut) if cut else None,
+            "correct_frac": sum(truncated) / len(truncated) if truncated else None,
         },
         "unanswered_frac": sum(answer is None for answer in answers) / len(answers),
     }

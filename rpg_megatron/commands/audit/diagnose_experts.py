@@ -109,9 +109,9 @@ class _ExpertDiagnosis:
         self._added = self._run(lambda e: checker.matrices(layer, e))
         """Contribution of each of a token's experts to its output: [t, k, hidden], ordered as ``_chosen``."""
         self._expected = self._added.sum(1)
-        self._judged = ~undecided(self._logits, experts)
+        self._decided = ~undecided(self._logits, experts)
         off, size = (self._found - self._expected).norm(dim=1), self._expected.norm(dim=1)
-        self._off = torch.where(off.isfinite(), off, 1e3 * size + 1) * self._judged
+        self._off = torch.where(off.isfinite(), off, 1e3 * size + 1) * self._decided
         self._wrong = self._off > self._tolerance * size
         """Tokens whose output is wrong: bool [t]."""
 
@@ -124,7 +124,7 @@ class _ExpertDiagnosis:
         if not changes or not all(change.known for change in changes.values()):
             if routing := self._routing():
                 return [routing]
-            if not changes or self._wrong[self._judged].all():
+            if not changes or self._wrong[self._decided].all():
                 text = (
                     f"model.layers.{self._layer}.mlp.experts of the {self._checker.side.name} are not the "
                     f"trainer's: their output is off by {self._checker.error(self._site, self._expected):.1%}"
@@ -141,8 +141,8 @@ class _ExpertDiagnosis:
 
     def _amounts(self, differences: Tensor) -> Tensor:
         """Least-squares factor of each expert's ``differences`` [t, k, hidden]: float64 [n]."""
-        judged = self._judged.to(differences.dtype)[:, None]
-        d, rest = differences * judged[:, None], (self._found - self._expected) * judged
+        decided = self._decided.to(differences.dtype)[:, None]
+        d, rest = differences * decided[:, None], (self._found - self._expected) * decided
         n = self._experts.count
         products, right = d.new_zeros(n * n), d.new_zeros(n)
         pairs = self._chosen[:, :, None] * n + self._chosen[:, None, :]
@@ -243,7 +243,7 @@ class _ExpertDiagnosis:
             left &= without
             sizes *= without[:, None]
         # With many tokens and few experts, excluding the experts of right tokens may leave fewer.
-        right = (self._weights[self._judged & ~self._wrong] > 0).any(0)
+        right = (self._weights[self._decided & ~self._wrong] > 0).any(0)
         others = (self._in_wrong_tokens() & ~right).nonzero()[:, 0].tolist()
         explained = (self._weights[self._wrong][:, others] > 0).any(1).all()
         return others if explained and len(others) < len(suspects) else suspects
@@ -251,7 +251,7 @@ class _ExpertDiagnosis:
     def _explain(self, e: int, suspects: Sequence[int]) -> _Change:
         """What is wrong with an expert, from the tokens that chose no other suspect."""
         checker, tolerance = self._checker, self._tolerance
-        alone = (self._weights[:, e] > 0) & self._judged
+        alone = (self._weights[:, e] > 0) & self._decided
         alone &= (self._weights[:, [s for s in suspects if s != e]] == 0).all(1)
         unknown = _Change((0, 1, 2), "is not the trainer's", known=False)
         if not (alone & self._wrong).any():

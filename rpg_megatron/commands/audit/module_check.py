@@ -279,8 +279,8 @@ class ModuleChecker:
         layer, part = split_site(site)
         if part == "experts" and layer is not None:
             assert self.shape.experts is not None
-            unjudged = undecided(self.found(layer_site(layer, "router")), self.shape.experts)
-            expected = torch.where(unjudged[:, None], found, expected)
+            ambiguous = undecided(self.found(layer_site(layer, "router")), self.shape.experts)
+            expected = torch.where(ambiguous[:, None], found, expected)
         worst = distance(found, expected)
         if part in NORMS:
             off = (self.channel_ratios(site, expected) - 1).abs().max().item()

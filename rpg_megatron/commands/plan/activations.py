@@ -55,14 +55,14 @@ class Widths:
 
 def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str, routes: Routes = "even") -> Widths:
     """The sizes that determine a rank's activations. routes: how tokens choose experts."""
-    cut = parallel.tensor
+    tensor = parallel.tensor
     return Widths(
-        hidden=shape.hidden_size / (cut if parallel.sequence else 1),
+        hidden=shape.hidden_size / (tensor if parallel.sequence else 1),
         whole=shape.hidden_size,
-        heads=shape.num_heads / cut,
-        kv_heads=max(1.0, shape.num_kv_heads / cut),
+        heads=shape.num_heads / tensor,
+        kv_heads=max(1.0, shape.num_kv_heads / tensor),
         head_dim=shape.head_dim,
-        ffn=shape.ffn_hidden_size / cut,
+        ffn=shape.ffn_hidden_size / tensor,
         item=ITEM_BYTES[dtype],
         context=parallel.context,
         experts=expert_widths(shape, parallel, routes),
