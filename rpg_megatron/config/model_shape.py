@@ -158,8 +158,8 @@ def read_model_shape(path: Path) -> ModelShape:
     file = path / "config.json"
     if not path.is_dir():
         raise UserError(
-            f"model.path: {path} is not a directory; give the folder of a Hugging Face checkpoint, such as "
-            "hf download NAME --local-dir FOLDER creates (plan reads only its config.json)"
+            f"model.path: {path} is not a directory; give the folder of a Hugging Face checkpoint, from "
+            "hf download NAME --local-dir FOLDER (plan needs only its config.json)"
         )
     try:
         raw: dict[str, Any] = read_json(file)

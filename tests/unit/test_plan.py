@@ -448,7 +448,7 @@ def test_the_experts_of_a_rank_may_get_more_tokens_than_their_share(write: Calla
     row = 2 * (2048 + 3 * 768) + 4  # what a row saves, in bfloat16
     gradients = 2 * (2 * 2048 + 3 * 768)
     assert plan.routed_to_one == pytest.approx(tokens * 8 * 7 * (row + gradients), rel=1e-6)
-    assert any("chosen evenly" in note for note in plan.warnings)
+    assert any("assumed to be even" in note for note in plan.warnings)
     assert plan_of(write(QWEN3_8B)).routed_to_one == 0
 
 
