@@ -133,7 +133,7 @@ def measure(rank: int, world: int, port: int, options: argparse.Namespace, folde
                 done += 1
             beside = (time.perf_counter() - start) / done / alone if done else 1.0
             saver.wait()
-            (outcome,) = saver.outcomes()
+            (outcome,) = saver.pop_results()
             if outcome.problem:
                 raise RuntimeError(outcome.problem)
             rows[name].append({"critical": critical, "total": outcome.seconds, "beside": beside})

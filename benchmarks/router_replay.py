@@ -149,7 +149,7 @@ def score(folder: Path) -> None:
     packs = [policy.pack(trajectories[i : i + 16]) for i in range(0, len(trajectories), 16)]
     for pack in packs:
         assert pack.packed.routes is not None
-        pack.packed.routes.watch()
+        pack.packed.routes.start_counting()
 
     def gaps(packs: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
         for pack, values in zip(packs, policy.logprobs(packs), strict=True):

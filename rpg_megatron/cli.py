@@ -1,4 +1,4 @@
-"""The commands. Each imports its dependencies when called, so that ``--help`` and config errors are fast."""
+"""The command line. Commands import their dependencies when called: ``--help`` and errors are fast."""
 
 from __future__ import annotations
 
@@ -226,7 +226,9 @@ def replay(
 def config(
     config: ConfigFile,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Print what each key means above it.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the meaning of each key above it.")
+    ] = False,
 ) -> None:
     """Print the settings of a run, defaults included."""
     from rpg_megatron.config import load_settings
@@ -243,10 +245,10 @@ def init(
     ] = "math",
     model: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER|HUB_ID", help="Model to train. [default: a tiny one, for trying out]"),
+        typer.Option(metavar="FOLDER|HUB_ID", help="Model to train. [default: a tiny model, for a test]"),
     ] = None,
 ) -> None:
-    """Write a commented config, problems and a reward of your own, which run at once on a CPU."""
+    """Write a commented config, problems and a reward function, which run on a CPU as they are."""
     from rpg_megatron.commands.init.command import CONFIG, write_files
 
     written = write_files(folder, task, model)
@@ -261,14 +263,14 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="CARD|BYTES", help="GPU model or memory: h100-80, h200-141, 48GiB, ..."),
+        typer.Option(metavar="GPU|BYTES", help="GPU model or memory: h100-80, h200-141, 48GiB, ..."),
     ] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Rank all parallel layouts of the same number of trainer ranks.")
+        bool, typer.Option("--sweep", help="Rank all layouts with the same number of trainer ranks.")
     ] = False,
     assume: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Set what estimates of time assume; may be repeated."),
+        typer.Option(metavar="NAME=VALUE", help="Set an assumption of the time estimates; may be repeated."),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -349,7 +351,7 @@ def report(
         typer.Option(metavar="FILE", help="File to write. [default: report.html in the first RUN]"),
     ] = None,
 ) -> None:
-    """Write an HTML report of runs: curves, verdicts, responses, settings."""
+    """Write an HTML report of runs: charts, health checks, responses, settings."""
     from rpg_megatron.commands.report import write_report
     from rpg_megatron.launcher.nodes import leave_to_first_node
 

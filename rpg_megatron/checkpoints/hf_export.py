@@ -56,7 +56,7 @@ def export_hf(
 
     params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to ``dtype``
     (float32, bfloat16 or float16). Configuration and tokenizer are copied from ``source_dir``. Without an
-    initialised process group, the caller must hold the whole model. The folder gets its name only when it is
+    initialised process group, the caller must hold the whole model. The folder gets its final name when it is
     complete; a killed export leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace
     an existing ``out_dir``.
     Raises UserError or OSError on every rank if ``out_dir`` exists or cannot be written, MappingError if
@@ -95,7 +95,7 @@ def export_hf(
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write a safetensors file. Raises OSError, where the library has an error of its own."""
+    """Write a safetensors file. Raises OSError instead of the library's own error."""
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as e:
@@ -155,7 +155,7 @@ def _file_names(count: int) -> list[str]:
 
 def _prepare(out_dir: Path, part: Path, replace: bool) -> None:
     if out_dir.exists() and not replace:
-        raise UserError(f"{out_dir}: exists already; choose another folder or remove it")
+        raise UserError(f"{out_dir}: already exists; choose another folder or remove it")
     if part.exists():
         shutil.rmtree(part)  # left by an export that was killed
     part.mkdir(parents=True)
@@ -182,7 +182,7 @@ def _finish(
         if file.name != "config.json":
             shutil.copyfile(file, part / file.name)
     config = read_json(source_dir / "config.json")
-    # transformers renamed the key; set whichever is there.
+    # transformers renamed the key; set the one that exists.
     for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
         config[key] = dtype_name(dtype)
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Inspects a Hugging Face checkpoint by the headers of its safetensors files.
+"""Inspects a Hugging Face checkpoint through the headers of its safetensors files.
 
 Needs neither torch nor safetensors: preflight runs it on a login node before a job is queued.
 """
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Files besides the weights: configuration, tokenizer, chat template."""
 
 MAX_DIMENSIONS = 64
-"""Of a tensor, as in torch."""
+"""Maximum dimensions of a tensor, as in torch."""
 MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors format; a larger number means another format."""
+"""Maximum of the safetensors format; a larger number means that the file has another format."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class StoredTensor:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Name -> tensor of one safetensors file, after a check of the file's size against its header.
 
-    As the format demands, the tensors' bytes follow each other without gaps or overlaps.
+    As the format requires, the tensors are stored without gaps or overlaps.
     Raises UserError if the file is missing, truncated, longer than its header says, or not safetensors.
     """
     try:
@@ -78,15 +79,17 @@ def _shape(file: Path, name: str, shape: Any) -> tuple[int, ...]:
     if len(shape) > MAX_DIMENSIONS:
         raise _corrupt(file, f"{name} has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}")
     if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-        raise _corrupt(file, f"{name} has sizes that are no sizes")
+        raise _corrupt(file, f"{name} has an invalid shape")
     return tuple(shape)
 
 
 def _offset(file: Path, name: str, offsets: Any, expected: int) -> int:
-    """End of a tensor's bytes, which must begin where the tensor before ends."""
+    """End of a tensor's bytes, which must start where the previous tensor ends."""
     begin, end = offsets
     if begin != expected or type(end) is not int or end < begin:
-        raise _corrupt(file, f"{name} is at bytes {begin} to {end}, and the tensor before ends at {expected}")
+        raise _corrupt(
+            file, f"{name} is at bytes {begin} to {end}, but the previous tensor ends at {expected}"
+        )
     return end
 
 
@@ -120,25 +123,27 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
     lost = [f"{name} (not in {file})" for name, file in weight_map.items() if name not in files[file]]
     if lost:
         raise UserError(
-            f"{index}: lists tensors missing in their files: {_some(lost)}; copy the checkpoint again"
+            f"{index}: lists tensors that their files lack: {_some(lost)}; copy the checkpoint again"
         )
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
 def list_copied(model_dir: Path) -> list[Path]:
-    """The files that a copy of a checkpoint has besides its weights: configuration, tokenizer, chat template.
+    """The files to copy with a checkpoint's weights: configuration, tokenizer, chat template.
 
-    Raises UserError for one that is no regular file, and for a symbolic link out of the folder: the copy
-    would be readable by more users than the file is. Links into the blobs of the Hugging Face cache that the
-    folder belongs to (``snapshots/REVISION``) are followed.
+    Raises UserError for a file that is not regular, and for a symbolic link to outside the folder: more users
+    might be able to read the copy than the file. Links into the blobs of the folder's Hugging Face cache
+    (``snapshots/REVISION``) are followed.
     """
     folder = model_dir.resolve()
     inside = [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
-    found = sorted({file for pattern in _COPIED for file in model_dir.glob(pattern)} - {model_dir / INDEX})
+    found = sorted(
+        {file for pattern in CONFIGURATION for file in model_dir.glob(pattern)} - {model_dir / INDEX}
+    )
     for file in found:
         target = file.resolve()
         if not any(target.is_relative_to(place) for place in inside):
-            raise UserError(f"{file}: a link to {target}, outside the model's folder; copy the file there")
+            raise UserError(f"{file}: links to {target}, outside the model's folder; copy the file into it")
         if not file.is_file():
             raise UserError(f"{file}: not a regular file; remove it, or copy the checkpoint again")
     return found
@@ -147,8 +152,7 @@ def list_copied(model_dir: Path) -> list[Path]:
 def verify_hf_checkpoint(
     model_dir: Path, mapping: ModelMapping, *, one_dtype: bool = False
 ) -> dict[str, StoredTensor]:
-    """Check that a checkpoint holds exactly the tensors of the mapping; returns tensor name ->
-    ``StoredTensor``.
+    """Check that a checkpoint has exactly the tensors of the mapping; returns them by name.
 
     A ``lm_head.weight`` with tied embeddings is ignored, as in transformers. ``one_dtype``: all tensors must
     have the same dtype.

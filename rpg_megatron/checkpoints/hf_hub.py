@@ -1,23 +1,22 @@
-"""A model named by its id on the Hugging Face hub, such as ``Qwen/Qwen3-4B-Base``, as a local folder."""
+"""Downloads a model from the Hugging Face hub by its id, such as ``Qwen/Qwen3-4B-Base``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.checkpoints.hf_files import CONFIGURATION
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.policy import is_hub_id
 
-_CONFIGURATION = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Configuration and tokenizer."""
 _WEIGHTS = "*.safetensors"
 
 
 def with_local_model(settings: Settings, *, weights: bool = True) -> Settings:
-    """The settings with ``model.path`` as a folder: if it is a hub id, its files are downloaded first.
+    """The settings with ``model.path`` as a local folder; if it is a hub id, the model is downloaded.
 
-    They go to the hub's cache, from where a second call takes them, without a network too. weights: False:
-    configuration and tokenizer only. Raises UserError if the hub has no such model or cannot be reached.
+    The files are in the hub's cache, so later calls work without network access. weights: whether to download
+    the weights too. Raises UserError if the hub has no such model or cannot be reached.
     """
     model = settings.model
     if not is_hub_id(model.path) or model.path.exists():
@@ -29,30 +28,30 @@ def with_local_model(settings: Settings, *, weights: bool = True) -> Settings:
 def download(
     name: str, revision: str | None = None, *, weights: bool = True, key: str = "model.path"
 ) -> Path:
-    """Folder of the model's files in the hub's cache. key: what named the model, for messages."""
+    """Download a model; returns its folder in the hub's cache. key: setting or argument, for messages."""
     from huggingface_hub import constants, errors, snapshot_download
 
-    patterns = [*_CONFIGURATION, _WEIGHTS] if weights else list(_CONFIGURATION)
-    # Files at the top: folders hold other formats of the same weights, such as original/.
+    patterns = [*CONFIGURATION, _WEIGHTS] if weights else list(CONFIGURATION)
+    # Top-level files only: subfolders such as original/ have the same weights in other formats.
     arguments: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": "*/*", "revision": revision}
     wanted = f"{key}: {name} is not a folder"
-    local = f"download it where there is a network (hf download {name}), or give a folder"
+    local = f"download it on a machine with network access (hf download {name}), or give a folder"
     try:
         return Path(snapshot_download(name, **arguments))
     except errors.GatedRepoError:
-        reason = "the hub requires that you accept its conditions, on its page; then log in (hf auth login)"
+        reason = "you must accept its conditions on its hub page; then log in (hf auth login)"
     except errors.RevisionNotFoundError:
         raise UserError(
-            f"model.revision: the hub has no {revision!r} of {name}; give a branch, tag or commit"
+            f"model.revision: {name} has no revision {revision!r} on the hub; give a branch, tag or commit"
         ) from None
     except errors.RepositoryNotFoundError:
-        reason = "the hub shows no model of this name; check the spelling, or log in (hf auth login)"
+        reason = "the hub has no visible model of this name; check the spelling, or log in (hf auth login)"
     except errors.IncompleteSnapshotError:
-        reason = f"the hub's cache holds only a part of it and the hub cannot be reached; {local}"
+        reason = f"the hub's cache has only some of its files and the hub cannot be reached; {local}"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        reason = f"the hub's cache does not hold it and {state}; {local}"
-    except Exception as e:  # the download was cut off, no space left, ...
+        reason = f"the hub's cache does not contain it and {state}; {local}"
+    except Exception as e:  # interrupted download, no space left, ...
         lines = str(e).strip().splitlines()
         reason = f"the download failed ({type(e).__name__}: {(lines or [''])[0][:200]}); {local}"
     raise UserError(f"{wanted}, and {reason}")

@@ -17,8 +17,6 @@ from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
-__all__ = ["load_hf_weights", "verify_hf_checkpoint"]
-
 
 @torch.no_grad()
 def load_hf_weights(
@@ -34,8 +32,8 @@ def load_hf_weights(
     """Fill parameters in place from a checkpoint; returns the bytes read from its files.
 
     params: (name, tensor) as from ``Policy.named_parameters()``, on any device, with any floating-point
-    dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. experts: the rank's part of
-    them. Vocabulary padding rows become zero. Not collective. Extra memory is one slice at a time.
+    dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. experts: the experts of the
+    rank. Vocabulary padding rows become zero. Not collective. Extra memory is one slice at a time.
     Raises UserError if the checkpoint does not match the model (see ``verify_hf_checkpoint``) or cannot be
     read, MappingError if a parameter's name is unknown or its shape is wrong.
     """
@@ -51,8 +49,8 @@ def load_hf_weights(
             )
             if tuple(param.shape) != expected:
                 raise MappingError(
-                    f"tensor rank {tensor_rank}: {name} has shape {tuple(param.shape)}, but {expected} by "
-                    "the checkpoint's config.json; build the model from that file"
+                    f"tensor rank {tensor_rank}: {name} has shape {tuple(param.shape)}, expected {expected} "
+                    "by the checkpoint's config.json; build the model from that file"
                 )
             pieces = mapping.pieces(
                 name,

@@ -159,8 +159,8 @@ def load_weights(
     vocab: the true vocabulary size, rows that the embedding must have at least. Values are cast to the
     parameters' dtype. Vocabulary padding becomes zero.
     optimizer: receives the checkpoint's optimizer state. It must have the same type; the layout may differ.
-    Raises UserError on every rank that lists missing, unexpected and wrongly shaped tensors, or names what in
-    the checkpoint could run code.
+    Raises UserError on every rank that lists missing, unexpected and wrongly shaped tensors, or names an
+    object in the checkpoint that could run code.
     """
     with restricted_loading(folder):
         _load(folder, models, vocab, optimizer)

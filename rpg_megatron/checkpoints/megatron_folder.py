@@ -69,7 +69,7 @@ def find_checkpoint(path: Path) -> Path:
     folder = path / (f"iter_{int(latest):07d}" if latest.isdecimal() else RELEASE)
     if not latest.isdecimal() and latest != RELEASE:
         raise UserError(
-            f"{tracker}: says {latest!r}, neither a number nor {RELEASE}; copy the checkpoint again"
+            f"{tracker}: contains {latest!r}, neither a number nor {RELEASE}; copy the checkpoint again"
         )
     if not (folder / MEGATRON).is_file():
         raise UserError(
@@ -80,7 +80,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a folder is a Megatron checkpoint, or holds some."""
+    """Whether a folder is a Megatron checkpoint, or contains some."""
     return (path / MEGATRON).is_file() or (path / LATEST).is_file()
 
 
@@ -157,23 +157,28 @@ def find_damage(
     """
     problems, whole = [], []
     for name, wanted in files.items():
-        try:
-            with open_regular(folder / name) as f:
-                size = os.fstat(f.fileno()).st_size
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-            continue
-        except OSError as e:
-            problems.append(f"{name} cannot be read ({e.strerror})")
-            continue
-        if size != wanted["bytes"]:
+        size = _size_of(folder / name)
+        if isinstance(size, str):
+            problems.append(f"{name} {size}")
+        elif size != wanted["bytes"]:
             problems.append(f"{name} has {size} bytes, not {wanted['bytes']}")
         else:
             whole.append(name)
     for name, digest in _hash_all(folder, whole, count):
         if digest != files[name]["sha256"]:
-            problems.append(f"{name} has other contents than were written")
+            problems.append(f"{name} does not have the contents that were written")
     return problems
+
+
+def _size_of(file: Path) -> int | str:
+    """Size of a file in bytes, or what is wrong with it."""
+    try:
+        with open_regular(file) as f:
+            return os.fstat(f.fileno()).st_size
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as e:
+        return f"cannot be read ({e.strerror})"
 
 
 def _hash_all(folder: Path, names: Iterable[str], count: Callable[[int], None]) -> list[tuple[str, str]]:
@@ -248,15 +253,9 @@ def find_short_files(folder: Path, contents: Contents) -> list[str]:
     """One line for each file that the index needs and that is missing or truncated."""
     problems = []
     for name, end in sorted(contents.ends.items()):
-        try:
-            with open_regular(folder / name) as f:
-                size = os.fstat(f.fileno()).st_size
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-            continue
-        except OSError as e:
-            problems.append(f"{name} cannot be read ({e.strerror})")
-            continue
-        if size < end:
+        size = _size_of(folder / name)
+        if isinstance(size, str):
+            problems.append(f"{name} {size}")
+        elif size < end:
             problems.append(f"{name} has {size} bytes, the index needs {end}")
     return problems

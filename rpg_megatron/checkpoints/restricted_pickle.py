@@ -1,9 +1,9 @@
 """Reads the pickles of a Megatron checkpoint without running code that they refer to.
 
-A torch distributed checkpoint has two kinds of pickle: its index (``.metadata``), and the objects among its
-tensors, such as FP8 scales and Megatron's own notes. Both may name any function of any module, which Python's
-unpickler would call. Here, an index may name only the classes of an index, and objects only what torch's
-``weights_only`` loader and Megatron admit.
+A torch distributed checkpoint has two kinds of pickle: its index (``.metadata``), and objects stored beside
+its tensors, such as FP8 scales and Megatron's metadata. Both can name any function of any module, which
+Python's unpickler would call. Here, an index may name only the classes of an index, and objects only what
+torch's ``weights_only`` loader and Megatron allow.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INDEX_CLASSES = frozenset(
                 *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
             )
         ),
-        # As earlier versions of torch wrote them.
+        # Written by earlier versions of torch.
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
         ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     }
@@ -52,10 +52,10 @@ _WEIGHTS_ONLY, _NOT_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE
 _optimizers: list[type] = [torch.optim.AdamW]
 
 
-def admit_optimizers(*classes: type) -> None:
-    """Let checkpoints refer to these classes too.
+def allow_optimizers(*classes: type) -> None:
+    """Also allow these classes in checkpoints.
 
-    An optimizer with state in host memory writes the classes that it consists of into its checkpoints.
+    An optimizer with state in host memory writes the classes of its parts into its checkpoints.
     """
     _optimizers.extend(classes)
 
@@ -72,7 +72,7 @@ class _IndexUnpickler(pickle.Unpickler):
 def read_index(file: Path) -> Metadata:
     """The index of a torch distributed checkpoint, from its file.
 
-    Raises UserError if it is missing, damaged, refers to anything but the classes of an index, or to files
+    Raises UserError if it is missing or damaged, or refers to other than the classes of an index, or to files
     outside the folder.
     """
     try:
@@ -99,8 +99,8 @@ def read_index(file: Path) -> Metadata:
 def restricted_loading(folder: Path) -> Iterator[None]:
     """Within the block, torch and Megatron read checkpoints with the restrictions of this module.
 
-    Not for use by several threads at a time. Raises UserError if an object of a checkpoint is refused; the
-    message names ``folder``.
+    Not thread-safe. Raises UserError if an object of a checkpoint is not allowed; the message names
+    ``folder``.
     """
     from megatron.core.safe_globals import SAFE_GLOBALS
 
@@ -134,7 +134,7 @@ def restricted_loading(folder: Path) -> Iterator[None]:
 
 
 def check_extra_states(state: Mapping[str, Any]) -> None:
-    """Check a module's extra states: byte tensors with a pickle, which Transformer Engine reads unrestricted.
+    """Check a module's extra states: byte tensors with a pickle, which Transformer Engine would read as is.
 
     state: the module's state dict. Call it within ``restricted_loading``. Raises pickle.UnpicklingError.
     """
@@ -151,6 +151,6 @@ def _refuse(where: Path, error: pickle.UnpicklingError) -> UserError:
         why = next(iter(str(error).splitlines()), "")[:300]
         return UserError(f"{where}: not readable (UnpicklingError: {why}); copy the checkpoint again")
     return UserError(
-        f"{where}: refers to {named[1]}, which no checkpoint needs and which could run code; nothing of it "
-        "was run; do not use this checkpoint"
+        f"{where}: refers to {named[1]}, which no checkpoint needs and which could run code; it was not run; "
+        "do not use this checkpoint"
     )

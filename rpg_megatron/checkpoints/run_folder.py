@@ -1,7 +1,7 @@
 """The checkpoint folders of a run: names, completeness, and pruning of old ones. Without torch.
 
     checkpoints/latest.json              {"step": 50, "folder": "step_000050"}: the newest, for other tools
-    checkpoints/best.json                with checkpoint.keep_best: which ones are the best
+    checkpoints/best.json                with checkpoint.keep_best: the best checkpoints
     checkpoints/step_000050/
         model/                           weights and optimizer state, in Megatron-Core's torch_dist format
         anchor/                          the held anchor's weights, if there is one
@@ -113,19 +113,21 @@ def remove_parts(run: Path) -> None:
 
 
 def remove_old(run: Path, keep: int, milestone: int | None, best: Container[int] = ()) -> None:
-    """Remove all but the ``keep`` newest checkpoints, those at multiples of ``milestone`` steps and those of
-    the steps in ``best``; and the files of carried groups to which no checkpoint refers any more.
+    """Remove old checkpoints.
+
+    Keeps the ``keep`` newest, those at multiples of ``milestone`` steps, and those of the steps in ``best``.
+    Also removes files of carried groups to which no checkpoint refers any more.
     """
     for step, folder in list(list_steps(run).items())[keep:]:
         if step not in best and (milestone is None or step % milestone):
-            # Renamed first: if this is killed, ``remove_parts`` removes the rest.
+            # Renamed first: if the process is killed, ``remove_parts`` removes the rest.
             os.replace(folder, part_folder(folder))
             shutil.rmtree(part_folder(folder), ignore_errors=True)
     _remove_carried(run)
 
 
 def carried_files(checkpoint: Path) -> set[Path]:
-    """Files of the run with the groups that dynamic sampling had carried over to the next step."""
+    """Files of the run with the groups that dynamic sampling carried over to the next step."""
     surplus = read_state(checkpoint).get("sampler", {}).get("surplus", [])
     folder = checkpoint.parents[1] / ROLLOUTS
     # Earlier versions had the groups themselves in the state, as lists.
@@ -133,7 +135,7 @@ def carried_files(checkpoint: Path) -> set[Path]:
 
 
 def _remove_carried(run: Path) -> None:
-    """Remove files of carried groups that are not needed. Those after the newest checkpoint stay.
+    """Remove files of carried groups that are not needed. Those after the newest checkpoint are kept.
 
     The next checkpoint may refer to them. A group that is carried over several steps is in the states of all
     checkpoints in between.

@@ -1,4 +1,4 @@
-"""The console that tables are printed on."""
+"""The console for tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 from rich.console import Console
 
 _WIDE = 1000
-"""Columns in a pipe or file: more than a row has."""
+"""Width in a pipe or file: more than any row."""
 
 
 def table_console() -> Console:
-    """Standard output. Rows are wrapped at the terminal's width; in a pipe only if COLUMNS sets one."""
+    """Standard output. Rows are wrapped at the width of the terminal; in a pipe, only if COLUMNS is set."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_WIDE)

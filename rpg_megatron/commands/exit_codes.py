@@ -18,12 +18,12 @@ UNSAVED = 74
 def exit_codes(*, failed: int = 1) -> Iterator[None]:
     """Turn a failure or a signal within the block into one message and an exit code.
 
-    failed: the code of RunFailed, a process that died. After a signal the code is ``Interrupted.exit_code``.
+    failed: exit code for RunFailed, a process that died. After a signal, it is ``Interrupted.exit_code``.
     Output that cannot be written does not end the block.
     """
     from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
 
-    with without_full_disk_errors():  # what is printed is in files too
+    with without_full_disk_errors():  # printed output is also in files
         try:
             yield
         except RunFailed as e:

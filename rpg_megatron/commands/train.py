@@ -1,4 +1,4 @@
-"""``rpg-megatron train``: a run from its checks to its summary, on this node and the nodes it leads."""
+"""``rpg-megatron train``: a run from the checks to the summary, on this node and the nodes it leads."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def train(
     source: Path | None = None,
     nodes: Nodes | None = None,
 ) -> Path:
-    """Check the settings, open the run, run it to its end and print a summary. Returns the run's folder.
+    """Check the settings, run the training to its end, and print a summary. Returns the run's folder.
 
     fresh: do not resume an unfinished run of this name. source: a checkpoint to start a new run from.
-    nodes: the nodes of the run, of which this is the first; None: there is only this node.
+    nodes: the nodes of the run, of which this is the first; None: only this node.
     Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal, typer.Exit if
-    the last checkpoint could not be written. No process is left in any case, and no folder but the run's,
-    which is kept only if it holds information.
+    the last checkpoint could not be written. All processes have ended in any case, and no folder is left
+    except the run's, if it contains information.
     """
     with _gather(settings, signals, nodes) as remote:
         check(settings, remote.assignment if remote else None)
@@ -59,7 +59,7 @@ def train(
 
 def _report(folder: Path) -> None:
     """Write the run's report."""
-    from rpg_megatron.commands.report import write_report  # pyarrow, which the launcher does without
+    from rpg_megatron.commands.report import write_report  # imports pyarrow
 
     try:
         write_report([folder])

@@ -1,14 +1,14 @@
-"""Our advantages. Each is a section whose instance is called as an advantage of a user's is.
+"""Built-in advantages. Each is a settings section, and its instance is called like a user's own function.
 
-The classes below ``AdvantageSettings`` are all there are: a new one needs no entry anywhere.
-Imports no numpy.
+All subclasses of ``AdvantageSettings`` in this file are available; there is no list to extend. Imports no
+numpy.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal, override
 
-from rpg_megatron.config.base import ImportedSettings, Section, one_of
+from rpg_megatron.config.base import ImportedSettings, Section, tagged_union
 
 if TYPE_CHECKING:
     from rpg_megatron.objectives.advantages import Floats, Integers
@@ -18,13 +18,13 @@ class AdvantageSettings(Section):
     """How rewards become advantages."""
 
     across_groups: ClassVar[bool] = False
-    """Whether a response is compared with those of other groups too, so that a group of one is enough."""
+    """Whether a response is also compared with those of other groups, so that a group of one is enough."""
 
     type: str
     """rpg: reward minus group mean, not divided by the standard deviation; the others: docs/objectives.md."""
 
     def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:
-        """Advantage of each response, which each of its tokens gets: [N], float64.
+        """Advantage of each response, shared by all of its tokens: [N], float64.
 
         rewards: float64 [N]. group: int64 [N], labels of the prompts. lengths: int64 [N], response tokens.
         """
@@ -103,7 +103,7 @@ class ReinforcePlusPlusAdvantageSettings(AdvantageSettings):
 
 
 class ReinforcePlusPlusBaselineAdvantageSettings(AdvantageSettings):
-    """Reward minus group mean, whitened likewise. Source: arXiv 2505.17508's code."""
+    """Reward minus group mean, whitened over all response tokens. Source: arXiv 2505.17508's code."""
 
     type: Literal["reinforce_plus_plus_baseline"]
     """The advantage."""
@@ -118,5 +118,5 @@ class ReinforcePlusPlusBaselineAdvantageSettings(AdvantageSettings):
 if TYPE_CHECKING:
     AnyAdvantageSettings = AdvantageSettings | ImportedSettings
 else:
-    AnyAdvantageSettings = one_of(AdvantageSettings, ImportedSettings, default="rpg")
-"""An advantage chosen by ``type``, or a function of your own."""
+    AnyAdvantageSettings = tagged_union(AdvantageSettings, ImportedSettings, default="rpg")
+"""An advantage selected by ``type``, or a function of your own."""

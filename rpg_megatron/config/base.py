@@ -20,9 +20,9 @@ class Section(BaseModel):
 
 IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 IMPORTED = "module:name"
-"""Tag of ``ImportedSettings`` in a union, as messages show it."""
+"""Tag of a section with an import path in a union, as messages show it."""
 BUILT_IN = "built-in"
-"""Tag of the other member, where there are two that differ by the settings of code of the user only."""
+"""Tag of the section without an import path, in a union of two sections (``BUILT_IN_OR_IMPORTED``)."""
 
 
 class ImportedSettings(BaseModel):
@@ -47,20 +47,29 @@ class ImportedSettings(BaseModel):
 
 
 def tag_of(value: Any, default: str) -> str | None:
-    """The ``type`` of a section, for a union with code of the user; default: where the key is missing."""
+    """Tag of a section in a union: its ``type``, or ``IMPORTED`` for an import path.
+
+    default: the ``type`` if the key is missing.
+    """
     kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
     return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
 
 
-def one_of(ours: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
-    """Annotation of a section that is a subclass of ``ours``, by its ``type``, or code of the user.
+BUILT_IN_OR_IMPORTED = Discriminator(
+    lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN
+)
+"""Discriminator of a union of two sections with the tags ``BUILT_IN`` and ``IMPORTED``."""
 
-    The subclasses are found, not listed: define them before the call. default: ``type`` where the key is
+
+def tagged_union(base: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:
+    """Annotation of a section: a subclass of ``base``, selected by its ``type``, or the user's own code.
+
+    The subclasses are found, not listed, so define them before the call. default: the ``type`` if the key is
     missing.
     """
     tagged: list[Any] = [
         Annotated[section, Tag(name)]
-        for section in ours.__subclasses__()
+        for section in base.__subclasses__()
         for name in get_args(section.model_fields["type"].annotation)
     ]
     tagged.append(Annotated[imported, Tag(IMPORTED)])
@@ -69,10 +78,10 @@ def one_of(ours: type[Section], imported: type[ImportedSettings], *, default: st
 
 @dataclass(frozen=True)
 class RelativeToFile:
-    """Marks a path that, in a YAML file, is relative to that file and not to the working directory."""
+    """Marks a path that is relative to the YAML file it is in, not to the working directory."""
 
     or_on_hub: bool = False
-    """It may be a name on the Hugging Face hub instead."""
+    """It may also be the id of a model on the Hugging Face hub."""
 
 
 HubOrInputPath = Annotated[Path, RelativeToFile(or_on_hub=True)]

@@ -12,7 +12,7 @@ Scalar = bool | int | float | str
 
 
 class SourceSettings(Section):
-    """Problems with reference answers: a file, a dataset on the Hugging Face hub, a preset, or own code."""
+    """Problems with reference answers: a file, a dataset on the Hugging Face hub, a preset, or your code."""
 
     path: InputPath | None = None
     """A file: JSON lines, .parquet or .arrow; or a folder written by ``datasets``' save_to_disk."""
@@ -24,11 +24,12 @@ class SourceSettings(Section):
     split: str | None = None
     """hub: split, such as test; null: the preset's, or train."""
     source: ImportedSettings | None = None
-    """Code of your own that yields the rows: {type: my_prompts:rows}, with its settings as the other keys;
-    docs/extend.md. They must be the same each time. Those of an endless one are cut by ``limit``."""
+    """Your own code that yields the rows: {type: my_prompts:rows}, with its settings as the other keys;
+    docs/extend.md. It must yield the same rows each time. If it never ends, set ``limit``."""
     preset: str | None = None
     """A known dataset: dapo-math-17k, gsm8k, math, math-500, aime24, aime25, amc23, minerva, olympiadbench.
-    It names the fields of problem and answer, in the file at ``path`` or, without one, on the hub."""
+    It sets the fields of problem and answer, for the file at ``path`` or, without one, the dataset on the
+    hub."""
     prompt_key: str | None = None
     """Field that holds the problem, as text or as chat messages; a.b is b within a. null: the preset's, or
     "prompt".
@@ -40,7 +41,7 @@ class SourceSettings(Section):
     answer_boxed: bool = False
     """The answer is the content of the last \\boxed{} in the field (MATH's solutions)."""
     where: dict[str, Scalar | tuple[Scalar, ...]] = Field({})
-    """Keep only rows whose field has this value, or one of a list: {level: [Level 4, Level 5]}."""
+    """Keep only rows whose field has this value, or one of several: {level: [Level 4, Level 5]}."""
     limit: int | None = Field(None, ge=1)
     """Use only the first ``limit`` rows."""
 
@@ -97,7 +98,7 @@ class DataSettings(SourceSettings):
     max_prompt_tokens: int = Field(2048, ge=1)
     """Maximum tokens of a prompt."""
     too_long: Literal["drop", "cut"] = "drop"
-    """Prompts longer than max_prompt_tokens. drop: leave them out; cut: keep their last tokens. Both are
+    """Prompts longer than max_prompt_tokens. drop: drop them; cut: keep their last tokens. Both are
     counted."""
 
     @model_validator(mode="after")
@@ -105,7 +106,7 @@ class DataSettings(SourceSettings):
         if self.mixture and self.named:
             raise ValueError("mixture replaces path, hub, source and preset; move them into its sources")
         if not self.mixture and not self.named:
-            raise ValueError("names no prompts; set path (a file), hub, preset or mixture, or source (code)")
+            raise ValueError("has no prompts; set path (a file), hub, preset, mixture or source (your code)")
         if not self.chat and (self.system is not None or self.thinking is not None):
             raise ValueError("system and thinking have no effect unless chat is on")
         return self

@@ -13,6 +13,11 @@ NAME = r"^[A-Za-z0-9._-]+$"
 """Allowed names of a set, which appear in metrics and file names."""
 
 
+def pass_sizes(samples: int) -> list[int]:
+    """The j for which pass@j is reported: powers of two below ``samples``, and ``samples``."""
+    return [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
+
+
 class HeldOutSettings(DataSettings):
     """One of several held-out sets."""
 
@@ -28,7 +33,7 @@ class HeldOutSet(NamedTuple):
     where: str
     """Its key in the settings, for messages."""
     seeds: str
-    """Input of its responses' seeds, besides the seed of the run."""
+    """Seeds of its responses are derived from this and the seed of the run."""
 
 
 class EvaluationSettings(Section):
@@ -47,16 +52,16 @@ class EvaluationSettings(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens."""
     top_k: int | None = Field(None, ge=1)
-    """Sample from this many of the most likely tokens; null: from all."""
+    """Sample from this many of the most likely tokens; null: all tokens."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Leave out tokens that are less likely than this share of the most likely one; 0: none."""
+    """Exclude tokens whose probability is below this fraction of that of the most likely token; 0: off."""
     every: int = Field(10, ge=1)
     """Steps between evaluations."""
 
     @model_validator(mode="after")
     def _engines_can_sample_that(self) -> EvaluationSettings:
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError("temperature 0 gives the same response each time; set samples to 1")
+            raise ValueError("temperature 0 samples the same response each time; set samples to 1")
         if 0 < self.temperature < 0.01:
             raise ValueError("temperature must be 0, or at least 0.01, the engine's minimum")
         return self
@@ -68,11 +73,11 @@ class EvaluationSettings(Section):
         if self.sets and self.name != type(self).model_fields["name"].default:
             raise ValueError("name has no effect with sets; each set has its own name")
         names = [part.name or part.preset for part in self.sets]
-        for place, name in enumerate(names):
+        for i, name in enumerate(names):
             if name is None:
-                raise ValueError(f"sets[{place}] has neither a name nor a preset to take it from; set name")
-            if name in names[:place]:
-                raise ValueError(f"sets[{place}] repeats the name {name}; set another")
+                raise ValueError(f"sets[{i}] has neither a name nor a preset; set name")
+            if name in names[:i]:
+                raise ValueError(f"sets[{i}] repeats the name {name}; set another")
         return self
 
     @property
@@ -81,15 +86,14 @@ class EvaluationSettings(Section):
         if self.data is not None:
             return (HeldOutSet(self.name, self.data, "evaluation.data", "evaluation"),)
         return tuple(
-            HeldOutSet(name, part, f"evaluation.sets[{place}]", f"evaluation/{name}")
-            for place, part in enumerate(self.sets)
+            HeldOutSet(name, part, f"evaluation.sets[{i}]", f"evaluation/{name}")
+            for i, part in enumerate(self.sets)
             if (name := part.name or part.preset)
         )
 
     def metric_names(self) -> list[str]:
         """Keys of the metrics in metrics.jsonl; the first is avg@k of the first set."""
         k = self.samples
-        sizes = [*(2**i for i in range(k.bit_length()) if 2**i < k), k]
-        keys = [f"avg@{k}", *(f"pass@{j}" for j in sizes), f"maj@{k}", "truncated_frac"]
+        keys = [f"avg@{k}", *(f"pass@{j}" for j in pass_sizes(k)), f"maj@{k}", "truncated_frac"]
         keys += ["length_mean", "length_p50", "length_p99"]
         return [f"eval/{part.name}/{key}" for part in self.heldout for key in keys]

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from rpg_megatron.config.base import BUILT_IN, IMPORTED
 
 _SHOWN = 80
-"""Maximum characters of a wrong value in a message."""
+"""Maximum characters of an invalid value in a message."""
 _PLAIN = {
     "model_type": "must be a section of keys and values",
     "dict_type": "must be a section of keys and values",
@@ -23,9 +23,9 @@ _PLAIN = {
     "string_type": "must be text; put it in quotes",
     "invalid_key": "keys must be text",
 }
-"""Replacements for pydantic's messages that speak of Python types."""
+"""Replacements for pydantic's messages that name Python types."""
 _PATTERN = "string_pattern_mismatch"
-"""Only fields that hold names have patterns."""
+"""Only fields that are names have patterns."""
 
 
 def explained_yaml(settings: BaseModel, values: dict[str, Any]) -> str:
@@ -62,7 +62,7 @@ def _choices(annotation: Any) -> list[str]:
     blocks = sections_in(annotation)
     if len(blocks) > 1:
         tags = [tag for block in blocks for tag in _tags(block)]
-        return [] if BUILT_IN in tags else tags  # the meaning of ``type`` names them
+        return [] if BUILT_IN in tags else tags  # the explanation of ``type`` lists them
     words = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return [str(word) for word in words]
@@ -107,7 +107,7 @@ def explain_error(settings: type[BaseModel], file: str, error: Any) -> str:
         message = "letters, digits, dots, dashes and underscores only"
     if not key:
         return f"{file}: {message}"
-    # A message about several keys of a section names them itself.
+    # A message about a whole section names its keys.
     got = "" if isinstance(error["input"], dict) else f" (got {_show(error['input'])})"
     return f"{file}: {key}: {message}{got}"
 
@@ -149,7 +149,7 @@ def _locate(settings: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[
         if part.isdigit() and parts:  # an index in a list
             parts[-1] += f"[{part}]"
             continue
-        if named:  # a key of a dictionary, of the user's choice
+        if named:  # a key of a dictionary, which the user chooses
             parts.append(part)
             named = False
             continue

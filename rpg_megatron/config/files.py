@@ -1,4 +1,4 @@
-"""Reads input files: regular files only, and text that is too large or too deeply nested is an error."""
+"""Reads untrusted input files: regular files only, with limits on size and nesting."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, BinaryIO
 import yaml
 
 _MAX_JSON_BYTES = 100_000_000
-"""As safetensors limits its headers; a model's largest JSON files, index and tokenizer, are smaller."""
+"""The limit of safetensors' headers; a model's largest JSON files, index and tokenizer, are smaller."""
 _MAX_YAML = 1_000_000
-"""Characters of a YAML file, and of its values once every alias is replaced by what it stands for."""
+"""Maximum characters of a YAML file, and of its values after aliases are expanded."""
 _MAX_DIGITS = 1000
-"""Of an integer in YAML."""
+"""Maximum digits of an integer in YAML."""
 
 
 def open_regular(file: Path) -> BinaryIO:
@@ -49,13 +49,13 @@ def read_json(file: Path) -> Any:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """``json.loads`` that raises ValueError for every text that it cannot read."""
+    """``json.loads`` that raises ValueError for every invalid text."""
     try:
         return json.loads(text, **options)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except ValueError as e:
-        if "integer string conversion" in str(e):  # Python's advice is for programmers
+        if "integer string conversion" in str(e):  # Python's message is for programmers
             raise ValueError("a number has too many digits") from None
         raise
 
@@ -66,10 +66,10 @@ def read_yaml(file: Path) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """``yaml.safe_load`` for untrusted text. Raises yaml.YAMLError for every text that it refuses.
+    """``yaml.safe_load`` for untrusted text. Raises yaml.YAMLError for every invalid text.
 
-    Duplicate keys are refused, of which YAML would silently take the last, and aliases whose replacement
-    would be larger than a million characters.
+    Also refuses duplicate keys, of which PyYAML silently uses the last, and aliases that expand to more than
+    a million characters.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
@@ -97,7 +97,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
-        # Larger ones take long to read, and Python refuses to print them.
+        # Larger ones take long to parse, and Python refuses to print them.
         if len(node.value) > _MAX_DIGITS:
             raise yaml.constructor.ConstructorError(
                 None, None, "a number has too many digits", node.start_mark
@@ -109,12 +109,12 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_i
 
 
 def _measure(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Characters of a node with its aliases replaced. known: node -> its size, None while being measured."""
+    """Characters of a node with its aliases expanded. known: id of a node -> its size; None: in progress."""
     if id(node) in known:
         size = known[id(node)]
         if size is None:
             raise yaml.constructor.ConstructorError(
-                None, None, "an alias stands for a value that contains it", node.start_mark
+                None, None, "an alias refers to a value that contains it", node.start_mark
             )
         return size
     known[id(node)] = None
@@ -126,7 +126,7 @@ def _measure(node: yaml.Node, known: dict[int, int | None]) -> int:
         size = 1 + len(node.value)
     if size > _MAX_YAML:
         raise yaml.constructor.ConstructorError(
-            None, None, "its values are too large once its aliases are replaced", node.start_mark
+            None, None, "its values are too large after its aliases are expanded", node.start_mark
         )
     known[id(node)] = size
     return size

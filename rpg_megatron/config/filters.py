@@ -1,6 +1,6 @@
-"""Our filters for dynamic sampling, called as a filter of a user's is: docs/extend.md.
+"""Built-in filters for dynamic sampling, called like a user's own filter: docs/extend.md.
 
-The public functions below are all there are: a new one needs no entry anywhere.
+All public functions in this file are available; there is no list to extend.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Our losses. Each is a section of settings whose instance is called as a loss of a user's is.
+"""Built-in losses. Each is a settings section, and its instance is called like a user's own loss.
 
-The classes below ``LossSettings`` are all there are: a new one needs no entry anywhere. Imports no torch.
+All subclasses of ``LossSettings`` in this file are available; there is no list to extend. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, override
 
 from pydantic import Field, model_validator
 
-from rpg_megatron.config.base import ImportedSettings, Section, one_of
+from rpg_megatron.config.base import ImportedSettings, Section, tagged_union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,31 +36,31 @@ class ClipSettings(Section):
         return self
 
     def build(self) -> Clip:
-        """The bounds as the losses take them."""
+        """The bounds, for the functions in ``objectives``."""
         from rpg_megatron.objectives import Clip
 
         return Clip(kind=self.kind, low=self.low, high=self.high, c=self.c)
 
 
 class LossSettings(Section):
-    """A loss: its settings, and what its published algorithm has in other sections."""
+    """A loss: its settings, and what its published algorithm requires in other sections."""
 
     has_kl: ClassVar[bool] = False
     """Whether the loss has a KL term to the anchor."""
     advantages: ClassVar[tuple[str, ...]] = ()
-    """Values of ``advantage.type`` of the published algorithm, the usual one first; empty: any."""
+    """Values of ``advantage.type`` that the published algorithm allows, the usual one first; empty: any."""
     aggregation: ClassVar[str | None] = None
-    """The only value of ``aggregation.type`` that the loss is right with; None: any."""
+    """The only value of ``aggregation.type`` that the loss supports; None: any."""
 
     type: str
     """The loss."""
     entropy_bonus: float = Field(0.0, ge=0)
     """Coefficient of the policy's entropy (nats) at each response token, which is added to the objective and
-    keeps the policy from becoming certain early. Temperature included, top-p and the like not. 0: none."""
+    delays entropy collapse. The entropy is that of the full distribution at rollout.temperature. 0: off."""
 
     @property
     def needs_anchor(self) -> bool:
-        """Whether the published algorithm has a KL term to another policy than the old one."""
+        """Whether the published algorithm has a KL term to a policy other than the old one."""
         return False
 
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
@@ -268,11 +268,12 @@ class ImportedLossSettings(ImportedSettings):
     """It may have one."""
 
     entropy_bonus: float = Field(0.0, ge=0)
-    """Coefficient of the entropy (nats) that is added to the objective, as for our losses; not passed on."""
+    """Coefficient of the entropy (nats) that is added to the objective, as for built-in losses; not passed to
+    the loss."""
 
 
 if TYPE_CHECKING:
     ObjectiveSettings = LossSettings | ImportedLossSettings
 else:
-    ObjectiveSettings = one_of(LossSettings, ImportedLossSettings, default="rpg")
-"""One of the losses, chosen by ``type``, or a class of your own; the default is rpg."""
+    ObjectiveSettings = tagged_union(LossSettings, ImportedLossSettings, default="rpg")
+"""A loss selected by ``type``, or a class of your own; the default is rpg."""

@@ -24,10 +24,10 @@ ROPE_TYPES = {"llama": ("default", "llama3")}
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Llama 3.1's scaling of the rotary frequencies, by wavelength counted in tokens.
+    """Llama 3.1's scaling of the rotary frequencies, by their wavelength in tokens.
 
-    Wavelengths up to ``original_positions / high_freq_factor`` stay, those from
-    ``original_positions / low_freq_factor`` on become ``factor`` times as long, between them the frequency is
+    Wavelengths up to ``original_positions / high_freq_factor`` are unchanged. Those of at least
+    ``original_positions / low_freq_factor`` become ``factor`` times as long. Frequencies in between are
     interpolated.
     """
 
@@ -35,19 +35,19 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_positions: int
-    """Longest sequence of the training before the scaling (original_max_position_embeddings)."""
+    """Maximum sequence length before the scaling (original_max_position_embeddings)."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of a mixture-of-experts model; every layer that has some has as many."""
+    """The experts of a mixture-of-experts model; all layers with experts have the same number."""
 
     count: int
-    """Experts in a layer."""
+    """Number of experts in a layer."""
     per_token: int
-    """Experts that the router chooses for a token."""
+    """Number of experts that the router chooses for a token (top-k)."""
     ffn_hidden_size: int
-    """Feed-forward columns of one expert."""
+    """Feed-forward size of one expert (moe_intermediate_size)."""
     normalised: bool
     """Whether the weights of a token's chosen experts sum to 1 (norm_topk_prob)."""
     layers: tuple[int, ...]
@@ -76,15 +76,15 @@ class ModelShape:
     """dtype of the weights in the checkpoint: float32, bfloat16 or float16."""
     rope_scaling: Llama3Rope | None = None
     experts: ExpertShape | None = None
-    """None: every layer is dense. Otherwise ``ffn_hidden_size`` is that of the dense layers, if any."""
+    """None: all layers are dense. Otherwise ``ffn_hidden_size`` is that of the dense layers, if any."""
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether a layer has a plain feed-forward block."""
+        """Whether any layer has a dense feed-forward block."""
         return self.experts is None or len(self.experts.layers) < self.num_layers
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer ``layer``, counted from 0, has experts in place of a dense feed-forward block."""
+        """Whether layer ``layer``, counted from 0, has experts instead of a dense feed-forward block."""
         return self.experts is not None and layer in self.experts.layers
 
     def padded_vocab(self, tensor: int, multiple: int = 1) -> int:
@@ -94,25 +94,26 @@ class ModelShape:
 
     @property
     def matmul_parameters(self) -> tuple[int, int]:
-        """Parameters that a token is multiplied with: in all layers' matrices, and in the output layer."""
+        """Active parameters of a token: in the matrices of all layers, and in the output layer."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = int(self.hidden_size * (2 * heads + 2 * kv + 3 * self._ffn_columns_of_a_token))
+        columns = self.active_ffn_columns / self.num_layers
+        layer = int(self.hidden_size * (2 * heads + 2 * kv + 3 * columns))
         return self.num_layers * layer, self.hidden_size * self.vocab_size
 
     @property
     def attention_length(self) -> float:
-        """Tokens of a sequence at which its causal attention costs as much arithmetic as everything else.
+        """Sequence length at which causal attention takes as many FLOPs as everything else, in tokens.
 
-        The work on a sequence of n tokens then goes as n + n^2 / attention_length.
+        The cost of a sequence of n tokens is proportional to n + n^2 / attention_length.
         """
         in_layers, in_head = self.matmul_parameters
         layers = self.num_layers
         return (in_layers // layers + in_head / layers) / (self.num_heads * self.head_dim)
 
     def forward_flops(self, tokens: float, squares: float) -> float:
-        """FLOPs of a forward pass over sequences of n tokens with these sums of n and n^2; a backward pass
-        takes twice that.
+        """FLOPs of a forward pass; a backward pass takes twice as many.
 
+        tokens, squares: sums of n and n^2 over the sequences of n tokens.
         2 P n for products with the P parameters of matrices (Kaplan et al. 2020, arXiv 2001.08361, 2.1), and
         2 n^2 heads head_dim layers for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv
         2104.04473, appendix).
@@ -120,16 +121,17 @@ class ModelShape:
         return 2 * sum(self.matmul_parameters) * (tokens + squares / self.attention_length)
 
     @property
-    def _ffn_columns_of_a_token(self) -> float:
-        """Feed-forward columns that a token passes in a layer, the router's outputs included; the mean over
-        layers.
+    def active_ffn_columns(self) -> float:
+        """Feed-forward columns that a token passes in all layers together.
+
+        A router's outputs count a third: an expert has three matrices, the router one.
         """
         e = self.experts
         if e is None:
-            return self.ffn_hidden_size
+            return self.num_layers * self.ffn_hidden_size
         dense = self.num_layers - len(e.layers)
-        chosen = e.per_token * e.ffn_hidden_size + e.count / 3  # an expert has 3 matrices, the router one
-        return (dense * self.ffn_hidden_size + len(e.layers) * chosen) / self.num_layers
+        chosen = e.per_token * e.ffn_hidden_size + e.count / 3
+        return dense * self.ffn_hidden_size + len(e.layers) * chosen
 
     def stage_layers(self, stages: int) -> list[int]:
         """Number of layers on each of ``stages`` stages, in the order of the layers, at least one each.
@@ -156,8 +158,8 @@ def read_model_shape(path: Path) -> ModelShape:
     file = path / "config.json"
     if not path.is_dir():
         raise UserError(
-            f"model.path: {path} is not a directory; give the folder of a Hugging Face checkpoint, "
-            "downloaded as by hf download NAME --local-dir FOLDER (plan reads its config.json alone)"
+            f"model.path: {path} is not a directory; give the folder of a Hugging Face checkpoint, from "
+            "hf download NAME --local-dir FOLDER (plan needs only its config.json)"
         )
     try:
         raw: dict[str, Any] = read_json(file)
@@ -228,15 +230,15 @@ _LARGEST = {
     "moe_intermediate_size": 2**22,
     "decoder_sparse_step": 10_000,
 }
-"""Key -> its largest value, far beyond that of any model."""
+"""Key -> maximum value, far above that of any model."""
 
 
 _SIZES = list(_LARGEST)[:8]
-"""Keys of every family; the rest are those of experts."""
+"""Keys of all families; the other keys belong to experts."""
 
 
 def _size(key: str, value: Any) -> int:
-    """A size of ``config.json``. Raises ValueError if it is none, or beyond that of any model."""
+    """A size in ``config.json``. Raises ValueError if it is not an integer from 1 to the key's maximum."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST[key]:
         raise ValueError(f"{key} is {repr(value)[:80]}; it must be an integer of 1 to {_LARGEST[key]:,}")
     return value
@@ -264,7 +266,7 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
     layers = int(raw["num_hidden_layers"])
     kinds = raw.get("layer_types") or ["full_attention"] * layers
     if raw.get("layer_types") is None and raw.get("use_sliding_window") and raw.get("sliding_window", 4096):
-        # Without a list, the layers from max_window_layers on have the window (transformers' default: 28).
+        # Without a list, layers max_window_layers and later have the window (transformers' default: 28).
         full = int(raw.get("max_window_layers", 28))
         kinds = [*kinds[:full], *["sliding_attention"] * (layers - full)]
     if others := sorted(set(kinds) - {"full_attention"}):
@@ -285,7 +287,7 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the rotary embedding, under the new or the old key; ``rope_type`` is always present."""
+    """Settings of the rotary embedding, from the new or the old key; ``rope_type`` is always present."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
@@ -299,7 +301,7 @@ def _llama3_rope(file: Path, raw: dict[str, Any]) -> Llama3Rope | None:
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
-        # The order in which transformers looks for it.
+        # The same order of keys as in transformers.
         original_positions=_size(
             "max_position_embeddings", raw.get(key) or rope.get(key) or raw["max_position_embeddings"]
         ),

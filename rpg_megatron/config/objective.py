@@ -59,7 +59,7 @@ class TrainingSettings(Section):
     the micro-batches of a mini-batch are accumulated."""
     epochs: int = Field(1, ge=1)
     """Passes over the batch of a step, each through all mini-batches in the same order: epochs x minibatches
-    updates. The old policy of the ratio stays that before the first."""
+    updates. The old policy in the ratio is always the one before the first update."""
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Token budget of one packed micro-batch of a data-parallel replica, shared by its context-parallel
     ranks. A longer sequence gets a micro-batch of its own."""
@@ -67,16 +67,16 @@ class TrainingSettings(Section):
     """Mask out the tokens of truncated responses in the loss. Their rewards still count in the advantages of
     their groups."""
     logprob_chunk: int = Field(1024, ge=1)
-    """Tokens whose full-vocabulary logits are in memory at a time."""
+    """Number of tokens whose full-vocabulary logits are in memory at once."""
     router_replay: Literal["off", "rollout"] = "off"
-    """Mixtures of experts: who chooses the experts of a token. off: the trainer's routers. rollout: the
-    engine that sampled it returns its choice, which the trainer uses in log-probs and updates; in bfloat16
-    the two differ for some tokens. docs/mixture-of-experts.md has what it gives and costs."""
+    """Mixtures of experts: which experts the trainer uses for a token. off: those that its routers choose.
+    rollout: those that the engine chose when it sampled the token, in log-probs and updates; in bfloat16 the
+    two differ for some tokens. Benefit and cost: docs/mixture-of-experts.md."""
     router_aux_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Mixtures of experts: coefficient of the auxiliary loss that spreads the tokens over the experts (switch
-    load balancing, taken of each micro-batch). The loss of an update gets this number times the mean over all
-    its tokens, prompts included, summed over layers; in a layer with an even load it is 1. 0: none.
-    docs/mixture-of-experts.md has the formula."""
+    """Mixtures of experts: coefficient of the auxiliary loss for load balancing (that of Switch Transformer,
+    computed for each micro-batch). It is averaged over all tokens of an update, prompts included, summed over
+    layers, and added to the loss; a layer with an even load contributes 1. 0: off. Formula:
+    docs/mixture-of-experts.md."""
 
     @field_validator("router_replay", mode="before")
     @classmethod
@@ -95,16 +95,17 @@ class GuardSettings(Section):
     mismatch_mean: float | None = Field(None, gt=0)
     """Maximum mean |log-prob difference|, in nats; null: 1e-4 in float32, 0.05 in bfloat16."""
     probe_prompts: int = Field(16, ge=1)
-    """With rollout.ahead, top_p, top_k or min_p: prompts that every engine answers after each weight update,
-    from the full distribution, for the comparison above: a batch may have no token to compare."""
+    """With rollout.ahead, top_p, top_k or min_p: number of prompts that every engine answers after each
+    weight update, sampled from the full distribution, for the check above. Without these probes, a batch may
+    have no token that can be compared."""
     probe_tokens: int = Field(8, ge=1)
-    """Maximum tokens of an answer to one of these prompts."""
+    """Maximum tokens of a response to a probe prompt."""
     engine_ratio: float | None = Field(8.0, gt=1)
-    """Maximum of an engine's mean difference on these answers, relative to the median of the other engines',
-    which answer the same prompts. A difference below a fiftieth of mismatch_mean passes. null: no bound."""
+    """Maximum mean difference of an engine on its probes, relative to the median of the other engines on the
+    same prompts. A difference below mismatch_mean / 50 always passes. null: no bound."""
     uncorrected: bool = False
-    """Allow rollout.ahead, or rollout.top_p, top_k and min_p, without ``correction``: the gradient is then
-    biased by the age of the rollouts, or by what the engines leave out."""
+    """Allow rollout.ahead, or rollout.top_p, top_k and min_p, without ``correction``. The gradient is then
+    biased by stale rollouts, or by the tokens that the engines never sample."""
     skipped_updates: int = Field(5, ge=1)
     """Abort after this many consecutive updates with non-finite gradients. Each such update is skipped:
     weights and optimizer state stay unchanged."""
@@ -115,21 +116,19 @@ class GuardSettings(Section):
         return "off" if value is False else value
 
     @model_validator(mode="after")
-    def _thresholds_need_a_guard(self) -> GuardSettings:
+    def _bounds_need_a_guard(self) -> GuardSettings:
         if self.mismatch == "off" and (self.mismatch_max is not None or self.mismatch_mean is not None):
-            raise ValueError("a threshold is set, but guards.mismatch is off; remove one of the two")
+            raise ValueError("a bound is set, but guards.mismatch is off; remove one of the two")
         return self
 
     def problems_of_correction(
         self, ahead: int, restricted: str, correction: CorrectionSettings | None
     ) -> Iterator[str]:
-        """What is wrong with ``uncorrected`` or the correction for ``rollout.ahead`` and ``restricted``."""
+        """Conflicts of ``uncorrected`` and ``correction`` with these two values of the rollout's settings."""
         if correction is None and not self.uncorrected:
             remedy = "set correction.type to truncate or icepop, or guards.uncorrected to true"
             if ahead:
-                yield (
-                    "rollout.ahead needs a correction, since older weights sample the responses: " + remedy
-                )
+                yield f"rollout.ahead needs a correction, since older weights sample the responses: {remedy}"
             if restricted:
                 yield (
                     f"rollout.{restricted} needs a correction, since responses are sampled from a part of "
@@ -137,15 +136,19 @@ class GuardSettings(Section):
                 )
         if restricted and correction is not None and correction.level == "sequence":
             yield (
-                f"rollout.{restricted} excludes correction.level sequence: the product of the kept shares "
-                "vanishes for long responses; set correction.level to token"
+                f"rollout.{restricted} excludes correction.level sequence: the ratio of a long response goes "
+                "to 0, since each token is sampled from a part of the distribution; set correction.level to "
+                "token"
             )
         if self.uncorrected and (correction is not None or not (ahead or restricted)):
             why = "correction is set" if ahead or restricted else "rollout.ahead is 0"
             yield f"guards.uncorrected has no effect: {why}; remove it"
 
     def engine_differs(self, mean: float, ratio: float, dtype: str) -> bool:
-        """Whether an engine's mean on probes, ``ratio`` times that of the others, is beyond engine_ratio."""
+        """Whether the mean difference of an engine on its probes exceeds ``engine_ratio``.
+
+        ratio: ``mean`` relative to the other engines.
+        """
         small = self.thresholds(dtype)[1] / 50
         return self.engine_ratio is not None and mean > small and ratio > self.engine_ratio
 

@@ -24,7 +24,7 @@ class ModelSettings(Section):
     """Folder of a Hugging Face checkpoint (config.json, safetensors files, tokenizer), or the id of a model
     on the Hugging Face hub, such as Qwen/Qwen3-4B-Base: downloaded into the hub's cache."""
     revision: str | None = None
-    """Of a model on the hub: branch, tag or commit; null: its main branch."""
+    """Branch, tag or commit of a model on the hub; null: its main branch."""
     vocab_multiple: int = Field(1, ge=1)
     """Pad each tensor-parallel rank's vocabulary shard to a multiple of this many rows."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -45,18 +45,18 @@ class ParallelSettings(Section):
     bubble for more communication. Megatron's virtual_pipeline_model_parallel_size; 1: off."""
     context: int = Field(1, ge=1)
     """Context-parallel size (CP): splits each sequence into 2 x context chunks, two for each rank; attention
-    gathers all keys and values. For sequences that do not fit into the memory of one rank."""
+    gathers all keys and values. For sequences that do not fit in the memory of one rank."""
     data: int = Field(1, ge=1)
     """Data-parallel size (DP): replicas of the policy, which share each mini-batch."""
     sequence: bool = False
     """Sequence parallelism (SP): splits norms and residuals along the tokens over the TP ranks. Mixtures of
     experts need it with tensor of 2 or more."""
     expert: int = Field(1, ge=1)
-    """Mixtures of experts: expert-parallel size (EP). Each layer's experts are shared out over this many of a
-    stage's tensor x context x data ranks, which send their tokens to each other; it adds no ranks."""
+    """Mixtures of experts: expert-parallel size (EP). The experts of each layer are split over this many of
+    the tensor x context x data ranks of a stage, which exchange their tokens; it adds no ranks."""
     expert_tensor: int = Field(1, ge=1)
-    """Mixtures of experts: tensor-parallel size of each expert (ETP), also over ranks of the stage. It
-    does not follow parallel.tensor."""
+    """Mixtures of experts: tensor-parallel size of each expert (ETP), also over ranks of the stage;
+    independent of parallel.tensor."""
 
     @property
     def world(self) -> int:
@@ -77,7 +77,7 @@ class ParallelSettings(Section):
         if ranks % (self.expert * self.expert_tensor):
             raise ValueError(
                 f"expert={self.expert} x expert_tensor={self.expert_tensor} must divide the {ranks} ranks of "
-                "a stage (tensor x context x data), which share the experts; lower it, or raise data"
+                "a stage (tensor x context x data), over which the experts are split; lower it, or raise data"
             )
         return self
 
@@ -101,9 +101,9 @@ class FP8Settings(Section):
 
     @property
     def multiple(self) -> int:
-        """The tokens of a micro-batch and both sides of a weight, on one rank, must be multiples of this.
+        """The tokens of a micro-batch and both dimensions of a weight, on a rank, must be multiples of this.
 
-        Transformer Engine's kernels require it: 128 is the side of a block; 16 suits every other recipe.
+        Transformer Engine's kernels require it: 128 is the size of a block; 16 is enough for other recipes.
         """
         return 128 if self.recipe == "blockwise" else 16
 
@@ -118,12 +118,19 @@ class FP8Settings(Section):
 
 
 class PrecisionSettings(Section):
-    """Number formats of the policy."""
+    """Precision of the policy."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and activations in trainer and engine. Gradients and optimizer state are float32."""
     fp8: FP8Settings | None = None
     """FP8 in the trainer, on Hopper GPUs, or emulated on a CPU; null: off."""
+
+    def token_multiple(self, parallel: ParallelSettings) -> int:
+        """Multiple that the positions of a micro-batch on each context rank are padded to.
+
+        Sequence parallelism splits them over the tensor-parallel ranks, and FP8 needs a multiple on each.
+        """
+        return (parallel.tensor if parallel.sequence else 1) * (self.fp8.multiple if self.fp8 else 1)
 
     @model_validator(mode="after")
     def _fp8_is_mixed_with_bfloat16(self) -> PrecisionSettings:
@@ -160,10 +167,10 @@ class OptimizerSettings(Section):
     lr: float = Field(1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(10, ge=0)
-    """Steps of linear warm-up, with every schedule. Step 1 runs at lr / warmup_steps, not at 0."""
+    """Steps of linear warm-up, with every schedule. Step 1 uses lr / warmup_steps, not 0."""
     schedule: AnyScheduleSettings = ConstantSettings()
-    """Learning rate after the warm-up, until training.steps; a run that is resumed with other steps continues
-    on the curve of these."""
+    """Learning rate after the warm-up, until training.steps. A run resumed with another training.steps
+    follows the new curve from there."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float = Field(0.999, ge=0, lt=1)
@@ -178,7 +185,7 @@ class OptimizerSettings(Section):
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
     overlap: bool = True
     """With several data or context ranks: overlap the gradient reduction with the backward pass and, if
-    distributed, the weight all-gather with the next forward pass. The numbers are the same."""
+    distributed, the weight all-gather with the next forward pass. Results do not change."""
 
     @model_validator(mode="after")
     def _schedule_free_is_not_cut(self) -> OptimizerSettings:

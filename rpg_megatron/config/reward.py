@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import (
     AfterValidator,
     ConfigDict,
-    Discriminator,
     Field,
     Tag,
     field_validator,
     model_validator,
 )
 
-from rpg_megatron.config.base import BUILT_IN, IMPORT_PATH, IMPORTED, Section, tag_of
+from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Section
 
 
 class OverlongSettings(Section):
@@ -37,26 +36,26 @@ class OverlongSettings(Section):
 class KLRewardSettings(Section):
     """KL to the anchor, subtracted from the reward of each response before advantages are computed.
 
-    Needs an anchor of its own (anchor.type). It adds to the KL term of the loss: set objective.beta to 0 for
-    this one alone.
+    Needs a reference model (anchor.type fixed or every). The KL term of the loss is added to it: to use only
+    this one, set objective.beta to 0.
     """
 
     coefficient: float = Field(1e-3, gt=0)
     """Factor of the KL of a response, in nats: the sum over its tokens."""
     estimator: Literal["k1", "k3"] = "k1"
-    """k1: old - anchor (log-probs of the sampled tokens), with the gradient of the reverse KL. k3: never
-    negative and less noisy, but in the reward its gradient is another."""
+    """k1: old - anchor (log-probs of the sampled tokens); gives the gradient of the reverse KL. k3: never
+    negative and less noisy, but as a reward it does not give that gradient."""
 
 
 BUILT_IN_REWARDS = ("answer_line", "boxed", "gsm8k", "auto")
-"""Values of reward.type that are not import paths; see ``rewards/extraction`` for where each finds the
+"""Values of reward.type that are not import paths; ``rewards/extraction`` defines where each looks for the
 answer."""
 TERM_NAME = r"[A-Za-z][A-Za-z0-9_-]*"
 _TAKEN = (
     *("mean", "std", "accuracy", "overlong", "format", "kl"),
     *("timeouts", "crashes", "out_of_memory", "errors"),
 )
-"""Names of other metrics ``reward/*``."""
+"""Names used by other ``reward/*`` metrics."""
 
 
 class RewardTerm(NamedTuple):
@@ -69,15 +68,15 @@ class RewardTerm(NamedTuple):
     correct: float
     wrong: float
     failed: float
-    """Value of a response whose function failed."""
+    """Value if the function fails."""
     settings: dict[str, Any]
     """The function's own settings."""
     reserved: tuple[str, ...]
-    """Keys beside them in the section, which cannot be settings of the function."""
+    """Keys of the section itself, which cannot be settings of the function."""
 
     @property
     def own(self) -> bool:
-        """Whether it is code of the user."""
+        """Whether it is the user's own function."""
         return ":" in self.type
 
 
@@ -102,27 +101,27 @@ class RewardTermSettings(Section):
     """Value of a response whose function raised, timed out, crashed or returned None; null: ``wrong``."""
 
 
-class OwnRewardTermSettings(RewardTermSettings):
+class ImportedRewardTermSettings(RewardTermSettings):
     """A function of your own. The other keys are its settings; docs/extend.md."""
 
     model_config = ConfigDict(extra="allow")
 
 
 AnyRewardTermSettings = Annotated[
-    Annotated[RewardTermSettings, Tag(BUILT_IN)] | Annotated[OwnRewardTermSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+    Annotated[RewardTermSettings, Tag(BUILT_IN)] | Annotated[ImportedRewardTermSettings, Tag(IMPORTED)],
+    BUILT_IN_OR_IMPORTED,
 ]
 
 
 class RewardSettings(Section):
-    """The reward of a response: correctness + overlong penalty + format penalty; or several terms."""
+    """Reward of a response: correctness, overlong penalty and format penalty; or several terms."""
 
     type: Annotated[str, AfterValidator(_reward_type)] = "answer_line"
-    """Where the answer is found: answer_line (the last "Answer: ..." in the last 300 characters), boxed (the
-    last \\boxed{}), gsm8k (after ####) or auto (whichever comes last). It is compared as a number or as text,
-    then by math-verify. Or the import path module:function of your own reward function, whose settings are
-    the other keys: function(response, answer) returns a bool (correct or not) or the reward (correct if above
-    0); docs/extend.md.
+    """Where to look for the answer: answer_line (the last "Answer: ..." in the last 300 characters), boxed
+    (the last \\boxed{}), gsm8k (after ####) or auto (whichever comes last). It is compared as a number or as
+    text, then by math-verify. Or the import path module:function of your own reward function, whose settings
+    are the other keys: function(response, answer) returns a bool (correct or not) or the reward (correct if
+    above 0); docs/extend.md.
     """
     correct: float = 1.0
     """Reward of a correct response."""
@@ -131,31 +130,31 @@ class RewardSettings(Section):
     failed: float | None = None
     """Reward of a response whose function raised, timed out, crashed or returned None; null: ``wrong``."""
     terms: dict[str, AnyRewardTermSettings] = Field({})
-    """Several rewards instead of ``type``, by name: the reward is their sum, each times its weight. Each is a
-    metric reward/<name>; the first one decides which responses are correct."""
+    """Several terms by name, instead of ``type``: the reward is their weighted sum. Each is logged as
+    reward/<name>; the first one decides which responses are correct."""
     overlong: OverlongSettings | None = None
     """Penalty on long responses; null: none."""
     kl: KLRewardSettings | None = None
-    """KL to the anchor as a part of the reward; null: none."""
+    """KL penalty in the reward; null: none."""
     format: float = Field(0.0, le=0)
-    """Added to the reward of a response without an answer in the form of ``type``, or of the first term."""
+    """Added to the reward of a response without an answer in the format of ``type``, or of the first term."""
     workers: int = Field(2, ge=1)
-    """Worker processes that grade answers which are not plain numbers."""
+    """Number of worker processes that grade answers other than plain numbers."""
     deadline: float = Field(5.0, gt=0)
-    """Time limit for one answer, in seconds; then its worker is killed and the answer counts as wrong."""
+    """Time limit for one answer, in seconds; then the worker is killed and the answer counts as wrong."""
     memory_gib: float = Field(2.0, gt=0)
-    """Address space of one worker, in GiB; an answer that needs more counts as wrong."""
+    """Address space limit of one worker, in GiB; an answer that needs more counts as wrong."""
     async_deadline: float = Field(300.0, gt=0)
-    """Time limit for one call of an async function, its retries included, in seconds."""
+    """Time limit for one call of an async function, including retries, in seconds."""
     concurrency: int = Field(64, ge=1)
-    """Calls of each async function that are under way at a time, over all rollout.workers."""
+    """Maximum concurrent calls of each async function, over all rollout.workers."""
 
     @field_validator("terms")
     @classmethod
     def _names_are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not re.fullmatch(TERM_NAME, name):
-                raise ValueError(f"{name!r}: give a name of letters, digits, _ and -, with a letter first")
+                raise ValueError(f"{name!r}: use a letter, then letters, digits, _ and -")
             if name in _TAKEN:
                 raise ValueError(f"{name!r}: reward/{name} is another metric; choose another name")
         if value and all(term.weight == 0 for term in value.values()):
@@ -171,13 +170,13 @@ class RewardSettings(Section):
         first = next(iter(self.all_terms.values()))
         if self.format and first.own:
             raise ValueError(
-                f"format has no effect on {first.type}, which scores the format itself; remove it"
+                f"format has no effect with {first.type}: your function scores the format; remove it"
             )
         return self
 
     @property
     def own(self) -> bool:
-        """Whether a term is code of the user."""
+        """Whether any term is the user's own function."""
         return any(term.own for term in self.all_terms.values())
 
     @property
@@ -187,7 +186,7 @@ class RewardSettings(Section):
 
     @property
     def all_terms(self) -> dict[str, RewardTerm]:
-        """The terms by name; the only one is named correctness."""
+        """The terms by name; without ``terms``, the only one is named correctness."""
 
         def term(where: str, part: RewardSettings | RewardTermSettings, weight: float) -> RewardTerm:
             failed = part.wrong if part.failed is None else part.failed
@@ -201,13 +200,13 @@ class RewardSettings(Section):
         return {name: term(f"reward.terms.{name}", part, part.weight) for name, part in self.terms.items()}
 
 
-class OwnRewardSettings(RewardSettings):
+class ImportedRewardSettings(RewardSettings):
     """A function of your own. The other keys are its settings; docs/extend.md."""
 
     model_config = ConfigDict(extra="allow")
 
 
 AnyRewardSettings = Annotated[
-    Annotated[RewardSettings, Tag(BUILT_IN)] | Annotated[OwnRewardSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+    Annotated[RewardSettings, Tag(BUILT_IN)] | Annotated[ImportedRewardSettings, Tag(IMPORTED)],
+    BUILT_IN_OR_IMPORTED,
 ]

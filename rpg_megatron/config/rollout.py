@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     ConfigDict,
-    Discriminator,
     Field,
     Tag,
     field_validator,
@@ -18,7 +17,7 @@ from pydantic import (
 )
 
 from rpg_megatron.config import filters
-from rpg_megatron.config.base import BUILT_IN, IMPORT_PATH, IMPORTED, Section, tag_of
+from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Section
 
 
 class DynamicSamplingSettings(Section):
@@ -27,28 +26,28 @@ class DynamicSamplingSettings(Section):
     """
 
     type: str = "mixed"
-    """Which groups are kept. mixed: those with correct and wrong responses. Or the import path
-    module:function of your own function(scores), which returns whether to keep a group, and whose settings
-    are the other keys; docs/extend.md."""
+    """Which groups to keep. mixed: those with correct and wrong responses. Or the import path module:function
+    of your own function(scores), which returns whether to keep a group; its settings are the other keys;
+    docs/extend.md."""
     rounds: int = Field(20, ge=1)
     """Maximum sampling rounds for one step; the run stops if the step is still not full."""
     oversample: float = Field(1.0, ge=1)
     """Prompts sampled in a round, as a multiple of the missing groups."""
     surplus: Literal["keep", "drop"] = "keep"
-    """Surplus groups. keep: they go into the next step, one update stale. drop: they are discarded, so each
-    step is sampled by its own weights only, as in the scripts of arXiv 2505.17508."""
+    """Surplus groups. keep: they are used in the next step, one update stale. drop: they are discarded, so
+    each step is sampled by the current weights only, as in the scripts of arXiv 2505.17508."""
 
     @field_validator("type")
     @classmethod
     def _known(cls, value: str) -> str:
-        ours = [name for name, what in vars(filters).items() if isfunction(what) and name[0] != "_"]
-        if value not in ours and not re.fullmatch(IMPORT_PATH, value):
-            raise ValueError(f"must be {' or '.join(ours)}, or an import path module:function")
+        built_in = [name for name, what in vars(filters).items() if isfunction(what) and name[0] != "_"]
+        if value not in built_in and not re.fullmatch(IMPORT_PATH, value):
+            raise ValueError(f"must be {' or '.join(built_in)}, or an import path module:function")
         return value
 
     @property
     def path(self) -> str:
-        """Import path of the filter, also of ours."""
+        """Import path of the filter, built-in or your own."""
         return self.type if ":" in self.type else f"{filters.__name__}:{self.type}"
 
     @property
@@ -57,15 +56,16 @@ class DynamicSamplingSettings(Section):
         return dict(self.model_extra or {})
 
 
-class OwnDynamicSamplingSettings(DynamicSamplingSettings):
+class ImportedDynamicSamplingSettings(DynamicSamplingSettings):
     """A function of your own. The other keys are its settings; docs/extend.md."""
 
     model_config = ConfigDict(extra="allow")
 
 
 AnyDynamicSamplingSettings = Annotated[
-    Annotated[DynamicSamplingSettings, Tag(BUILT_IN)] | Annotated[OwnDynamicSamplingSettings, Tag(IMPORTED)],
-    Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN),
+    Annotated[DynamicSamplingSettings, Tag(BUILT_IN)]
+    | Annotated[ImportedDynamicSamplingSettings, Tag(IMPORTED)],
+    BUILT_IN_OR_IMPORTED,
 ]
 
 
@@ -84,32 +84,32 @@ class RolloutSettings(Section):
     """Sampling temperature; the trainer applies it to its log-probs too."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens.
-    The trained policy stays the full distribution, so this, top_k and min_p need ``correction``."""
+    The trained policy is still the full distribution, so this, top_k and min_p need ``correction``."""
     top_k: int | None = Field(None, ge=1)
-    """Sample from this many of the most likely tokens; null: from all."""
+    """Sample from this many of the most likely tokens; null: all tokens."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Leave out tokens that are less likely than this share of the most likely one; 0: none."""
+    """Exclude tokens whose probability is below this fraction of that of the most likely token; 0: off."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, also in evaluations; they stay a part of it. Special tokens are not text:
-    use stop_token_ids for them."""
+    """Strings that end a response, also in evaluations; they are kept in the response. For special tokens
+    use stop_token_ids."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the end-of-sequence tokens; also in evaluations."""
+    """Token ids that end a response, besides the end-of-sequence tokens; also in evaluations."""
     ahead: int = Field(0, ge=0)
-    """Steps that the engines may sample ahead of the trainer, so that neither waits for the other. The
-    weights that sampled a token are at most this many updates old. 0: they take turns; 1 or more needs
-    ``correction``."""
+    """Asynchronous rollouts: number of steps that the engines may sample ahead of the trainer, so that
+    neither waits for the other. A token is sampled by weights at most this many updates old. 0: synchronous;
+    1 or more needs ``correction``."""
     inflight: Literal["continue", "drain"] = "continue"
-    """With ``ahead``: what happens to unfinished responses at a weight update. continue: the engines go on
-    with the new weights, so a response may have tokens of several versions. drain: all groups that were
-    begun are finished first, so each batch has one version (``ahead`` 1 only)."""
+    """With ``ahead``: what happens to unfinished responses at a weight update. continue: the engines continue
+    them with the new weights, so a response may have tokens of several versions. drain: all groups that have
+    started are finished first, so each batch has one version (``ahead`` 1 only)."""
     workers: int = Field(1, ge=1)
-    """Processes that talk to the engines, detokenise and grade; 1: the sampler itself does it. The batch does
-    not depend on it. Set more where many responses end at once: one handles about 350 of 8,192 tokens a
-    second."""
+    """Number of processes that send requests to the engines, detokenise and grade; 1: the sampler process
+    does it. The batch does not depend on it. Increase it if many responses end at once: one process handles
+    about 350 responses of 8,192 tokens per second."""
     journal_routes: int | tuple[int, ...] = 0
-    """With training.router_replay: steps whose files in rollouts/ keep the routes, which the command replay
-    needs: a list of steps, or n for every n-th; 0: none. Before compression a token takes layers x experts
-    per token bytes: 384 in a model of 48 layers that chooses 8."""
+    """With training.router_replay: steps whose files in rollouts/ include the routes, which the command
+    replay needs: a list of steps, or n for every n-th step; 0: none. Before compression a token takes layers
+    x experts per token bytes: 384 for a model with 48 layers and 8 experts per token."""
 
     @field_validator("journal_routes")
     @classmethod
@@ -120,19 +120,21 @@ class RolloutSettings(Section):
 
     @property
     def restricted(self) -> str:
-        """The first setting that lets engines sample from a part of the distribution; empty: none does."""
+        """Name of the first setting that restricts sampling to a part of the distribution; empty: none."""
         names = {"top_p": self.top_p < 1, "top_k": self.top_k is not None, "min_p": self.min_p > 0}
         return next((name for name, restricts in names.items() if restricts), "")
 
     @property
     def probed(self) -> bool:
-        """Whether the guard on mismatch needs probes: tokens of the batch alone do not tell enough."""
+        """Whether the mismatch guard needs probes, because tokens of the batch are not enough."""
         return self.ahead > 0 or bool(self.restricted)
 
     @property
     def log_prob_excess(self) -> float:
-        """How far an engine's log-prob may exceed the trainer's, in nats: the engine's is relative to the
-        kept tokens, whose probability is at least top_p, or unknown with top_k and min_p.
+        """How far an engine's log-prob may exceed the trainer's, in nats.
+
+        The engine's probability is relative to the kept tokens, whose total is at least top_p, or unknown
+        with top_k and min_p.
         """
         if self.top_k is not None or self.min_p:
             return math.inf
@@ -141,11 +143,11 @@ class RolloutSettings(Section):
     @model_validator(mode="after")
     def _stops_are_seen(self) -> RolloutSettings:
         if any(not text for text in self.stop):
-            raise ValueError("stop: a text is empty; remove it")
+            raise ValueError("stop: a string is empty; remove it")
         if self.stop and self.ahead and self.inflight == "continue":
             raise ValueError(
                 "stop needs inflight drain with ahead: after a weight update an engine would not see the "
-                "part of a text that was sampled before; set inflight to drain, or use stop_token_ids"
+                "part of a string that was sampled before it; set inflight to drain, or use stop_token_ids"
             )
         return self
 
@@ -159,13 +161,13 @@ class RolloutSettings(Section):
     def _can_be_sampled_ahead(self) -> RolloutSettings:
         if self.inflight == "drain" and self.ahead != 1:
             raise ValueError(
-                f"inflight drain needs ahead 1 (it is {self.ahead}): what was begun is finished before "
-                "new weights are loaded, so no batch is older than one update"
+                f"inflight drain needs ahead 1 (it is {self.ahead}): groups that have started are finished "
+                "before new weights are loaded, so no batch is older than one update"
             )
         if self.ahead and self.dynamic is not None and self.dynamic.surplus == "drop":
             raise ValueError(
-                "ahead excludes dynamic.surplus drop: groups that were sampled ahead would be discarded at "
-                "every step; set dynamic.surplus to keep"
+                "ahead excludes dynamic.surplus drop: groups sampled ahead would be discarded at every step; "
+                "set dynamic.surplus to keep"
             )
         if self.ahead and self.dynamic is not None and self.dynamic.oversample != 1:
             raise ValueError(
@@ -183,7 +185,7 @@ _WITHOUT_ROUTES = {
     ): "with context parallelism",
     frozenset({"--no-enable-return-routed-experts"}): "with it",
 }
-"""vLLM's arguments -> when it returns no routes, or does not start with --enable-return-routed-experts."""
+"""Arguments with which vLLM returns no routes (--enable-return-routed-experts) -> reason, for the message."""
 
 
 class EngineSettings(Section):
@@ -197,8 +199,8 @@ class EngineSettings(Section):
     """Maximum sequences that an engine decodes concurrently (vLLM's max_num_seqs)."""
     colocated: bool = False
     """Engines and trainer share the same GPUs and take turns: on each node, worker i uses the GPU of trainer
-    rank i. While the trainer works, the engines are in vLLM's sleep mode, without weights and KV cache; while
-    they sample, the optimizer state is in host memory. On a CPU they take turns too, but vLLM frees no
+    rank i. During training, the engines are in vLLM's sleep mode, without weights and KV cache; during
+    sampling, the optimizer state is in host memory. On a CPU they also take turns, but vLLM frees no
     memory."""
     kv_cache_gib: float = Field(1.0, gt=0)
     """KV cache of one worker, in GiB, on a CPU or when colocated. Otherwise vLLM uses the free memory of its
@@ -211,19 +213,19 @@ class EngineSettings(Section):
     start_timeout: float = Field(600.0, gt=0)
     """Time limit for the start of an engine, in seconds."""
     request_timeout: float = Field(1800.0, gt=0)
-    """Time limit for a request, in seconds; then the engine counts as hung."""
+    """Time limit for a request, in seconds; then the engine is considered hung."""
     health_timeout: float = Field(120.0, gt=0)
-    """Time limit for progress, in seconds; then the engine counts as hung and is restarted. Progress is an
-    answer of the engine core, which it gives between two steps; during a weight update, slices loaded; on a
-    CPU, layers computed. Set it above the time of the longest step."""
+    """Time limit without progress, in seconds; then the engine is considered hung and is restarted. Progress
+    is an answer of the engine core, which it gives between two steps; during a weight update, slices loaded;
+    on a CPU, layers computed. Set it above the duration of the longest step."""
     restarts: int = Field(3, ge=0)
     """Maximum restarts of each engine when it dies, hangs or fails in a weight sync; 0: the first failure
     ends the run."""
     arguments: tuple[str, ...] = ()
-    """Additional vLLM server arguments, passed on unchanged."""
+    """Additional vLLM server arguments, passed unchanged."""
 
     def problems_of_routes(self) -> Iterator[str]:
-        """Arguments with which an engine returns no routes, for training.router_replay."""
+        """Conflicts of ``arguments`` with training.router_replay: the engine would return no routes."""
         names = [argument.partition("=")[0] for argument in self.arguments]
         for found, why in _WITHOUT_ROUTES.items():
             for name in found.intersection(names):
@@ -237,8 +239,8 @@ class BridgeSettings(Section):
     """Weight sync from trainer ranks to engines."""
 
     transport: Literal["shared_memory", "cuda_ipc", "process_group"] = "shared_memory"
-    """shared_memory: engines on the trainers' node read the weights from /dev/shm (with GPUs: a copy of
-    them). cuda_ipc: engines read the trainers' GPU memory. process_group: trainers send to engines on any
+    """shared_memory: engines on the trainers' node read the weights from /dev/shm (with GPUs: a copy).
+    cuda_ipc: engines read the trainers' GPU memory. process_group: trainers send to engines on any
     node, over NCCL between GPUs and gloo on a CPU; to colocated engines over gloo, through host memory. With
     several nodes, the first two need colocated engines, and the ranks of each node must hold the whole model.
     """
@@ -263,32 +265,32 @@ class ExportSettings(Section):
 
 
 class KeepBestSettings(Section):
-    """The best checkpoints by a metric of the evaluation. A step that is among them is saved at once, whether
-    or not ``checkpoint.every`` is due.
+    """Keeps the best checkpoints by a metric of the evaluation. If a step is among the best, it is saved
+    even if ``checkpoint.every`` is not due.
     """
 
     metric: str | None = None
-    """Metric of the evaluation, such as eval/heldout/avg@1; null: avg@k of the first held-out set."""
+    """Key of the metric, such as eval/heldout/avg@1; null: avg@k of the first held-out set."""
     k: int = Field(1, ge=1)
     """Number of best checkpoints to keep, besides ``checkpoint.keep`` and ``milestone``."""
     mode: Literal["max", "min"] = "max"
-    """Whether a larger or a smaller value is better. Of equal values the earlier step is better."""
+    """Whether a larger or a smaller value is better. With equal values, the earlier step is better."""
     export: bool = True
-    """With export.enabled: write the best one as <run>/hf/step_NNNNNN too when training ends."""
+    """With export.enabled: when training ends, also write the best one to <run>/hf/step_NNNNNN."""
 
 
 class CheckpointSettings(Section):
     """Training checkpoints, to resume from: <run>/checkpoints/step_NNNNNN."""
 
     every: int | None = Field(50, ge=1)
-    """Steps between checkpoints; one more is written after the last step. null: no checkpoints."""
+    """Steps between checkpoints; another one is written after the last step. null: no checkpoints."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     milestone: int | None = Field(None, ge=1)
-    """Keep every checkpoint whose step is a multiple of this; null: none."""
+    """Also keep every checkpoint whose step is a multiple of this; null: none."""
     keep_best: KeepBestSettings | None = None
-    """Also keep the best checkpoints by a metric of the evaluation; null: none. checkpoints/best.json names
-    them."""
+    """Also keep the best checkpoints by a metric of the evaluation; null: none. They are listed in
+    checkpoints/best.json."""
     asynchronous: bool = True
     """Write in the background, from a copy in host memory, while training continues. false: training waits,
     and no copy is made."""

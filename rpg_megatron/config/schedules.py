@@ -1,6 +1,6 @@
-"""Our learning-rate schedules. Each is a section whose instance is called as a schedule of a user's is.
+"""Built-in learning-rate schedules. Each is a settings section, and its instance is called like a user's own.
 
-The classes below ``ScheduleSettings`` are all there are: a new one needs no entry anywhere.
+All subclasses of ``ScheduleSettings`` in this file are available; there is no list to extend.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, override
 
 from pydantic import Field
 
-from rpg_megatron.config.base import ImportedSettings, Section, one_of
+from rpg_megatron.config.base import ImportedSettings, Section, tagged_union
 
 
 class ScheduleSettings(Section):
@@ -20,15 +20,16 @@ class ScheduleSettings(Section):
     """The schedule."""
 
     def __call__(self, step: int, steps: int) -> float:
-        """The factor of lr in a step, counted from the end of the warm-up, from 1; steps: how many there are.
+        """Factor of lr in a step. step: from 1 after the warm-up; steps: their number.
 
-        The last step still has a factor above that of the end, as its update would be lost otherwise.
+        ``end`` would be reached one step after the last one: at a factor of 0 the last update would have no
+        effect.
         """
         raise NotImplementedError
 
 
 class ConstantSettings(ScheduleSettings):
-    """The learning rate stays."""
+    """Constant learning rate."""
 
     type: Literal["constant"] = "constant"
     """constant, linear, cosine, wsd, or the import path module:function of function(step, steps, **settings),
@@ -40,7 +41,7 @@ class ConstantSettings(ScheduleSettings):
 
 
 class LinearSettings(ScheduleSettings):
-    """The learning rate falls linearly from the end of the warm-up to the end of the run."""
+    """Linear decay from the end of the warm-up to the end of the run."""
 
     type: Literal["linear"]
     """The schedule."""
@@ -53,7 +54,7 @@ class LinearSettings(ScheduleSettings):
 
 
 class CosineSettings(ScheduleSettings):
-    """The learning rate falls along half a cosine from the end of the warm-up to the end of the run."""
+    """Cosine decay from the end of the warm-up to the end of the run."""
 
     type: Literal["cosine"]
     """The schedule."""
@@ -66,12 +67,12 @@ class CosineSettings(ScheduleSettings):
 
 
 class WSDSettings(ScheduleSettings):
-    """Warm-up, stable, decay: the learning rate stays, then falls linearly."""
+    """Warm-up, stable, decay: constant, then linear decay."""
 
     type: Literal["wsd"]
     """The schedule."""
     decay: float = Field(0.2, gt=0, le=1)
-    """Share of the steps after the warm-up over which it falls."""
+    """Fraction of the steps after the warm-up over which it decays."""
     end: float = Field(0.0, ge=0, le=1)
     """Factor of lr at the end."""
 
@@ -81,12 +82,12 @@ class WSDSettings(ScheduleSettings):
 
 
 def _done(step: int, steps: int) -> float:
-    """Share of the steps that are complete."""
+    """Fraction of the steps that are complete."""
     return min((step - 1) / steps, 1.0)
 
 
 if TYPE_CHECKING:
     AnyScheduleSettings = ScheduleSettings | ImportedSettings
 else:
-    AnyScheduleSettings = one_of(ScheduleSettings, ImportedSettings, default="constant")
-"""A schedule chosen by ``type``, or a function of your own."""
+    AnyScheduleSettings = tagged_union(ScheduleSettings, ImportedSettings, default="constant")
+"""A schedule selected by ``type``, or a function of your own."""

@@ -58,16 +58,16 @@ class Settings(Section):
     seed: int = Field(0, ge=0)
     """Seed of prompt order and sampling."""
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where trainer and engines run."""
+    """Device of trainer and engines."""
     rendezvous_port: int = Field(0, ge=0, le=65535)
-    """Several nodes: TCP port of the trainer ranks' rendezvous (MASTER_PORT); 0: a free one. On one node they
-    meet in a private file."""
+    """Several nodes: TCP port of the trainer ranks' rendezvous (MASTER_PORT); 0: a free one. On one node a
+    private file is used instead."""
     model: ModelSettings
     """The checkpoint that training starts from."""
     parallel: ParallelSettings = ParallelSettings()
     """Parallel layout of the policy."""
     precision: PrecisionSettings = PrecisionSettings()
-    """Number formats."""
+    """Precision of weights, activations and matrix products."""
     memory: MemorySettings = MemorySettings()
     """Activation recomputation and optimizer offload."""
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -108,7 +108,7 @@ class Settings(Section):
     """Profiler traces."""
     trackers: tuple[NamedTracker, ...] = (TensorBoardSettings(),)
     """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb and mlflow, or of sections such as
-    {type: wandb, project: math}; your own by import path; docs/trackers.md. []: nowhere."""
+    {type: wandb, project: math}; your own by import path; docs/trackers.md. []: none."""
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:
@@ -131,7 +131,7 @@ class Settings(Section):
         return self
 
     def _settings_without_effect(self) -> Iterator[str]:
-        """Settings that would have no effect, or an effect other than their name says."""
+        """Settings that would have no effect, or conflict with others."""
         kind = self.objective.type
         if self.anchor.type != "old" and not self.objective.has_kl and self.reward.kl is None:
             yield f"objective.type {kind} has no KL term, so anchor.type has no effect; set it to old"
@@ -158,7 +158,7 @@ class Settings(Section):
         if (rank := max(self.profile.ranks)) >= self.parallel.world:
             yield f"profile.ranks: there is no rank {rank}; the last one is {self.parallel.world - 1}"
         kinds = [tracker.type for tracker in self.trackers]
-        if twice := next((kind for place, kind in enumerate(kinds) if kind in kinds[:place]), None):
+        if twice := next((kind for i, kind in enumerate(kinds) if kind in kinds[:i]), None):
             yield f"trackers has {twice} twice; remove one of the two"
         if self.checkpoint.keep_best is not None:
             yield from self._problems_of_keep_best(self.checkpoint.keep_best)
@@ -185,14 +185,14 @@ class Settings(Section):
 
     def _problems_of_keep_best(self, best: KeepBestSettings) -> Iterator[str]:
         if self.evaluation is None:
-            yield "checkpoint.keep_best needs an evaluation, which decides; add one, or set it to null"
+            yield "checkpoint.keep_best needs an evaluation; add one, or set keep_best to null"
             return
         if self.checkpoint.every is None:
             yield "checkpoint.keep_best needs checkpoints; set checkpoint.every, or keep_best to null"
         known = self.evaluation.metric_names()
         if best.metric is not None and best.metric not in known:
             yield (
-                f"checkpoint.keep_best.metric: the evaluation has no metric {best.metric!r}; it has "
+                f"checkpoint.keep_best.metric: the evaluation has no metric {best.metric!r}; use one of "
                 f"{', '.join(known)}"
             )
 
@@ -201,8 +201,7 @@ class Settings(Section):
         if ahead and self.engine.colocated:
             yield (
                 "rollout.ahead excludes engine.colocated: engines on the trainer's GPUs cannot sample "
-                "while it works; give the engines GPUs of their own (engine.colocated=false), or set "
-                "rollout.ahead to 0"
+                "during training; use separate GPUs (engine.colocated=false), or set rollout.ahead to 0"
             )
         yield from self.guards.problems_of_correction(ahead, self.rollout.restricted, self.correction)
 
@@ -222,9 +221,9 @@ class Settings(Section):
         yield from self.engine.problems_of_routes()
 
     def _missing_of_baseline(self) -> dict[str, str]:
-        """What the objective's published algorithm needs besides its loss: key -> value.
+        """What the objective's published algorithm requires besides its loss: key -> value.
 
-        Only defaults are refused: they are RPG's, and would otherwise run under another algorithm's name.
+        Only defaults are reported: they are RPG's, and not part of the named algorithm.
         """
         loss = self.objective
         missing: dict[str, str] = {}
@@ -241,13 +240,13 @@ class Settings(Section):
     def _offloading_problems(self) -> Iterator[str]:
         if self.device != "cuda":
             yield (
-                "memory.offload_optimizer needs device cuda: on a CPU the optimizer is in host memory "
-                "anyway; set it to 0"
+                "memory.offload_optimizer needs device cuda: on a CPU the optimizer is already in host "
+                "memory; set it to 0"
             )
         if self.optimizer.type != "adamw" or not self.optimizer.distributed:
             yield "memory.offload_optimizer needs optimizer.type adamw with optimizer.distributed true"
         if self.precision.dtype != "bfloat16":
-            yield "memory.offload_optimizer needs precision.dtype bfloat16; Megatron resumes no other"
+            yield "memory.offload_optimizer needs precision.dtype bfloat16: Megatron cannot resume others"
         if self.precision.fp8 is not None and self.precision.fp8.parameters:
             yield "memory.offload_optimizer excludes precision.fp8.parameters; remove one of them"
 
@@ -268,13 +267,13 @@ class Settings(Section):
             yield "precision.fp8.parameters needs optimizer.distributed: it keeps the float32 master weights"
         if fp8 is not None and fp8.parameters and self.anchor.type != "old":
             yield (
-                f"precision.fp8.parameters excludes anchor.type {self.anchor.type}, which swaps "
-                "other weights in; set precision.fp8.parameters to false or anchor.type to old"
+                f"precision.fp8.parameters excludes anchor.type {self.anchor.type}, whose weights are "
+                "swapped in; set precision.fp8.parameters to false or anchor.type to old"
             )
 
     @property
     def tokens_at_once(self) -> int:
-        """Most tokens in one micro-batch of a trainer rank: a full one, or the longest sequence."""
+        """Maximum tokens of a micro-batch on a rank: the token budget, or the longest sequence."""
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return -(-max(self.training.tokens_per_microbatch, longest) // self.parallel.context)
 
@@ -326,7 +325,7 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
-        raise UserError(f"{file}: must hold keys and values, not a {type(raw).__name__}")
+        raise UserError(f"{file}: must contain keys and values, not a {type(raw).__name__}")
     extended = raw.pop("extends", [])
     names = [extended] if isinstance(extended, str) else extended
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -340,8 +339,9 @@ def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _put_over(below: dict[str, Any], above: dict[str, Any]) -> None:
-    """Merge ``above`` into ``below``, section by section. A section with another ``type`` replaces the one
-    below.
+    """Merge ``above`` into ``below``, section by section.
+
+    A section with another ``type`` replaces the one below.
     """
     for key, value in above.items():
         before = below.get(key)

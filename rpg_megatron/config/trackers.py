@@ -1,4 +1,4 @@
-"""Settings of trackers: where metrics, settings and responses are logged besides the run's folder."""
+"""Settings of experiment trackers, which log metrics, settings and responses besides the run's folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, mode
 from rpg_megatron.config.base import IMPORTED, ImportedSettings, Section, tag_of
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Type -> Python package, also the name of the extra."""
+"""Type of tracker -> Python package; the optional dependency of pyproject.toml has the same name."""
 RESPONSES = 16
-"""Default number of responses in a step's table."""
+"""Default number of responses in the table of a step."""
 _SECRET = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 
 
@@ -72,15 +72,15 @@ class MLflowSettings(Section):
         return self
 
 
-class OwnTrackerSettings(ImportedSettings):
+class ImportedTrackerSettings(ImportedSettings):
     """A tracker of your own, by import path. The other keys are its settings; docs/trackers.md."""
 
     @model_validator(mode="after")
-    def _holds_no_secret(self) -> OwnTrackerSettings:
+    def _holds_no_secret(self) -> ImportedTrackerSettings:
         for key in self.keywords:
             if _SECRET.search(key):
                 raise ValueError(
-                    f"{key} looks like a secret, and settings are written to the run's folder; let your "
+                    f"{key} looks like a secret, and settings are written to the run's folder; have your "
                     "class read it from an environment variable"
                 )
         return self
@@ -99,9 +99,9 @@ TrackerSettings = Annotated[
     Annotated[TensorBoardSettings, Tag("tensorboard")]
     | Annotated[WandbSettings, Tag("wandb")]
     | Annotated[MLflowSettings, Tag("mlflow")]
-    | Annotated[OwnTrackerSettings, Tag(IMPORTED)],
+    | Annotated[ImportedTrackerSettings, Tag(IMPORTED)],
     Discriminator(lambda value: tag_of(value, "tensorboard")),
 ]
-"""A tracker chosen by ``type``, or a class of your own."""
+"""A tracker selected by ``type``, or a class of your own."""
 NamedTracker = Annotated[TrackerSettings, BeforeValidator(_from_name)]
-"""The same; a plain name is enough where there are no other settings."""
+"""The same, or just its name if there are no other settings."""

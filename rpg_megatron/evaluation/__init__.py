@@ -1,1 +1,1 @@
-"""Evaluation metrics avg@k, pass@k and maj@k, and result files."""
+"""Evaluation metrics (avg@k, pass@k, maj@k) and result files."""

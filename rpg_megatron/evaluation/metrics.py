@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rpg_megatron.config.evaluation import pass_sizes
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards import normalize
 from rpg_megatron.system.files import atomic_write
@@ -59,7 +60,7 @@ def per_problem(results: Sequence[EvalResult]) -> dict[str, Floats]:
     k = counts.pop()
     correct = [sum(r.correct) for r in results]
     columns = {f"avg@{k}": [c / k for c in correct]}
-    columns |= {f"pass@{j}": [pass_at(k, c, j) for c in correct] for j in _pass_sizes(k)}
+    columns |= {f"pass@{j}": [pass_at(k, c, j) for c in correct] for j in pass_sizes(k)}
     columns[f"maj@{k}"] = [float(majority_correct(r)) for r in results]
     return {key: np.array(column, np.float64) for key, column in columns.items()}
 
@@ -69,9 +70,9 @@ def describe_lengths(results: Sequence[EvalResult]) -> dict[str, float]:
     responses.
     """
     lengths = np.array([length for r in results for length in r.lengths], np.float64)
-    cut = [finish == "length" for r in results for finish in r.finishes]
+    truncated = [finish == "length" for r in results for finish in r.finishes]
     return {
-        "truncated_frac": float(np.mean(cut)),
+        "truncated_frac": float(np.mean(truncated)),
         "length_mean": float(lengths.mean()),
         "length_p50": float(np.quantile(lengths, 0.5)),
         "length_p99": float(np.quantile(lengths, 0.99)),
@@ -110,7 +111,9 @@ def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
     values = per_problem(results)
     intervals = bootstrap_intervals(values, seed=seed)
     lengths = describe_lengths(results)
-    cut = [c for r in results for c, finish in zip(r.correct, r.finishes, strict=True) if finish == "length"]
+    truncated = [
+        c for r in results for c, finish in zip(r.correct, r.finishes, strict=True) if finish == "length"
+    ]
     answers = [answer for r in results for answer in r.extracted]
     return {
         "problems": len(results),
@@ -124,7 +127,7 @@ def describe_set(results: Sequence[EvalResult], seed: int) -> dict[str, Any]:
         "truncated": {
             "frac": lengths["truncated_frac"],
             "problems": sum("length" in r.finishes for r in results),
-            "correct_frac": sum(cut) / len(cut) if cut else None,
+            "correct_frac": sum(truncated) / len(truncated) if truncated else None,
         },
         "unanswered_frac": sum(answer is None for answer in answers) / len(answers),
     }
@@ -166,8 +169,3 @@ def write_results(path: Path, results: Sequence[EvalResult]) -> None:
     with atomic_write(path) as part, part.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for result in results:
             file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
-
-
-def _pass_sizes(k: int) -> list[int]:
-    powers = [2**i for i in range(k.bit_length()) if 2**i < k]
-    return [*powers, k]

@@ -25,7 +25,7 @@ from rpg_megatron.config.files import read_text
 from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
-from rpg_megatron.config.trackers import PACKAGES, OwnTrackerSettings, WandbSettings
+from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
 from rpg_megatron.data.problems import Problem, read_counted
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.models.registry import mapping_for
@@ -170,7 +170,7 @@ def own_code(settings: Settings) -> Iterator[Wanted]:
         tries = tuple((step, steps) for step in range(1, steps + 1))
         yield Wanted("optimizer.schedule", schedule.type, schedule.keywords, 2, tries=tries)
     for place, tracker in enumerate(settings.trackers):
-        if isinstance(tracker, OwnTrackerSettings):
+        if isinstance(tracker, ImportedTrackerSettings):
             yield Wanted(f"trackers[{place}]", tracker.type, tracker.keywords, 1)
     if settings.rollout.dynamic is not None and ":" in settings.rollout.dynamic.type:
         dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)

@@ -247,10 +247,15 @@ def check_shared_memory(
         )
 
 
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU, by its device file or nvidia-smi."""
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+
 def check_gpus(settings: Settings, share: NodeAssignment) -> None:
     """Check that the GPUs are enough for this node's trainer ranks and engine workers."""
     hint = "set device=cpu to run on the CPU"
-    if not Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is None:
+    if not has_gpu():
         raise UserError(f"device is cuda, but this machine has no NVIDIA GPU; {hint}")
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)

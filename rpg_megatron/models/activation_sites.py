@@ -1,7 +1,7 @@
-"""Names of the activations that an audit compares between Megatron and vLLM, and the parameter behind each.
+"""Names of the activations that an audit compares between Megatron and vLLM, and the parameter of each.
 
 A trace maps the name of a site to its values for the tokens of some sequences: [t, width], joined over ranks
-or workers. Heads are side by side in a row, in the order of the Hugging Face model.
+or workers. Heads are concatenated in the order of the Hugging Face model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PARTS: dict[str, str | None] = {
 """Sites of a layer in the order of computation, each with the HF parameter (name within the layer) that
 computes it from earlier sites, or None. ``input`` and ``middle`` are the residual stream before attention and
 before the MLP. A layer with experts has ``router``, its logits [t, experts], and ``experts``, the output of
-the block; the others have what follows.
+the block; a dense layer has the sites after those instead.
 """
 EXPERT_PARTS, _DENSE_PARTS = ("router", "experts"), ("gate", "up", "activation", "mlp_output")
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -62,7 +62,7 @@ def split_site(site: str) -> tuple[int | None, str]:
 
 
 def all_sites(shape: ModelShape) -> list[str]:
-    """Every site of a model in the order of computation."""
+    """All sites of a model in the order of computation."""
     inside = [layer_site(i, part) for i in range(shape.num_layers) for part in layer_parts(shape, i)]
     return [*inside, FINAL_INPUT, FINAL_NORM, LOGITS]
 
@@ -93,7 +93,7 @@ def parameter_of(site: str, tied: bool = False) -> str | None:
 
 
 def parameters_of(site: str, shape: ModelShape) -> list[str]:
-    """HF names of all parameters that compute a site: none, one, or those of every expert."""
+    """HF names of all parameters that compute a site: none, one, or those of all experts."""
     layer, part = split_site(site)
     if layer is not None and part == "experts":
         count = shape.experts.count if shape.experts else 0

@@ -1,6 +1,6 @@
-"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel that dense Llama-like decoders share.
+"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel, shared by dense Llama-like decoders.
 
-A family's file adds the parameters that only its layers have. Outside the layers:
+The file of a family adds the parameters that only its layers have. Outside the layers:
 
 - Vocabulary rows are padded to a multiple; padding rows have no counterpart in the checkpoint.
 - With tied embeddings, the last pipeline stage has its own ``output_layer.weight``, a copy of the embedding.
@@ -19,7 +19,7 @@ from rpg_megatron.models.partition import (
     ALL_EXPERTS,
     ExpertShard,
     GatedMLPMapping,
-    Part,
+    ParameterMapping,
     QKVMapping,
     ReplicatedMapping,
     RowParallelMapping,
@@ -28,7 +28,7 @@ from rpg_megatron.models.partition import (
     same,
 )
 
-DENSE_LAYER: Mapping[str, Part] = {
+DENSE_LAYER: Mapping[str, ParameterMapping] = {
     "input_layernorm.weight": ReplicatedMapping("input_layernorm.weight"),
     "self_attention.linear_qkv.weight": QKVMapping("weight"),
     "self_attention.linear_proj.weight": RowParallelMapping("self_attn.o_proj.weight"),
@@ -52,7 +52,7 @@ class DenseMapping:
     """``ModelMapping`` of a dense decoder."""
 
     shape: ModelShape
-    layer: Mapping[str, Part]
+    layer: Mapping[str, ParameterMapping]
     """Megatron's name within a layer (local spec) -> mapping of the parameter."""
 
     def hf_tensors(self) -> dict[str, Shape]:
@@ -121,7 +121,7 @@ class DenseMapping:
         index, part = self._part(param_name)
         return part.pieces(s, f"model.layers.{index}.", tensor, tensor_rank)
 
-    def _part(self, param_name: str) -> tuple[int, Part]:
+    def _part(self, param_name: str) -> tuple[int, ParameterMapping]:
         """Index of the layer, and the mapping of the parameter."""
         match = _LAYER.fullmatch(param_name)
         part = match and self.layer.get(FUSED.get(match[2], match[2]))

@@ -39,8 +39,8 @@ class ModelMapping(Protocol):
         """Megatron name -> local shape of the parameters of some layers, in Megatron's local layer spec.
 
         first, last: include the parameters of the first stage (embedding) or of the last (final norm, output
-        layer). tensor: tensor-parallel size. vocab_multiple: see ``RankCoordinates``. experts: which part of
-        the experts a rank holds; dense models ignore it, here and below.
+        layer). tensor: tensor-parallel size. vocab_multiple: see ``RankCoordinates``. experts: the experts
+        of a rank; ignored by dense models, also in the methods below.
         """
         ...
 

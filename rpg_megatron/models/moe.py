@@ -1,7 +1,7 @@
-"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel for decoders with a mixture of experts.
+"""Mapping between Hugging Face tensors and Megatron-Core's GPTModel for mixture-of-experts decoders.
 
-Everything but the feed-forward blocks is as in a dense decoder. In Hugging Face files each expert has
-tensors of its own. Megatron numbers a rank's experts from 0; in Transformer Engine's grouped layers they have
+Only the feed-forward blocks differ from a dense decoder. In Hugging Face files each expert has its own
+tensors. Megatron numbers the experts of a rank from 0; in Transformer Engine's grouped layers they have
 other names.
 """
 
@@ -20,7 +20,7 @@ from rpg_megatron.models.partition import (
     ExpertOutputMapping,
     ExpertShard,
     GatedMLPMapping,
-    Part,
+    ParameterMapping,
     RouterMapping,
     Shape,
 )
@@ -118,7 +118,7 @@ class MoEMapping:
         layer, part = found
         return part.pieces(self.shape, f"model.layers.{layer}.", experts.tensor, experts.tensor_rank)
 
-    def _find(self, param_name: str, experts: ExpertShard) -> tuple[int, Part] | None:
+    def _find(self, param_name: str, experts: ExpertShard) -> tuple[int, ParameterMapping] | None:
         """Layer and mapping of a parameter of a router or an expert; None if the dense mapping has it."""
         match = _BLOCK.fullmatch(param_name)
         if not match or not self._has_experts(layer := int(match[1])):
@@ -134,14 +134,15 @@ class MoEMapping:
         held = self._count // experts.parallel
         if number >= held:
             raise MappingError(
-                f"{param_name}: an expert-parallel rank holds {held} of the {self._count} experts, from 0 on"
+                f"{param_name}: an expert-parallel rank holds {held} of the {self._count} experts, numbered "
+                "from 0"
             )
         return layer, self._part(which, experts.rank * held + number)
 
-    def _part(self, which: str, expert: int) -> Part:
+    def _part(self, which: str, expert: int) -> ParameterMapping:
         return GatedMLPMapping(expert) if which == "linear_fc1" else ExpertOutputMapping(expert)
 
-    def _expert_parts(self, experts: Iterable[int]) -> list[Part]:
+    def _expert_parts(self, experts: Iterable[int]) -> list[ParameterMapping]:
         return [self._part(which, e) for e in experts for which in ("linear_fc1", "linear_fc2")]
 
     @property

@@ -8,8 +8,8 @@ Where Megatron-Core and Hugging Face differ:
   and each rank selects its query heads and their group). The bias is split equally.
 - Gate and up projection are one matrix; *each rank's* shard is its gate rows, then its up rows.
 - The output projections are split by columns; norms and routers are replicated.
-- Expert-parallel ranks hold equal numbers of consecutive experts, each with parameters of its own, which the
-  experts' tensor parallelism splits like a feed-forward block.
+- Expert-parallel ranks hold equal numbers of consecutive experts. Each expert has its own parameters, which
+  expert tensor parallelism splits like those of a feed-forward block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """Which of a layer's experts a rank holds, and which part of each."""
+    """The experts of a layer that a rank holds, and its part of each of them."""
 
     parallel: int = 1
     """Expert-parallel size."""
@@ -37,10 +37,10 @@ class ExpertShard:
 
 
 ALL_EXPERTS = ExpertShard()
-"""The shard of every rank without parallelism of experts; also that of dense models."""
+"""The shard of each rank without expert parallelism; also used for dense models."""
 
 
-class Part(Protocol):
+class ParameterMapping(Protocol):
     """The mapping of one parameter of a layer."""
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
@@ -64,15 +64,15 @@ class ReplicatedMapping:
     per_head: bool = False
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return {self.name: self.local_shape(s, 1)}
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return (s.head_dim if self.per_head else s.hidden_size,)
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return [same(layer + self.name, self.local_shape(s, tensor))]
 
 
@@ -83,19 +83,19 @@ class QKVMapping:
     what: str
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return {
             f"self_attn.{name}.{self.what}": (s.num_kv_heads * rows, *self._columns(s))
             for name, rows in self._group(s)
         }
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         rows = s.num_kv_heads * sum(rows for _, rows in self._group(s))
         return (rows // tensor, *self._columns(s))
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         rank_rows = self.local_shape(s, tensor)[0]
         first, end = tensor_rank * rank_rows, (tensor_rank + 1) * rank_rows
         out, at = [], 0  # at: row of the full matrix
@@ -125,16 +125,16 @@ class GatedMLPMapping:
     expert: int | None = None
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         block, columns = _feed_forward(s, self.expert)
         return {f"{block}{name}.weight": (columns, s.hidden_size) for name in ("gate_proj", "up_proj")}
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return (2 * (_feed_forward(s, self.expert)[1] // tensor), s.hidden_size)
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         rows = _feed_forward(s, self.expert)[1] // tensor
         return [
             band(layer + name, tensor_rank * rows, i * rows, (rows, s.hidden_size))
@@ -149,16 +149,16 @@ class RowParallelMapping:
     name: str
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return {self.name: self.local_shape(s, 1)}
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         columns = s.ffn_hidden_size if self.name.startswith("mlp.") else s.num_heads * s.head_dim
         return (s.hidden_size, columns // tensor)
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         local = self.local_shape(s, tensor)
         return [Piece(layer + self.name, Box((0, tensor_rank * local[1]), local), Box.whole(local))]
 
@@ -170,15 +170,15 @@ class ExpertOutputMapping:
     expert: int
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return {f"{_feed_forward(s, self.expert)[0]}down_proj.weight": self.local_shape(s, 1)}
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return (s.hidden_size, _feed_forward(s, self.expert)[1] // tensor)
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         local, (name,) = self.local_shape(s, tensor), self.hf_tensors(s)
         return [Piece(layer + name, Box((0, tensor_rank * local[1]), local), Box.whole(local))]
 
@@ -188,16 +188,16 @@ class RouterMapping:
     """The router of a layer with experts, replicated."""
 
     def hf_tensors(self, s: ModelShape) -> dict[str, Shape]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return {"mlp.gate.weight": self.local_shape(s, 1)}
 
     def local_shape(self, s: ModelShape, tensor: int) -> Shape:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         assert s.experts is not None
         return (s.experts.count, s.hidden_size)
 
     def pieces(self, s: ModelShape, layer: str, tensor: int, tensor_rank: int) -> list[Piece]:
-        """See ``Part``."""
+        """See ``ParameterMapping``."""
         return [same(f"{layer}mlp.gate.weight", self.local_shape(s, tensor))]
 
 

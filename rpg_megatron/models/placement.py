@@ -1,4 +1,4 @@
-"""Which rank holds which slice of a model, and which rank sends it where several hold it. No torch here."""
+"""Which rank holds which slice of a model, and which one sends it if several hold it. No torch here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankCoordinates:
 
     @property
     def shard(self) -> tuple[int, int, int, int]:
-        """Equal for two ranks if and only if they hold the same parameters, with the same values."""
+        """The same for two ranks if and only if they hold the same parameters with the same values."""
         return self.pipeline_rank, self.tensor_rank, self.experts.rank, self.experts.tensor_rank
 
 
@@ -73,12 +73,12 @@ def local_pieces(
 
 
 def assign_owners(mapping: ModelMapping, everyone: Iterable[RankShards]) -> dict[str, list[SliceOwner]]:
-    """HF tensor name -> the slices that make up the tensor, each with one owner; in ``mapping.hf_tensors()``
-    order.
+    """HF tensor name -> the slices of the tensor, each with one owner; in the order of
+    ``mapping.hf_tensors()``.
 
-    Of several ranks that hold the same slice (norms under tensor parallelism, a tied output layer on the last
-    stage, all but experts under expert parallelism, everything under data and context parallelism), the first
-    is chosen, by stage, tensor rank, then the ranks of its experts.
+    If several ranks hold the same slice (norms under tensor parallelism, a tied output layer on the last
+    stage, all but experts under expert parallelism, everything under data and context parallelism), the owner
+    is the first one by stage, tensor rank, expert-parallel rank and expert tensor rank.
     The result is the same on every rank.
     Raises MappingError if a tensor is incomplete, or a parameter has an unexpected name or shape.
     """

@@ -49,12 +49,12 @@ def check_layout(
             f"parallel sizes must be at least 1, got tensor={tensor}, pipeline={pipeline}, virtual={virtual}"
         )
     heads, groups = shape.num_heads, shape.num_kv_heads
-    cut = [(heads, "attention heads")]
+    split = [(heads, "attention heads")]
     if shape.has_dense_layers:
-        cut.append((shape.ffn_hidden_size, "feed-forward columns"))
+        split.append((shape.ffn_hidden_size, "feed-forward columns"))
     if shape.experts is not None and expert_tensor is None:
-        cut.append((shape.experts.ffn_hidden_size, "feed-forward columns of an expert"))
-    for count, what in cut:
+        split.append((shape.experts.ffn_hidden_size, "feed-forward columns of an expert"))
+    for count, what in split:
         if count % tensor:
             problems.append(f"tensor={tensor} does not divide the model's {count} {what}")
     if (
@@ -79,7 +79,7 @@ def check_layout(
         stages = f"pipeline={pipeline}" + (f" x virtual={virtual}" if virtual > 1 else "")
         problems.append(f"the model has {shape.num_layers} layers, fewer than {stages}: each stage needs one")
     if problems:
-        most = math.gcd(*(count for count, _ in cut))
+        most = math.gcd(*(count for count, _ in split))
         fits = [
             n
             for n in range(1, most + 1)
@@ -92,14 +92,14 @@ def check_layout(
 def check_experts(shape: ModelShape, parallel: ParallelSettings, *, device: str) -> None:
     """Raise one UserError that lists every conflict between the model's experts and the trainer's layout.
 
-    device: cpu or cuda. Divisibility of an expert's columns: ``check_layout``.
+    device: cpu or cuda. ``check_layout`` checks that the size of an expert is divisible.
     """
     problems: list[str] = []
-    expert, cut, tensor = parallel.expert, parallel.expert_tensor, parallel.tensor
+    expert, expert_tensor, tensor = parallel.expert, parallel.expert_tensor, parallel.tensor
     if shape.experts is None:
         problems += [
             f"{key}={size}: the model has no experts; set it to 1"
-            for key, size in (("expert", expert), ("expert_tensor", cut))
+            for key, size in (("expert", expert), ("expert_tensor", expert_tensor))
             if size > 1
         ]
     else:
@@ -107,26 +107,27 @@ def check_experts(shape: ModelShape, parallel: ParallelSettings, *, device: str)
             problems.append(f"expert={expert} does not divide the model's {shape.experts.count} experts")
         if tensor > 1 and not parallel.sequence:
             problems.append(
-                f"tensor={tensor} without sequence parallelism is not possible with experts: "
-                "each rank would send every token, which Megatron refuses; set sequence to true"
+                f"tensor={tensor} with experts needs sequence parallelism: without it each rank would send "
+                "every token, which Megatron does not support; set sequence to true"
             )
         if bare := _ranks_without_experts(shape, parallel):
             problems.append(
                 f"pipeline={parallel.pipeline}: all layers of pipeline rank {bare[0]} are dense; its "
-                "optimizer would have other parts than the rest, and no checkpoint could be resumed; lower "
+                "optimizer state would have a different structure, and no checkpoint could be resumed; lower "
                 "pipeline, or raise virtual"
             )
-        if device == "cpu" and cut > 1 and (expert > 1 or tensor % cut):
-            # Ranks that share an expert then have different numbers of tokens, which gloo cannot gather.
+        if device == "cpu" and expert_tensor > 1 and (expert > 1 or tensor % expert_tensor):
+            # The ranks of an expert would have different numbers of tokens, which gloo cannot gather.
             problems.append(
-                f"expert_tensor={cut} on a CPU needs expert=1 and must divide tensor ({tensor}); set it to 1"
+                f"expert_tensor={expert_tensor} on a CPU needs expert=1 and must divide tensor ({tensor}); "
+                "set it to 1"
             )
     if problems:
         raise UserError("; ".join(problems))
 
 
 def _ranks_without_experts(shape: ModelShape, parallel: ParallelSettings) -> list[int]:
-    """Pipeline ranks that hold no layer with experts; none if there are fewer layers than stages."""
+    """Pipeline ranks without a layer with experts; empty if there are fewer layers than stages."""
     stages = parallel.pipeline * parallel.virtual
     if stages > shape.num_layers:
         return []

@@ -1,4 +1,4 @@
-"""Losses as pure functions of tensors, and what advantages are made of."""
+"""Losses as pure functions of tensors, and the parts of advantages."""
 
 from rpg_megatron.objectives.aggregate import Aggregation, aggregate
 from rpg_megatron.objectives.baselines import (

@@ -1,4 +1,4 @@
-"""What advantages are made of: group means, group deviations, whitening, a KL in the reward. Float64."""
+"""Parts of advantages, in float64: group means and deviations, whitening, the KL in the reward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Integers = NDArray[Any]
 def centre(rewards: Floats, group: Integers) -> tuple[Floats, Integers, Floats]:
     """Rewards minus their group's mean [N]; each response's group number [N]; each group's size.
 
-    group: integer labels [N], any values. A group of one has nothing to compare with: its baseline is 0, so
-    the reward counts as it is. A group of equal rewards gives exactly 0. Raises ValueError if shapes differ.
+    rewards: [N]. group: integer labels [N], any values. The baseline of a group of one is 0, so its reward is
+    unchanged. A group of equal rewards gives exactly 0. Raises ValueError if shapes differ.
     """
     if rewards.ndim != 1 or rewards.shape != group.shape:
-        raise ValueError(f"rewards {rewards.shape} and groups {group.shape} must be alike and 1-d")
+        raise ValueError(f"rewards {rewards.shape} and groups {group.shape} must have the same 1-d shape")
     _, member = np.unique(group, return_inverse=True)
     count = np.bincount(member).astype(np.float64)
-    # Differences to one of the group's rewards are averaged: equal rewards then give 0, not a rounding error.
+    # Averages differences to one of the group's rewards: equal rewards then give 0, not a rounding error.
     some = np.empty_like(count)
     some[member] = rewards
     shifted = rewards - some[member]
@@ -32,7 +32,10 @@ def centre(rewards: Floats, group: Integers) -> tuple[Floats, Integers, Floats]:
 
 
 def group_deviation(centred: Floats, member: Integers, count: Floats) -> Floats:
-    """Unbiased standard deviation of each response's group, [N]; 1 in a group of one. Of centre's results."""
+    """Unbiased standard deviation of each response's group, [N]; 1 for a group of one.
+
+    centred, member, count: the results of ``centre``.
+    """
     variance = np.bincount(member, np.square(centred))[member] / np.maximum(count - 1, 1)[member]
     return np.where(count[member] > 1, np.sqrt(variance), 1.0)
 
@@ -40,10 +43,10 @@ def group_deviation(centred: Floats, member: Integers, count: Floats) -> Floats:
 def whiten(values: Floats, lengths: Integers) -> Floats:
     """Zero mean and unit variance over tokens, each response's value counted once for each of its tokens.
 
-    Shapes: [N] each, and the result. Raises ValueError if they differ.
+    Shapes: values, lengths and the result are [N]. Raises ValueError if they differ.
     """
     if lengths.shape != values.shape:
-        raise ValueError(f"values {values.shape} and lengths {lengths.shape} must be alike")
+        raise ValueError(f"values {values.shape} and lengths {lengths.shape} must have the same shape")
     weight = lengths.astype(np.float64)
     tokens = weight.sum()
     mean = (values * weight).sum() / tokens
@@ -56,8 +59,8 @@ def response_kl(old: NDArray[Any], anchor: NDArray[Any], estimator: Literal["k1"
     """Estimate of the reverse KL(old || anchor) of one response, in nats: the sum over its tokens.
 
     old, anchor: log-probs of its tokens under the policy that sampled them and the anchor, [R]. With the log-
-    ratio d = old - anchor: ``k1`` is d, and subtracted from the reward it has the gradient of the KL; ``k3``,
-    exp(-d) - 1 + d, is never negative, varies less, and has not.
+    ratio d = old - anchor, ``k1`` is d; subtracted from the reward, it gives the gradient of the KL. ``k3``
+    is exp(-d) - 1 + d; it is never negative and has less variance, but does not give that gradient.
     """
     ratio = old.astype(np.float64) - anchor
     if estimator == "k1":

@@ -24,7 +24,7 @@ def aggregate(
 
     Shapes: per_token [tokens], sequences [tokens] integer labels -> a scalar and an int64 scalar. Whoever
     holds several micro-batches, data or context ranks adds both up over all of them and divides once; then
-    the gradient does not depend on how the batch was cut, provided that no sequence is cut.
+    the gradient does not depend on how the batch is split, provided that no sequence is split.
 
     ``token_mean``: every token counts alike. ``sequence_mean``: every sequence counts alike, its tokens share
     its weight. ``constant``: every sequence's sum is divided by ``constant`` (Dr.GRPO: the largest response

@@ -1,8 +1,7 @@
-"""The losses that RPG is compared with, each as its own authors or the scripts of arXiv 2505.17508 run it.
+"""Baseline losses for RPG, each as published by its authors or as in the scripts of arXiv 2505.17508.
 
-All take log-probs (nats) and advantages of one shape, one value a token, and give the loss of each token
-unreduced. What else belongs to a method (its advantage, its aggregation) is chosen beside the loss: see
-docs/objectives.md.
+All take log-probs (nats) and advantages of the same shape, one value per token, and return the unreduced loss
+of each token. Advantage and aggregation of a method are configured separately: see docs/objectives.md.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def ppo_loss(
 ) -> LossOutput:
     """PPO's dual-clip loss, with or without an additive KL term.
 
-    Shapes: all alike. ``kl``: ``k1`` and ``k3`` are added to samples of the old policy without a ratio, as
+    Shapes: all the same. ``kl``: ``k1`` and ``k3`` are added to samples of the old policy without a ratio, as
     GRPO and the scripted REINFORCE++ do. Neither has the gradient of the reverse KL: k3's, on-policy, is that
     of the forward KL, and k1's is minus that of KL(old || p). ``k3_weighted`` carries the ratio,
     differentiably, and is exact.
@@ -138,10 +137,10 @@ def gspo_loss(
     high: float = 4e-4,
     sequence_count: int | None = None,
 ) -> LossOutput:
-    """GSPO: one ratio a sequence, the geometric mean of its tokens', clipped as PPO does.
+    """GSPO: one ratio per sequence, the geometric mean over its tokens, clipped as in PPO.
 
-    Shapes: all [tokens]; ``sequences`` integer labels, each sequence's tokens all present;
-    ``sequence_count``: as in ``sequence_lengths``. Every token carries its sequence's loss, so aggregate by
+    Shapes: all [tokens]; ``sequences`` integer labels, with all tokens of each sequence present;
+    ``sequence_count``: as in ``sequence_lengths``. Every token has the loss of its sequence, so aggregate by
     sequence mean. Errors: as ``ppo_loss``. Source: arXiv 2507.18071.
     """
     require_alike(logp, old_logp=old_logp, advantages=advantages)

@@ -1,4 +1,4 @@
-"""What a loss is given besides the log-probs, and what it returns."""
+"""Interface of a loss: its inputs besides the log-probs, and its output."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class ResponseTokens:
     sequences: Tensor
     """int64: index of the token's response in the micro-batch."""
     sequence_count: int | None = None
-    """Number of responses; ``sequences`` lie below it. None: unknown, ``sequences`` may be any labels."""
+    """Number of responses; ``sequences`` are smaller. None: unknown, ``sequences`` may be any labels."""
     entropy: Tensor | None = None
-    """float32, nats, with gradient: entropy of the policy where it sampled the token. None without
+    """float32, nats, with gradient: entropy of the policy's distribution of the token. None without
     ``objective.entropy_bonus``."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """``per_token``: the loss, unreduced, shaped as the log-probs. ``metrics``: of the same shape, any names.
+    """``per_token``: the unreduced loss, shaped like the log-probs. ``metrics``: the same shape, any names.
 
     No metric is required. A name that ends in ``_max`` is reduced by the maximum over tokens, any other by
-    the mean; ``token_metrics.metric_key`` gives the key in metrics.jsonl. Our losses have ``ratio`` and
+    the mean; ``token_metrics.metric_key`` gives the key in metrics.jsonl. Built-in losses have ``ratio`` and
     ``ratio_max`` (w), ``kl`` and ``kl_old`` (unnormalised reverse KL to the anchor and to the old policy,
     nats), ``clip_high``, ``clip_low``, ``clip_c`` (1 where that bound acted) and ``clamped`` (1 where a
-    log-ratio was beyond the limit).
+    log-ratio was outside the limit).
     """
 
     per_token: Tensor

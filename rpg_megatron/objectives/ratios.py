@@ -14,7 +14,7 @@ def require_alike(logp: Tensor, **others: Tensor) -> None:
     for name, x in others.items():
         if x.shape != logp.shape:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, logp has {tuple(logp.shape)}; they must be alike"
+                f"{name} has shape {tuple(x.shape)}, logp has {tuple(logp.shape)}; they must be the same"
             )
     checks = {name: torch.isfinite(x) for name, x in {"logp": logp, **others}.items()}
     # One answer for all of them: on a GPU the host waits for each.

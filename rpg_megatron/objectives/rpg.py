@@ -35,22 +35,23 @@ def rpg_loss(
 ) -> LossOutput:
     """Loss of each token, to be minimised; its mean over valid tokens is the surrogate objective.
 
-    Shapes: ``logp`` (carries the gradient), ``old_logp``, ``anchor_logp`` (nats) and ``advantages`` are
-    alike, any number of dimensions; float32 or float64. Nothing is masked or reduced here: pass valid tokens
+    Shapes: ``logp`` (has the gradient), ``old_logp``, ``anchor_logp`` (nats) and ``advantages`` have the same
+    shape, any number of dimensions; float32 or float64. Nothing is masked or reduced here: pass valid tokens
     only, or mask the result.
 
-    ``folded`` puts the KL component into the weight that the clip judges and drops (section 3.3, algorithm
-    2); ``additive`` clips the reward part alone. None: reinforce folds, differentiable adds, as the paper's
-    algorithm 2 and the released code do. ``anchor_logp`` None: the anchor is the old policy.
+    ``folded`` adds the KL component to the weight before clipping (section 3.3, algorithm 2); ``additive``
+    clips only the reward part. None: folded for reinforce, additive for differentiable, as in the paper's
+    algorithm 2 and the released code. ``anchor_logp`` None: the anchor is the old policy.
 
-    ``sequences`` (integer labels, 1-d as then all else is): one ratio for each sequence, the product of its
-    tokens', instead of one a token. Exact off-policy for all divergences, where the token-level loss is exact
-    only at the old policy (reverse) or up to a frozen prefix distribution; its variance grows with the
-    length. A sequence's losses then add up to the sequence's, so the mean over tokens is the sum over
-    sequences, over the token count. ``sequence_count``: as in ``sequence_lengths``.
+    ``sequences`` (integer labels; all inputs are then 1-d): one ratio per sequence, the product over its
+    tokens, instead of one per token. This is exact off-policy for all divergences. The token-level loss is
+    exact only at the old policy (reverse divergences), or for a fixed distribution of prefixes; the variance
+    of the sequence-level loss grows with the length. The losses of a sequence's tokens sum to the loss of the
+    sequence, so the mean over tokens is the sum over sequences divided by the token count.
+    ``sequence_count``: as in ``sequence_lengths``.
 
-    A folded differentiable loss has its regularised advantage detached: with the gradient flowing through it,
-    as algorithm 1 reads literally, the KL gradient of the forward divergences would be lost.
+    The regularised advantage of a folded differentiable loss is detached: with a gradient through it, as
+    algorithm 1 reads literally, the KL gradient of the forward divergences would be lost.
 
     Raises ValueError if shapes differ or a log-prob is not finite; the message names the token.
     Source: arXiv 2505.17508, tables 1, 2 and 4; section 3.3; algorithms 1 and 2.
@@ -65,14 +66,14 @@ def rpg_loss(
     old, anchor, advantage = old_logp.detach(), anchor.detach(), advantages.detach()
 
     ratios = [logp - old, logp - anchor, anchor - old]
-    share: Tensor | float = 1.0  # of its sequence's loss that a token carries
+    share: Tensor | float = 1.0  # of the loss of a token's sequence
     if sequences is not None:
         sums = [sequence_sum(x, sequences, sequence_count) for x in ratios]
         ratios, share = [total for total, _ in sums], 1.0 / sums[0][1]
     (log_w, clamped_w), (log_u, clamped_u), (log_v, clamped_v) = (clamp_log_ratio(x) for x in ratios)
     w, v = log_w.exp(), log_v.exp()
 
-    # The weight of grad log p: w A + C when folded, w A alone when the KL stands outside the clip.
+    # The weight of grad log p: w A + C when folded, w A when the KL is outside the clip.
     with torch.no_grad():
         if clip is not None and clip.kind == "truncate":
             w_used = clip.clamp(w)
@@ -103,8 +104,8 @@ def rpg_loss(
         elif clip.kind == "dual":
             loss = dual_clip_loss(w, regularised, clip)
         else:
-            # The value of the clamped ratio with the gradient of log p, so that a truncated token still
-            # learns.
+            # The value of the clamped ratio with the gradient of log p, so that a truncated token keeps its
+            # gradient.
             score = logp if sequences is None else sequence_sum(logp, sequences, sequence_count)[0]
             loss = -w_used * (score - score.detach() + 1) * regularised
         if placement == "additive":

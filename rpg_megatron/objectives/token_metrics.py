@@ -1,6 +1,6 @@
 """Metrics of a loss: one value per response token, under names that the loss chooses.
 
-All are reduced to one number per step: by the maximum if the name ends in ``_max``, else by the mean over
+Each is reduced to one number per step: by the maximum if the name ends in ``_max``, else by the mean over
 response tokens.
 """
 
@@ -24,11 +24,11 @@ _KEYS = {
     "correction_ratio": "correction/ratio_mean",
     "correction_hit": "correction/hit_frac",
 }
-"""Names in our losses -> keys in metrics.jsonl. A loss may use these names or any others."""
+"""Names in built-in losses -> keys in metrics.jsonl. A loss may use these names or any others."""
 
 
 def metric_key(name: str) -> str:
-    """The key in metrics.jsonl of a loss's metric: that of our losses' metrics, else ``objective/<name>``."""
+    """Key in metrics.jsonl of a metric of a loss: as in built-in losses, else ``objective/<name>``."""
     return _KEYS.get(name, f"objective/{name}")
 
 
@@ -40,10 +40,10 @@ def takes_maximum(name: str) -> bool:
 def ratio_metrics(
     w: Tensor, log_u: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor, Tensor], clamped: Tensor
 ) -> dict[str, Tensor]:
-    """The metrics that our losses share; shapes alike, all detached.
+    """The metrics that all built-in losses have; the same shape, detached.
 
     ``w``, ``log_u``, ``v``: as in ``kl_component``; bounds: boolean masks of where the bounds high, low and c
-    acted; clamped: where a log-ratio was beyond the limit.
+    acted; clamped: where a log-ratio was outside the limit.
     """
     with torch.no_grad():
         high, low, cut = bounds

@@ -12,7 +12,7 @@ from rpg_megatron.config.objective import AnchorSettings
 from rpg_megatron.policy import host_memory
 
 _PART = 1 << 24
-"""Elements that are swapped at a time, and the extra memory on the device."""
+"""Number of elements swapped at a time, which bounds the extra memory on the device."""
 
 
 class HeldAnchor:

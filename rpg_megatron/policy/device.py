@@ -81,8 +81,8 @@ def start_device(device: str) -> torch.device:
         # Activation recompute saves this state; Megatron saves the CPU generator's state as well.
         megatron_random._get_cuda_rng_state = lambda *a, **k: torch.empty(0)
         megatron_random._set_cuda_rng_state = lambda *a, **k: None
-        # Experts: the dispatcher copies the counts of tokens to the host on a stream of its own, and turns
-        # them into lists, as gloo needs them, only where it has copied.
+        # Experts: the dispatcher copies the token counts to the host on a separate stream, and converts them
+        # to lists, which gloo needs, only if it has copied them.
         torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment,return-value]
         megatron_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
         megatron_dispatcher.maybe_move_tensor_to_cpu = _to_host
@@ -93,16 +93,16 @@ def start_device(device: str) -> torch.device:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What Megatron's function of this purpose returns for a tensor on a GPU. ``tensor`` may be None."""
+    """Replaces ``maybe_move_tensor_to_cpu``: as for a tensor on a GPU. ``tensor`` may be None."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def start_process_group(device: torch.device) -> None:
-    """Join the job's process group (environment: RANK, WORLD_SIZE, and where the ranks meet).
+    """Join the job's process group (environment: RANK, WORLD_SIZE, and the rendezvous).
 
-    On one node they meet in a file in a private folder (RPG_RENDEZVOUS), on several at a TCP port
-    (MASTER_ADDR, MASTER_PORT): torch's TCP store has no authentication, so any user who reaches the port can
-    read and change what ranks tell each other.
+    The rendezvous is a file in a private folder on one node (RPG_RENDEZVOUS), and a TCP port on several nodes
+    (MASTER_ADDR, MASTER_PORT). Torch's TCP store has no authentication: any user who can reach the port can
+    read and change the messages between ranks.
 
     Also creates the control group, a gloo group for objects and barriers (``system.collectives``). The device
     is not bound to the group: torch would then create a communicator for each of Megatron's groups at once,

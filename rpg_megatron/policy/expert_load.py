@@ -1,4 +1,4 @@
-"""How evenly a mixture's routers share out the tokens over the experts."""
+"""Load balance of a mixture of experts: how evenly routers distribute tokens over experts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,29 @@ from torch import nn
 from rpg_megatron.config.model_shape import ModelShape
 
 Counts = dict[int, torch.Tensor]
-"""Layer, counted from 0 -> tokens that chose each of its experts: [experts], int64."""
+"""Layer, counted from 0 -> tokens routed to each of its experts: [experts], int64."""
+
+
+def layers_with_experts(chunks: Iterable[nn.Module]) -> Iterator[tuple[int, Any]]:
+    """This rank's layers with experts, each with its index in the whole model, counted from 0."""
+    for chunk in chunks:
+        decoder: Any = chunk.decoder
+        for layer in decoder.layers:
+            if hasattr(layer.mlp, "router"):
+                yield layer.layer_number - 1, layer  # Megatron counts from 1
 
 
 @contextmanager
 def counted_routes(chunks: Iterable[nn.Module]) -> Iterator[Counts]:
-    """Count the choices of this rank's routers in the forward passes within the block.
+    """Count the tokens routed to each expert by this rank, in forward passes within the block.
 
-    A rank routes its own tokens only, so the sum over all ranks counts each token once, tokens of padding
-    included.
+    A rank routes only its own tokens, so the sum over all ranks counts each token once, including padding.
     """
     counts: Counts = {}
-    handles = []
-    for chunk in chunks:
-        decoder: Any = chunk.decoder
-        for layer in decoder.layers:
-            if (router := getattr(layer.mlp, "router", None)) is not None:
-                handles.append(router.register_forward_hook(_counter(counts, layer.layer_number - 1)))
+    handles = [
+        layer.mlp.router.register_forward_hook(_counter(counts, index))
+        for index, layer in layers_with_experts(chunks)
+    ]
     try:
         yield counts
     finally:
@@ -48,22 +54,22 @@ def _counter(counts: Counts, layer: int) -> Any:
 
 
 def counts_matrix(counts: Counts, shape: ModelShape) -> NDArray[np.float64]:
-    """The counts of this rank, 0 for layers of other stages: [layers with experts, experts]."""
+    """The counts of this rank, 0 for layers of other stages: float64 [layers with experts, experts]."""
     e = shape.experts
     assert e is not None
     found = np.zeros((len(e.layers), e.count))
     here = [row for row, layer in enumerate(e.layers) if layer in counts]
-    if here:  # one copy from the device, not one a layer
+    if here:  # one copy from the device, not one per layer
         found[here] = torch.stack([counts[e.layers[row]] for row in here]).cpu().numpy()
     return found
 
 
 def load_metrics(counts: NDArray[np.float64], layers: tuple[int, ...]) -> dict[str, float]:
-    """Metrics of a step from the counts of all ranks: [layers with experts, experts]. layers: their indices.
+    """Metrics of a step. counts: sums over all ranks, [layers with experts, experts]; layers: their indices.
 
-    ``moe/load_*``: tokens of the layer's busiest expert over the mean, 1 if all have as many.
-    ``moe/entropy_*``: entropy of the shares over that of equal ones, 0 to 1. ``moe/dead_experts``: experts
-    without a token, of all layers. Empty if nothing was routed.
+    ``moe/load_*``: tokens of the busiest expert of a layer relative to the mean, 1 if all are equal.
+    ``moe/entropy_*``: entropy of the tokens' distribution over experts, relative to the maximum: 0 to 1.
+    ``moe/dead_experts``: number of experts without a token, in all layers. Empty if nothing was routed.
     """
     totals = counts.sum(1)
     if not totals.all():

@@ -29,7 +29,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; shape and dtype stay."""
+        """Normalise the last dimension; shape and dtype do not change."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
@@ -60,8 +60,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Rotary(torch.nn.Module):
     """Rotary position embedding of packed rows, bit-identical to Megatron's.
 
-    Megatron's unfused embedding loops over the sequences and takes cosines and sines for each. This one takes
-    them once for all sequences and layers.
+    Megatron's unfused embedding loops over the sequences and computes cosines and sines for each. This one
+    computes them once for all sequences and layers.
     """
 
     def __init__(self, frequencies: Tensor) -> None:
@@ -71,7 +71,7 @@ class Rotary(torch.nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
-        """Rotate query [c, heads, d] and key [c, kv_heads, d] by their positions; shapes and dtypes stay."""
+        """Rotate query [c, heads, d] and key [c, kv_heads, d] by position; shapes and dtypes are kept."""
         if packed.rotary is None:
             angles = torch.outer(packed.positions.float(), self.frequencies)[:, None]
             packed.rotary = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
@@ -82,10 +82,10 @@ class Rotary(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Rotary embedding and causal attention of each packed sequence, by torch's scaled_dot_product_attention.
 
-    Megatron's local attention does not support packed sequences. Sequences of like length share a call, with
-    a few tokens of padding after each, which nothing attends to: no mask over all tokens. Dropout is not
-    supported. With context parallelism a rank has two chunks of each sequence's queries and gathers all keys
-    and values.
+    Megatron's local attention does not support packed sequences. Sequences of similar length share a call.
+    Each is padded at its end, where no real token attends, so no mask over all tokens is needed. Dropout is
+    not supported. With context parallelism a rank has two chunks of the queries of each sequence, and gathers
+    all keys and values.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PackedAttention(torch.nn.Module):
         groups = row.groups
         if groups.padded is not None:
             query, key, value = (x.index_select(0, groups.padded) for x in (query, key, value))
-        # split instead of slices: its backward is one concatenation, that of each slice a zero tensor of full
+        # split, not slices: its backward is one concatenation; each slice would create a zero tensor of full
         # size.
         sizes = [n * longest for n, longest in groups.shapes]
         parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), groups.shapes, strict=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Computes logits by chunks of tokens, in forward and again in backward; the vocabulary is split over TP
-    ranks.
+    """Computes logits in chunks of tokens, in forward and again in backward.
 
-    The gradient of ``hidden`` is this rank's part of a sum, which Megatron's region mapping computes.
+    The vocabulary is split over the tensor-parallel ranks. The gradient of ``hidden`` is this rank's part of
+    a sum, which Megatron's region mapping computes.
     """
 
     @staticmethod
@@ -130,7 +130,7 @@ def token_logprobs(
     group: Any = None,
     target_range: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target under softmax(hidden @ weight.T / temperature), and the entropy of it.
+    """Log-probability of each target under softmax(hidden @ weight.T / temperature), and its entropy.
 
     Shapes: hidden [tokens, hidden], weight [padded vocab / tp, hidden], targets [tokens] int64 -> two of
     [tokens], float32, nats. ``vocab`` is the true vocabulary size; padding rows after it have probability 0.

@@ -19,27 +19,27 @@ from rpg_megatron.data.trajectory import Trajectory, route_dtype
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.context_parallel import zigzag_places
 
-_MOST_PADDING = 4 / 3
-"""Largest ratio of padded to real tokens in a group of sequences that share a call of attention: for short
+_MAX_PADDING = 4 / 3
+"""Maximum ratio of padded to real tokens in a group of sequences that share one attention call: for short
 sequences a call costs more than the padding.
 """
-_LIKE = 64
-"""Lengths in a group differ by at most this many tokens, since the cost of attention is quadratic."""
+_MAX_LENGTH_GAP = 64
+"""Maximum difference of the lengths in a group, in tokens, since the cost of attention is quadratic."""
 
 
 @dataclass
 class MicroBatchRoutes:
-    """The experts that router replay chooses for the c tokens of a micro-batch on this context rank."""
+    """The experts that router replay assigns to the c tokens of a micro-batch on this context rank."""
 
     experts: Tensor
     """uint8 or int16 [layers with experts, c, experts of a token]. Those of padding are arbitrary."""
     real: Tensor
     """bool [c]: the token is not padding."""
     changed: Tensor | None = None
-    """int32 [c], from ``watch`` on: in how many of this rank's layers the router would have chosen others."""
+    """int32 [c], after ``start_counting``: in how many of this rank's layers the router's choice differs."""
 
-    def watch(self) -> None:
-        """Begin to count in ``changed``. For one pass without recomputation, which would count twice."""
+    def start_counting(self) -> None:
+        """Count in ``changed`` from now on. For one pass without recomputation, which would count twice."""
         self.changed = torch.zeros_like(self.real, dtype=torch.int32)
 
 
@@ -59,14 +59,14 @@ class PackedSequences(PackedSeqParams):
     """The experts of each token; None: the routers choose them."""
 
     @cached_property
-    def groups(self) -> LikeLengths:
-        """The sequences in groups of like length, on the device of ``positions``."""
-        return group_like_lengths(self.lengths, self.positions.device)
+    def groups(self) -> LengthGroups:
+        """The sequences grouped by length, on the device of ``positions``."""
+        return group_by_length(self.lengths, self.positions.device)
 
 
 @dataclass(frozen=True)
-class LikeLengths:
-    """Sequences of a row in groups of like length, each group padded to its longest sequence."""
+class LengthGroups:
+    """Sequences of a row, grouped by length; each group is padded to its longest sequence."""
 
     shapes: list[tuple[int, int]]
     """(sequences, length of the longest) of each group."""
@@ -78,8 +78,8 @@ class LikeLengths:
     """int64 [t]: for each position of the row, its index in ``padded``."""
 
 
-def group_like_lengths(lengths: Sequence[int], device: torch.device) -> LikeLengths:
-    """Group sequences of a row by length, the shortest first; see ``_MOST_PADDING`` and ``_LIKE``."""
+def group_by_length(lengths: Sequence[int], device: torch.device) -> LengthGroups:
+    """Group sequences of a row by length, shortest first; see ``_MAX_PADDING`` and ``_MAX_LENGTH_GAP``."""
     sizes = np.array(lengths, np.int64)
     starts = np.cumsum(sizes) - sizes
     members: list[list[int]] = []
@@ -87,14 +87,18 @@ def group_like_lengths(lengths: Sequence[int], device: torch.device) -> LikeLeng
     for i in np.argsort(sizes, kind="stable").tolist():
         n = lengths[i]
         group = members[-1] if members else []
-        if group and n - lengths[group[0]] <= _LIKE and n * (len(group) + 1) <= _MOST_PADDING * (total + n):
+        if (
+            group
+            and n - lengths[group[0]] <= _MAX_LENGTH_GAP
+            and n * (len(group) + 1) <= _MAX_PADDING * (total + n)
+        ):
             group.append(i)
             total += n
         else:
             members.append([i])
             total = n
     if all(len(m) == 1 for m in members):
-        return LikeLengths([(1, n) for n in lengths], None, None)
+        return LengthGroups([(1, n) for n in lengths], None, None)
     shapes, padded, restored, offset = [], [], np.empty(sizes.sum(), np.int64), 0
     for m in members:
         own = sizes[m, None]
@@ -105,7 +109,7 @@ def group_like_lengths(lengths: Sequence[int], device: torch.device) -> LikeLeng
         shapes.append(rows.shape)
         padded.append(rows.ravel())
         offset += rows.size
-    return LikeLengths(shapes, _copy(np.concatenate(padded), device), _copy(restored, device))
+    return LengthGroups(shapes, _copy(np.concatenate(padded), device), _copy(restored, device))
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,8 @@ class MicroBatch:
     padding: Tensor
     """bool [1, c]: no token of a trajectory."""
     mask: Tensor
-    """bool [t]: the label is a response token to learn from."""
-    learnt: Tensor
+    """bool [t]: the label is a response token that is in the loss."""
+    loss_positions: Tensor
     """int64 [n]: positions where the mask is set, ascending. Indexing with the mask itself would make the
     host wait for the device.
     """
@@ -153,10 +157,10 @@ class MicroBatch:
         return sum(self.packed.lengths)
 
     def without_routes(self) -> MicroBatch:
-        """The same tokens, with experts as the routers choose them."""
+        """The same tokens, with the experts chosen by the routers."""
         return replace(self, packed=replace(self.packed, routes=None))
 
-    def used(self) -> Tensor:
+    def real_positions(self) -> Tensor:
         """Positions that are not padding: int64, ascending, on the CPU."""
         starts = np.cumsum([0, *self.packed.lengths])
         parts = [s + np.arange(t.length - 1) for s, t in zip(starts, self.trajectories, strict=False)]
@@ -165,11 +169,11 @@ class MicroBatch:
     def response_tokens(self) -> ResponseTokens:
         """The loss's inputs at the positions of the mask, in order."""
         return ResponseTokens(
-            old=self.old.index_select(0, self.learnt),
-            anchor=self.anchor.index_select(0, self.learnt),
-            behaviour=self.behaviour.index_select(0, self.learnt),
-            advantages=self.advantage.index_select(0, self.learnt),
-            sequences=self.sequence.index_select(0, self.learnt),
+            old=self.old.index_select(0, self.loss_positions),
+            anchor=self.anchor.index_select(0, self.loss_positions),
+            behaviour=self.behaviour.index_select(0, self.loss_positions),
+            advantages=self.advantage.index_select(0, self.loss_positions),
+            sequences=self.sequence.index_select(0, self.loss_positions),
             sequence_count=len(self.trajectories),
         )
 
@@ -192,13 +196,13 @@ def make_micro_batch(
     mask_truncated: bool = False,
     experts: ExpertShape | None = None,
 ) -> MicroBatch:
-    """Pack full trajectories; without any, a row without response tokens, for a rank that has no work.
+    """Pack complete trajectories into a row; without any, a row of padding, for a rank without work.
 
     align: the positions on each context rank are padded to a multiple of this; sequence parallelism needs the
     tensor-parallel size. context: number of context ranks; each sequence is padded to a multiple of twice
     this number. Padding follows a sequence: nothing attends to it and it is not in the loss. mask_truncated:
-    exclude truncated responses from the loss; they are scored all the same. experts: replay the trajectories'
-    routes, which all or none of them have.
+    exclude truncated responses from the loss; their log-probs are still computed. experts: replay the
+    routes of the trajectories, which all or none of them have.
     Raises ValueError if some have routes and some do not.
     """
     lengths = [fill_length(t.length - 1, context) for t in trajectories] or [fill_length(1, context)]
@@ -237,7 +241,7 @@ def make_micro_batch(
         positions=packed.positions[None],
         padding=_copy(padding[mine], device)[None],
         mask=_copy(mask, device),
-        learnt=_copy(np.flatnonzero(mask), device),
+        loss_positions=_copy(np.flatnonzero(mask), device),
         label_range=(int(ints["labels"].min()), int(ints["labels"].max())),
         **{name: _copy(x, device) for name, x in floats.items()},
         packed=packed,
@@ -253,7 +257,7 @@ def _pack_routes(
 ) -> MicroBatchRoutes:
     """The routes at the positions ``mine`` of a row of sequences of these lengths, padding included."""
     size, topk = sum(lengths), experts.per_token
-    # Any experts will do for padding, as long as a token's are different ones; these spread the work.
+    # Padding may use any experts, as long as those of one token differ. These spread the work evenly.
     spread = (np.arange(size)[:, None] * topk + np.arange(topk)) % experts.count
     rows = np.repeat(spread.astype(route_dtype(experts.count))[:, None], len(experts.layers), axis=1)
     real = np.zeros(size, bool)

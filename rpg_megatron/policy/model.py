@@ -38,7 +38,7 @@ from rpg_megatron.system.dtypes import torch_dtype
 CPU = torch.device("cpu")
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # The largest activations: dense feed-forward blocks, and whole layers of experts with their router.
+    # The largest activations: dense feed-forward blocks, and experts with their router.
     # Attention keeps no score matrix, so recomputing it saves little; Megatron recomputes norms with
     # Transformer Engine only.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
@@ -144,7 +144,7 @@ def start_mesh(parallel: ParallelSettings) -> Mesh:
 
 
 def _virtual(parallel: ParallelSettings) -> int | None:
-    """None for 1: Megatron chooses the interleaved schedule for any number, 1 included."""
+    """None for 1: Megatron chooses the interleaved schedule for any number, including 1."""
     return parallel.virtual if parallel.virtual > 1 else None
 
 
@@ -218,7 +218,7 @@ def transformer_config(
         # parallelism. Local layers ignore it, but a process can set it only once.
         attention_backend=AttnBackend.fused,
         # The interleaved schedule sends in both directions of the ring. With two stages, each is the other's
-        # neighbour on both sides, and in one batched call an activation and a gradient could be mixed up.
+        # neighbour on both sides, and one batched call could confuse an activation with a gradient.
         overlap_p2p_comm=parallel.virtual > 1,
         batch_p2p_comm=parallel.virtual == 1,
         batch_p2p_sync=False,
@@ -229,8 +229,8 @@ def transformer_config(
         **_expert_fields(shape, parallel, fused),
         # Micro-batches are packed to a token budget, so their lengths differ.
         variable_seq_lengths=parallel.pipeline > 1,
-        # Required by variable_seq_lengths, also for dense models. The other one, allgather, needs the same
-        # number of tokens on every rank, which packed micro-batches do not have.
+        # Required by variable_seq_lengths, also for dense models. The alternative, allgather, needs the same
+        # number of tokens on every rank, which packed micro-batches do not provide.
         moe_token_dispatcher_type="alltoall",
         # Losses are sums; gradients are divided once by the token count of the whole mini-batch.
         calculate_per_token_loss=True,
@@ -248,11 +248,11 @@ def _expert_fields(shape: ModelShape, parallel: ParallelSettings, fused: bool) -
         "moe_layer_freq": [int(layer in e.layers) for layer in range(shape.num_layers)],
         "moe_ffn_hidden_size": e.ffn_hidden_size,
         "moe_router_topk": e.per_token,
-        # Softmax over the chosen experts' logits equals a softmax over all that is normalised afterwards.
+        # A softmax over the chosen experts' logits equals a softmax over all, normalised afterwards.
         "moe_router_pre_softmax": not e.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # see router_aux_loss
-        "moe_grouped_gemm": fused,  # in one kernel, which is Transformer Engine's
+        "moe_grouped_gemm": fused,  # one kernel for all experts, from Transformer Engine
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
     }
@@ -338,16 +338,16 @@ def build_model(
             gpt.rotary_pos_emb.inv_freq = rotary_frequencies(shape)
         for name, parameter in gpt.named_parameters():
             if ".experts." in name:
-                # Reduced over the ranks that hold the same experts. Megatron sets the mark only under expert
-                # parallelism; set everywhere, all layouts have the same parts of the optimizer, and so
-                # checkpoints load from one into another.
+                # Reduced over the ranks that hold the same experts. Megatron sets this only with expert
+                # parallelism. Set always, so that optimizers of all layouts have the same structure and their
+                # checkpoints are interchangeable.
                 parameter.allreduce = False
         chunks.append(gpt)
     return chunks
 
 
 def _kinds_of_layers(shape: ModelShape) -> set[bool]:
-    """Whether layers have experts: of some, of all or of none."""
+    """The kinds of layers of a model: True with experts, False dense."""
     return {shape.has_experts(layer) for layer in range(shape.num_layers)}
 
 

@@ -1,4 +1,4 @@
-"""Off-loads optimizer state to host memory and frees gradients while colocated engines use the GPU."""
+"""Offloads optimizer state to host memory and frees gradients while colocated engines use the GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StateOffloader:
 
     @torch.no_grad()
     def offload(self) -> int:
-        """Free the device memory; returns the bytes moved to host memory, 0 if they are there already.
+        """Free the device memory; returns the bytes moved to host memory, 0 if already offloaded.
 
         Host memory, pinned if the device is a GPU, is kept for the next call.
         """

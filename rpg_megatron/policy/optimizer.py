@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from rpg_megatron.checkpoints.restricted_pickle import admit_optimizers
+from rpg_megatron.checkpoints.restricted_pickle import allow_optimizers
 from rpg_megatron.config.policy import MemorySettings, OptimizerSettings, PrecisionSettings
 from rpg_megatron.system.collectives import default_group_on_host
 from rpg_megatron.system.dtypes import torch_dtype
@@ -88,18 +88,18 @@ class ScheduleFreeAdamW(schedulefree.AdamWScheduleFree):
 
 
 class OffloadingAdam(torch.optim.Adam):
-    """AdamW for the GPU part of an optimizer whose other part is off-loaded to the CPU.
+    """AdamW for the GPU part of an optimizer whose other part is offloaded to the CPU.
 
     The fused optimizers keep ``step`` per group, and after loading a checkpoint Megatron would reset it to
-    the loaded value before every update. Torch's keeps it per parameter. It is not named AdamW, since
-    Megatron takes that class for the CPU part.
+    the loaded value before every update. Torch's class keeps it per parameter. It must not be AdamW, which
+    Megatron uses for the CPU part.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, decoupled_weight_decay=True, **settings)
 
 
-admit_optimizers(OffloadingAdam)
+allow_optimizers(OffloadingAdam)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _building_with(kind: str) -> Iterator[None]:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = OffloadingAdam, True
     elif not distributed_optimizer.HAVE_APEX_OR_TE:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = CpuAdam, False
-        # These are permanent: they tell the distributed optimizer where CpuAdam keeps its step.
+        # These changes stay: they tell the distributed optimizer where CpuAdam keeps its step.
         distributed_optimizer.Adam, distributed_optimizer.HAVE_APEX_OR_TE = CpuAdam, True
         # Synchronises the step with ranks that own an empty group; otherwise a resumed run is silently wrong.
         distributed_optimizer.USING_APEX_OPTIMIZER = True
@@ -180,7 +180,7 @@ def optimizer_config(
             "optimizer_offload_fraction": memory.offload_optimizer,
             # One optimizer for each tensor, so that copies overlap with the computation of others.
             "overlap_cpu_optimizer_d2h_h2d": True,
-            # The inner optimizer then owns the main weights, which off-loading requires.
+            # The inner optimizer then owns the main weights, which offloading requires.
             "use_precision_aware_optimizer": True,
         }
     return OptimizerConfig(
@@ -231,7 +231,7 @@ def _fill_schedule_free(optimizer: torch.optim.Optimizer, config: object = None)
 
 
 def _fill_offloaded(optimizer: HybridDeviceOptimizer, config: object = None) -> None:
-    """Likewise. Without state, Megatron would run an update with random gradients to create it."""
+    """As ``_fill_schedule_free``; Megatron would create the state by an update with random gradients."""
     for inner in optimizer.sub_optimizers:
         for group in inner.param_groups:
             for p in group["params"]:

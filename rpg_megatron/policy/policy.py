@@ -38,7 +38,6 @@ from rpg_megatron.policy.precision import (
     ExportedWeights,
     loadable,
     quantise,
-    token_multiple,
     uses_transformer_engine,
 )
 from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
@@ -46,10 +45,10 @@ from rpg_megatron.policy.router_replay import install_replay
 from rpg_megatron.system.collectives import gather_objects
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
-"""(log-probs [n], other data of these n response tokens) -> loss of each token."""
+"""(log-probs [n], other inputs of these n response tokens) -> loss of each token."""
 Aggregator = Callable[[Tensor, Tensor, int | None], tuple[Tensor, Tensor]]
 """(loss of each token [n], ``sequences`` [n] and ``sequence_count`` of ResponseTokens) -> (sum, count), which
-are added up over micro-batches and ranks.
+are summed over micro-batches and ranks.
 """
 
 
@@ -63,7 +62,7 @@ class _Head:
     label_range: tuple[int, int] | None = None
     """See ``MicroBatch.label_range``."""
     entropy_gradient: bool = False
-    """Whether the loss has the entropies."""
+    """Whether the loss uses the entropies."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class UpdateStats:
 
     tokens: int
     loss: float
-    """Mean loss as the configured aggregation counts it, without ``aux_loss``."""
+    """Mean loss by the configured aggregation, without ``aux_loss``."""
     abs_loss: float
     """Mean of |loss| over response tokens."""
     metrics: dict[str, float]
@@ -82,7 +81,7 @@ class UpdateStats:
     skipped: bool
     """The gradient was not finite, so the update was skipped."""
     aux_loss: float | None = None
-    """``RouterAuxLoss``: mean over tokens and layers, without its coefficient. None: there is none."""
+    """``RouterAuxLoss``: mean over tokens and layers, without its coefficient. None: not used."""
 
 
 class Policy:
@@ -96,7 +95,7 @@ class Policy:
         device: torch.device,
         load: Callable[[Policy], None],
     ) -> None:
-        """Build the model, load its weights by ``load(self)``, then create gradient buffers and optimizer.
+        """Build the model, call ``load(self)`` to load its weights, create gradient buffers and optimizer.
 
         The order matters: the optimizer copies the weights into its float32 main weights when it is created.
         ``load`` writes into ``loadable_parameters``.
@@ -113,7 +112,7 @@ class Policy:
         if settings.precision.fp8 is not None and device.type == "cpu":
             emulate_fp8(self.chunks, settings.precision.fp8)
         self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
-        """The experts whose choice by the engine is replayed; None: the routers choose."""
+        """The experts, if the engine's choice of them is replayed; None: the routers choose."""
         if self.replayed is not None:
             install_replay(self.chunks, self.replayed)
         coefficient = settings.training.router_aux_loss
@@ -141,7 +140,7 @@ class Policy:
         use_training_point(self._optimizer, False)
         self.offloader = StateOffloader(self._models, self._optimizer)
         self.served = ExportedWeights(self.named_parameters())
-        self._align = token_multiple(settings)
+        self._align = settings.precision.token_multiple(settings.parallel)
         self._metrics: list[str] = []  # names of the loss's metrics, the same on all ranks
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
@@ -195,10 +194,10 @@ class Policy:
     def update(
         self, micro_batches: Sequence[MicroBatch], loss: TokenLoss, aggregator: Aggregator, lr: float
     ) -> UpdateStats:
-        """One optimizer update on a mini-batch: this rank's micro-batches, as many on each data rank.
+        """One optimizer update on a mini-batch: this rank's micro-batches, the same number on each data rank.
 
-        The loss is the mean, as ``aggregator`` counts, over the mini-batches of all ranks, plus that of
-        ``RouterAuxLoss`` if there is one. If the gradient is not finite on any rank, the update is skipped on
+        The loss is the mean over the mini-batches of all ranks, by ``aggregator``, plus the loss of
+        ``RouterAuxLoss`` if it is used. If the gradient is not finite on any rank, the update is skipped on
         all ranks.
         """
         for model in self._models:
@@ -218,15 +217,15 @@ class Policy:
             group["lr"] = lr
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        # The gradient norm skips duplicates on tensor-parallel ranks, so each rank checks all of its
+        # The gradient norm excludes duplicates on tensor-parallel ranks, so each rank checks all of its
         # gradients.
         sums = torch.stack([_gradient(p).sum() for _, p in self.named_parameters()])
         finite = torch.isfinite(sums).all().view(1)
-        spoilt = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
+        nonfinite = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
         # Ranks without the loss, such as early pipeline stages, learn the names of metrics from the others.
         names = {name for report in reports for name in report["metrics"]}
-        unknown = torch.full_like(spoilt, float(not names.issubset(self._metrics)))
-        flags = torch.cat([spoilt, unknown])
+        unknown = torch.full_like(nonfinite, float(not names.issubset(self._metrics)))
+        flags = torch.cat([nonfinite, unknown])
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         skipped, renamed = flags.bool().tolist()
         if renamed:
@@ -235,7 +234,7 @@ class Policy:
             self._optimizer.step()
         return self._reduce(reports, grad_norm, skipped=skipped)
 
-    def spoilt_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         """This rank's parameters whose gradient was not finite in the last update. Not collective."""
         return [name for name, p in self.named_parameters() if not torch.isfinite(_gradient(p)).all()]
 
@@ -244,9 +243,9 @@ class Policy:
         """Context for ``update``: sets the weights to the point at which gradients are taken.
 
         Schedule-Free optimizers take gradients at one point and evaluate at another; other optimizers have a
-        single point. Inside the block a rank may hold stale weights that other ranks own and that the next
-        update gathers. After the block all weights are current: they may be used for scoring, published and
-        saved. Collective, unless the block raises.
+        single point. Inside the block, weights that other ranks own may be stale on this rank until the next
+        update gathers them. After the block all weights are current, so log-probs, publishing and saving are
+        possible. Collective, unless the block raises.
         """
         use_training_point(self._optimizer, True)
         try:
@@ -258,7 +257,7 @@ class Policy:
     def _run(
         self, step: Callable[..., object], micro_batches: Sequence[MicroBatch], *, forward_only: bool
     ) -> list[Any]:
-        """Run Megatron's pipeline schedule; returns ``step``'s result of each micro-batch, on the last stage.
+        """Run Megatron's pipeline schedule; returns the results of ``step``, on the last stage.
 
         The interleaved schedule needs a multiple of the pipeline size: empty micro-batches are appended, the
         same number on every data rank; their results come last.
@@ -310,7 +309,7 @@ class Policy:
 
         def at_responses(row: int) -> Tensor:
             whole = gather_places(output[row], micro_batch.packed.places, summed=False)
-            return whole.index_select(0, micro_batch.learnt)
+            return whole.index_select(0, micro_batch.loss_positions)
 
         if self._head.entropy_gradient:
             tokens = replace(tokens, entropy=at_responses(1))
@@ -333,7 +332,7 @@ class Policy:
             for i, name in enumerate(maxima):
                 if name in found:
                     largest[i] = torch.maximum(largest[i], found[name])
-        if self._aux_loss is not None:  # every rank has a term of it
+        if self._aux_loss is not None:  # every rank contributes
             sums = torch.cat([self._aux_loss.value().view(1), sums])
         dist.all_reduce(sums)
         if maxima:
@@ -365,7 +364,7 @@ def _gradient(p: Any) -> Tensor:
 
 
 def _report(out: LossOutput, total: Tensor, count: Tensor) -> dict[str, Any]:
-    """Of a micro-batch: ``sums`` (loss, count, tokens, |loss|), and each metric's sum or maximum. float64."""
+    """Report of a micro-batch: ``sums`` (loss, count, tokens, |loss|), sum or maximum of metrics. float64."""
     tokens = torch.full_like(total, out.per_token.numel(), dtype=torch.float64)
     absolute = out.per_token.detach().abs().double().sum()
     sums = torch.stack([total.detach().double(), count.double(), tokens, absolute])

@@ -51,15 +51,6 @@ def fused_weight_gradients(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
-def token_multiple(settings: Settings) -> int:
-    """Multiple that the positions of a micro-batch on each context rank are padded to.
-
-    Sequence parallelism splits them over the tensor-parallel ranks, and FP8 needs a multiple on each.
-    """
-    fp8, parallel = settings.precision.fp8, settings.parallel
-    return (parallel.tensor if parallel.sequence else 1) * (fp8.multiple if fp8 is not None else 1)
-
-
 def fp8_fields(fp8: FP8Settings | None) -> dict[str, Any]:
     """Fields of Megatron's TransformerConfig for an FP8 recipe; empty without one."""
     if fp8 is None:

@@ -1,14 +1,15 @@
-"""The auxiliary loss that spreads the tokens evenly over a mixture's experts (``training.router_aux_loss``).
+"""The auxiliary loss for load balancing of experts (``training.router_aux_loss``).
 
-Of the T tokens of a micro-batch, prompts included and padding left out, in one layer with E experts, k a
-token: E x the sum over experts i of f_i p_i. f_i is the share of the k T choices of the layer's router that
-are expert i, p_i the mean of its probability, with gradient. An update minimises its loss plus the
-coefficient times the sum over layers of the mean over all tokens of the update, each with the value of its
-micro-batch.
+For a micro-batch of T tokens (prompts included, padding excluded) and a layer with E experts, k per token, it
+is E x the sum over experts i of f_i p_i. f_i is the fraction of the k T choices of the router that are expert
+i; p_i is the mean probability of expert i, with gradient. The value of a micro-batch counts once for each of
+its tokens. An update minimises its loss plus the coefficient times the sum over layers of the mean over all
+tokens of the update.
 
-Not by ``moe_aux_loss_coeff``: Megatron 0.19.2 weights a micro-batch by its tokens and leaves the sum to be
-divided by what the loss counts (``aggregation``), which need not be these tokens. With a mask for padding it
-also multiplies by the number of tensor and context ranks: what it takes for the rank's tokens are theirs.
+Megatron's ``moe_aux_loss_coeff`` is not used. Megatron 0.19.2 weights a micro-batch by its tokens, and
+divides the sum by the count of the loss (``aggregation``), which may differ from the number of these tokens.
+With a padding mask it also multiplies by the number of tensor and context ranks: it takes the tokens of all
+of them for those of one rank.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.policy.expert_load import layers_with_experts
 from rpg_megatron.policy.microbatch import MicroBatch
 
 
 class RouterAuxLoss:
-    """The loss of all routers of this rank: its weight in an update, and its value."""
+    """The auxiliary loss of all routers of this rank: its weight in an update, and its value."""
 
     def __init__(
         self, coefficient: float, chunks: Iterable[GPTModel], experts: ExpertShape, device: torch.device
@@ -41,18 +43,17 @@ class RouterAuxLoss:
         self._coefficient, self._layers = coefficient, len(experts.layers)
         self._tokens = self._weight = torch.ones((), device=device)
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
-        for chunk in chunks:
-            for layer in chunk.decoder.layers:
-                if isinstance(router := getattr(layer.mlp, "router", None), Router):
-                    router.aux_loss = self
+        for _, layer in layers_with_experts(chunks):
+            layer.mlp.router.aux_loss = self
 
     def start_update(
         self, micro_batches: Sequence[MicroBatch], aggregator: Callable[..., tuple[Tensor, Tensor]]
     ) -> None:
         """Set the weight for an update on these micro-batches of this rank. Collective over the data ranks.
 
-        Gradients of an update are divided by the ``aggregator``'s count of all ranks, which must not depend
-        on the losses; so this loss is multiplied by it. The host does not wait for the device.
+        Megatron divides the gradients of an update by the ``aggregator``'s count over all ranks, so this loss
+        is multiplied by that count, which must not depend on the losses. The host does not wait for the
+        device.
         """
         sums = torch.zeros(2, dtype=torch.int64, device=self._sum.device)
         for micro_batch in micro_batches:
@@ -66,17 +67,17 @@ class RouterAuxLoss:
         self._sum = torch.zeros_like(self._sum)
 
     def add_to(self, probs: Tensor, loss: Tensor) -> Tensor:
-        """``probs`` as they are; in backward, ``loss`` gets its gradient.
+        """Return ``probs`` unchanged; in the backward pass ``loss`` receives its gradient.
 
-        loss: of one layer, times the tokens of the micro-batch; this rank's term of a sum over the tensor and
-        context ranks.
+        loss: that of one layer times the tokens of the micro-batch; this rank's term of the sum over tensor
+        and context ranks.
         """
         self._sum = self._sum + loss.detach()
         out: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * self._weight)
         return out
 
     def value(self) -> Tensor:
-        """This rank's term of the update's mean over tokens and layers, without the coefficient: float64.
+        """This rank's term of the update's mean over tokens and layers, float64, without the coefficient.
 
         The sum over all ranks is the mean.
         """
@@ -84,18 +85,18 @@ class RouterAuxLoss:
 
 
 class Router(TopKRouter):
-    """Megatron's router, which can add its term to a ``RouterAuxLoss`` in an update."""
+    """Megatron's router, with the auxiliary loss of ``RouterAuxLoss`` in updates."""
 
     aux_loss: RouterAuxLoss | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's: weights and choice of the experts, both [tokens, experts].
+        """As Megatron's method: weights and choice of the experts, both [tokens, experts].
 
         logits: [tokens, 1, experts]. padding_mask: bool, any shape, True for padding; without one there is no
         auxiliary loss.
         """
         probs, chosen = super().routing(logits)
-        # Passes without gradient: log-probs, and the first one of what is recomputed.
+        # Not in passes without gradient: log-probs, and the first pass of recomputed layers.
         if self.aux_loss is None or padding_mask is None or not torch.is_grad_enabled():
             return probs, chosen
         logits = logits.view(-1, logits.size(-1))
@@ -103,7 +104,7 @@ class Router(TopKRouter):
         if len(padding) > len(logits):
             # Megatron 0.19.2 splits the mask over tensor ranks on the first stage of a pipeline only.
             padding = padding.chunk(self.tp_group.size())[self.tp_group.rank()]
-        # With replay too, this is the choice of the router: it, and no engine's, is to become even.
+        # The router's own choice, also with replay: its load is to be balanced, not the engine's.
         own, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, padding_mask=padding
         )

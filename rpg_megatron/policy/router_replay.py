@@ -1,12 +1,12 @@
-"""Router replay: the experts that the engine chose for each token take the place of the router's own choice.
+"""Router replay: the trainer uses the experts that the engine chose for each token.
 
-In bfloat16, engine and trainer now and then choose other experts for the same token, and its log-probs differ
-by much more than rounding. With replay the trainer computes with the engine's choice; the weights of the
-chosen experts are still those of the trainer's router, so that gradients reach it.
+In bfloat16, engine and trainer sometimes choose different experts for the same token, and its log-probs then
+differ by much more than rounding. With replay the trainer computes with the engine's choice. The weights of
+the chosen experts are still those of the trainer's router, so gradients reach it.
 
-The choice is a part of the micro-batch. A hook before each layer's attention, which gets the micro-batch in
-the forward pass and again where a whole layer is recomputed, hands it to the layer's router; so several
-micro-batches may be under way in a pipeline.
+The choice is part of the micro-batch. A hook before each layer's attention receives the micro-batch, in the
+forward pass and when a whole layer is recomputed, and passes the choice to the layer's router. So several
+micro-batches can be in flight in a pipeline.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.policy.expert_load import layers_with_experts
 from rpg_megatron.policy.microbatch import MicroBatch, MicroBatchRoutes
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.system.collectives import control_group
 
 
 class _ChosenExperts:
-    """In a router, in the place and with the method of Megatron's RouterReplay.
+    """Replaces Megatron's RouterReplay in a router, with the same method.
 
-    Megatron's own keeps every target for a later recomputation, and all routers of a process in one list.
+    Megatron's class keeps every target for a later recomputation, and all routers of a process in one list.
     """
 
     def __init__(self, row: int) -> None:
@@ -38,8 +39,8 @@ class _ChosenExperts:
         self._routes: MicroBatchRoutes | None = None
         self._rows = slice(None)
 
-    def use(self, routes: MicroBatchRoutes | None, rows: slice) -> None:
-        """Choose by ``routes`` from now on; None: by the router. rows: this rank's, of the micro-batch's."""
+    def set_routes(self, routes: MicroBatchRoutes | None, rows: slice) -> None:
+        """Use these routes; None: the router chooses. rows: this rank's tokens of the micro-batch."""
         self._routes, self._rows = routes, rows
 
     def get_replay_topk(
@@ -62,38 +63,35 @@ class _ChosenExperts:
 
 
 def install_replay(chunks: Iterable[GPTModel], experts: ExpertShape) -> None:
-    """Let the routers of this rank's model choose as each micro-batch says, see ``MicroBatch``."""
-    for chunk in chunks:
-        for layer in chunk.decoder.layers:
-            index = layer.layer_number - 1  # Megatron counts layers from 1, through the whole model
-            if index in experts.layers:
-                chosen = _ChosenExperts(experts.layers.index(index))
-                layer.mlp.router.router_replay = chosen
-                layer.self_attention.register_forward_pre_hook(
-                    partial(_hand_over, chosen, chunk.config.sequence_parallel), with_kwargs=True
-                )
+    """Make this rank's routers use the routes of each micro-batch (``PackedSequences.routes``)."""
+    for index, layer in layers_with_experts(chunks):
+        chosen = _ChosenExperts(experts.layers.index(index))
+        layer.mlp.router.router_replay = chosen
+        layer.self_attention.register_forward_pre_hook(
+            partial(_set_routes, chosen, layer.config.sequence_parallel), with_kwargs=True
+        )
 
 
-def _hand_over(
+def _set_routes(
     chosen: _ChosenExperts, split: bool, _module: Any, _args: Any, arguments: dict[str, Any]
 ) -> None:
-    """split: with sequence parallelism, a router has a part of the row's tokens."""
+    """split: sequence parallelism is on, so a router has only some of the row's tokens."""
     routes: MicroBatchRoutes | None = arguments["packed_seq_params"].routes
     rows = slice(None)
     if routes is not None and split:
         size = routes.experts.size(1) // mpu.get_tensor_model_parallel_world_size()
         first = mpu.get_tensor_model_parallel_rank() * size
         rows = slice(first, first + size)
-    chosen.use(routes, rows)
+    chosen.set_routes(routes, rows)
 
 
 def count_changes(micro_batches: Sequence[MicroBatch], experts: ExpertShape, mesh: Mesh) -> dict[str, float]:
     """How often the trainer's router would have chosen other experts than were replayed. Collective.
 
-    Of micro-batches that ``MicroBatchRoutes.watch`` was called on before they were scored; all tokens count,
-    those of prompts too. ``routes/changed``: share of the choices, one for each token and layer;
-    ``routes/changed_tokens``: share of the tokens that have one in any layer. A layer chooses from what it
-    gets after the replayed choices of the layers before it.
+    micro_batches: scored after ``MicroBatchRoutes.start_counting``. All tokens count, prompts included.
+    ``routes/changed``: share of the choices, one for each token and layer, that differ;
+    ``routes/changed_tokens``: share of the tokens with a different choice in any layer. The input of a layer
+    depends on the replayed choices of the layers before it.
     """
     found = [routes for m in micro_batches if (routes := m.packed.routes) is not None]
     changed = [routes.changed for routes in found if routes.changed is not None]
@@ -103,8 +101,8 @@ def count_changes(micro_batches: Sequence[MicroBatch], experts: ExpertShape, mes
         if mesh.pipeline > 1:
             dist.all_reduce(layers, group=mpu.get_pipeline_model_parallel_group())
         real = torch.cat([routes.real for routes in found])
-        # With sequence parallelism each tensor rank has counted in a part of the tokens; without, there is
-        # one tensor rank.
+        # With sequence parallelism each tensor rank has counted its part of the tokens; without it, there is
+        # only one tensor rank.
         if mesh.last_stage:
             mine = layers.masked_fill(~real, 0)
             counts = torch.stack([mine.sum(), (mine > 0).sum(), real.sum() * (mesh.tensor_rank == 0)])

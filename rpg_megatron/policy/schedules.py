@@ -12,16 +12,16 @@ from rpg_megatron.system.own_code import load_section
 def build_schedule(settings: OptimizerSettings, steps: int) -> Callable[[int], float]:
     """Learning rate of a training step (from 1): lr x warm-up x the schedule's factor.
 
-    steps: ``training.steps``. The warm-up is linear and reaches 1 at step ``warmup_steps``. Our schedules
-    begin after it; one of the user is called with the step of the run.
-    Raises UserError if code of the user cannot be imported or called.
+    steps: ``training.steps``. The warm-up is linear and reaches 1 at step ``warmup_steps``. Built-in
+    schedules start after it; a user's own schedule is called with the step of the run.
+    Raises UserError if the user's code cannot be imported or called.
     """
-    warmup, of_user = settings.warmup_steps, isinstance(settings.schedule, ImportedSettings)
+    warmup, own = settings.warmup_steps, isinstance(settings.schedule, ImportedSettings)
     factor = load_section(settings.schedule, "optimizer.schedule", given=2)
 
     def learning_rate(step: int) -> float:
         rate = settings.lr * min(1.0, step / warmup) if warmup else settings.lr
-        if of_user:
+        if own:
             return rate * float(factor(step, steps))
         return rate * float(factor(max(step - warmup, 1), max(steps - warmup, 1)))
 

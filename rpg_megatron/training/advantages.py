@@ -1,4 +1,4 @@
-"""The configured advantages: one of ours, or a function of the user."""
+"""The configured advantages: built-in, or the user's own function."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rpg_megatron.config.advantages import AnyAdvantageSettings
 from rpg_megatron.system.own_code import load_section
 
 Advantages = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], NDArray[np.float64]]
-"""(rewards [N] float64, group [N] integer labels of the prompts, response tokens [N]) -> advantages [N]."""
+"""(rewards [N] float64, group [N] integer labels of the prompts, response lengths [N]) -> advantages [N]."""
 
 
 def build_advantages(settings: AnyAdvantageSettings) -> Advantages:
-    """The configured advantages. Raises UserError if code of the user cannot be imported or called.
+    """The configured advantages. Raises UserError if the user's code cannot be imported or called.
 
-    The result is checked at each call: UserError unless it is N finite numbers.
+    Each call checks the result, and raises UserError unless it is N finite numbers.
     """
     function = load_section(settings, "advantage", given=3)
 

@@ -1,8 +1,8 @@
-"""Distribute a step over the ranks: rank 0 sends each leader its part of the plan, the leader fetches the
-trajectories, and broadcasts what an update needs to the other ranks of its data-parallel replica.
+"""Distributes the batch of a step over the ranks.
 
-A leader is the first rank of a replica. What rank 0 sends has a few numbers for each trajectory and none for
-its tokens. All tensors are in host memory and use gloo.
+Rank 0 sends each leader, the first rank of a data-parallel replica, its part of the plan: a few numbers for
+each trajectory, none for its tokens. The leader fetches these trajectories, and broadcasts what an update
+needs to the other ranks of its replica. All tensors are in host memory and use gloo.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rpg_megatron.rollout.sampler_client import SamplerClient, TrajectoryClient
 from rpg_megatron.system.collectives import TIMEOUT, broadcast_object, control_group, run_together
 from rpg_megatron.training.preemption import StopRequest
 
-Share = list[list[list[Trajectory]]]
+ReplicaBatch = list[list[list[Trajectory]]]
 """One data-parallel replica's part of a batch: [mini-batch][micro-batch] -> trajectories."""
-Part = NDArray[np.int64]
-"""What rank 0 sends a leader: see ``pack_part``."""
+EncodedPlan = NDArray[np.int64]
+"""What rank 0 sends a leader: see ``encode_plan``."""
 
 _FINISHES = ("stop", "length")
 Flat = tuple[Tensor, Tensor, Tensor]
-"""A share as tensors: see ``flatten``."""
+"""A replica's batch as tensors: see ``flatten``."""
 _FIELDS = 6
 """Number of int32 fields of a trajectory besides its tokens."""
 
 
 class BatchScatter:
-    """Distributes batches to this rank. Collective: every rank makes one and calls its method in order."""
+    """Distributes batches. Collective: every rank creates one, and all call ``scatter`` in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._control = mesh, control_group()
@@ -56,44 +56,44 @@ class BatchScatter:
         index: BatchIndex | None,
         advantages: NDArray[np.float64],
         source: TrajectorySource | None,
-    ) -> tuple[Share, list[Trajectory]]:
-        """Return this rank's share, and on a leader the same trajectories in batch order (elsewhere empty).
+    ) -> tuple[ReplicaBatch, list[Trajectory]]:
+        """Return this replica's batch and, on a leader, its trajectories in batch order (elsewhere empty).
 
         plan, index, advantages [N]: on rank 0; empty, None and empty elsewhere. source: on leaders. A leader
-        gets the trajectories as the source gives them, with group and advantage set. The other ranks get
+        gets the trajectories as the source returns them, with group and advantage set. The other ranks get
         copies with the fields that an update needs: tokens, ``behaviour``, ``routes``, ``finish``,
         ``advantage`` rounded to float32, and prompt, group and sample numbers. When the method returns on any
         rank, all leaders have fetched. If a leader cannot fetch, all ranks raise (``run_together``).
         """
-        leads, part = self._mesh.leads, np.zeros(0, np.int64)
+        leads, encoded = self._mesh.leads, np.zeros(0, np.int64)
         if index is not None:
             for data in reversed(range(self._mesh.data)):  # its own last
-                part = pack_part(plan[data], index, advantages)
+                encoded = encode_plan(plan[data], index, advantages)
                 if data > 0:
-                    self._send(part, self._mesh.replica(data)[0])
+                    self._send(encoded, self._mesh.replica(data)[0])
         elif leads:
-            part = self._receive()
+            encoded = self._receive()
 
-        def fetch() -> tuple[Share, list[Trajectory]]:
+        def fetch() -> tuple[ReplicaBatch, list[Trajectory]]:
             assert source is not None, "a leader has no source of trajectories"
-            return fetch_part(part, source)
+            return fetch_planned(encoded, source)
 
-        share, mine = run_together(lambda: fetch() if leads else ([], []))
+        batch, mine = run_together(lambda: fetch() if leads else ([], []))
         if self._group is not None:
-            flat = self._broadcast(flatten(share) if leads else None)
-            share = share if leads else unflatten(*flat)
-        return share, mine
+            flat = self._broadcast(flatten(batch) if leads else None)
+            batch = batch if leads else unflatten(*flat)
+        return batch, mine
 
-    def _send(self, part: Part, to: int) -> None:
-        for tensor in (torch.tensor([len(part)]), torch.from_numpy(part)):
+    def _send(self, encoded: EncodedPlan, to: int) -> None:
+        for tensor in (torch.tensor([len(encoded)]), torch.from_numpy(encoded)):
             dist.send(tensor, to, group=self._control)
 
-    def _receive(self) -> Part:
+    def _receive(self) -> EncodedPlan:
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, 0, group=self._control)
-        part = np.empty(int(size), np.int64)
-        dist.recv(torch.from_numpy(part), 0, group=self._control)
-        return part
+        encoded = np.empty(int(size), np.int64)
+        dist.recv(torch.from_numpy(encoded), 0, group=self._control)
+        return encoded
 
     def _broadcast(self, flat: Flat | None) -> Flat:
         """Broadcast ``flat`` from the leader to the replica's other ranks."""
@@ -124,47 +124,51 @@ def open_source(
 
     def check() -> None:
         if stop.received:
-            raise RuntimeError("a stop signal came while trajectories were fetched")
+            raise RuntimeError("a stop signal was received while trajectories were fetched")
 
     return TrajectoryClient(addresses, token, while_waiting=check) if mesh.leads else None
 
 
-def each(share: Share) -> Iterator[Trajectory]:
-    """The trajectories of a share, in order."""
-    return chain.from_iterable(chain.from_iterable(share))
+def iter_trajectories(batch: ReplicaBatch) -> Iterator[Trajectory]:
+    """The trajectories of a replica's batch, in order."""
+    return chain.from_iterable(chain.from_iterable(batch))
 
 
-def pack_part(plan: list[list[list[int]]], index: BatchIndex, advantages: NDArray[np.float64]) -> Part:
-    """A leader's part of the plan: batch sizes, and five numbers of each trajectory."""
+def encode_plan(
+    plan: list[list[list[int]]], index: BatchIndex, advantages: NDArray[np.float64]
+) -> EncodedPlan:
+    """A leader's part of the plan: batch sizes, and five numbers for each trajectory."""
     chosen = np.fromiter(chain.from_iterable(chain.from_iterable(plan)), np.int64)
     columns = (index.worker, index.ticket, index.sample, index.group, advantages.view(np.int64))
     words = [np.array(_sizes_of(plan), np.int64), *(column[chosen] for column in columns)]
     return np.concatenate(words)
 
 
-def fetch_part(part: Part, source: TrajectorySource) -> tuple[Share, list[Trajectory]]:
-    """Fetch the trajectories of a ``pack_part``: as a share, and in batch order (by group, then sample)."""
-    sizes, rest = _read_sizes(part)
+def fetch_planned(encoded: EncodedPlan, source: TrajectorySource) -> tuple[ReplicaBatch, list[Trajectory]]:
+    """Fetch the planned trajectories: nested as planned, and in batch order (by group, then sample)."""
+    sizes, rest = _read_sizes(encoded)
     columns = rest.reshape(5, -1)
     order = np.lexsort((columns[2], columns[3]))
     worker, ticket, sample, group, bits = columns[:, order]
     mine = source.fetch(worker.tolist(), ticket.tolist(), sample.tolist())
     for t, number, advantage in zip(mine, group.tolist(), bits.view(np.float64).tolist(), strict=True):
         t.group, t.advantage = number, advantage
-    return _cut([mine[place] for place in np.argsort(order).tolist()], sizes), mine
+    return _nest([mine[i] for i in np.argsort(order).tolist()], sizes), mine
 
 
-def flatten(share: Share) -> Flat:
-    """A share as tensors: int32 (batch sizes, fields, tokens), float32 (advantages, ``behaviour``), and the
-    routes of all trajectories, [rows, layers, experts of a token].
+def flatten(batch: ReplicaBatch) -> Flat:
+    """A replica's batch as three tensors.
+
+    int32: batch sizes, fields, tokens; float32: advantages, ``behaviour``; the routes of all trajectories:
+    [rows, layers, experts of a token].
     """
-    trajectories = list(each(share))
+    trajectories = list(iter_trajectories(batch))
     fields = [
         (len(t.prompt), len(t.response), _FINISHES.index(t.finish), t.prompt_id, t.group, t.sample)
         for t in trajectories
     ]
     tokens = [ids for t in trajectories for ids in (t.prompt, t.response)]
-    ints = [np.array(_sizes_of(share), np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
+    ints = [np.array(_sizes_of(batch), np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
     floats = [np.array([t.advantage for t in trajectories], np.float32), *(t.behaviour for t in trajectories)]
     routes = np.concatenate([t.routes for t in trajectories] or [NO_ROUTES])
     return (
@@ -174,7 +178,7 @@ def flatten(share: Share) -> Flat:
     )
 
 
-def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> Share:
+def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
     """Inverse of ``flatten``. Arrays of the trajectories are views of the tensors."""
     sizes, words = _read_sizes(ints.numpy())
     values = floats.numpy()
@@ -203,12 +207,12 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> Share:
             )
         )
         offset, value_offset, row = end, value_offset + length, row + prompt_length + length - 1
-    return _cut(trajectories, sizes)
+    return _nest(trajectories, sizes)
 
 
-def _sizes_of(share: Sequence[Sequence[Sequence[object]]]) -> list[int]:
+def _sizes_of(batch: Sequence[Sequence[Sequence[object]]]) -> list[int]:
     """The sizes of mini- and micro-batches as one list."""
-    return [len(share), *chain.from_iterable((len(mini), *map(len, mini)) for mini in share)]
+    return [len(batch), *chain.from_iterable((len(mini), *map(len, mini)) for mini in batch)]
 
 
 def _read_sizes(words: NDArray[Any]) -> tuple[list[list[int]], NDArray[Any]]:
@@ -222,6 +226,6 @@ def _read_sizes(words: NDArray[Any]) -> tuple[list[list[int]], NDArray[Any]]:
     return sizes, words[offset:]
 
 
-def _cut(trajectories: Sequence[Trajectory], sizes: list[list[int]]) -> Share:
+def _nest(trajectories: Sequence[Trajectory], sizes: list[list[int]]) -> ReplicaBatch:
     rest = iter(trajectories)
     return [[[next(rest) for _ in range(size)] for size in mini] for mini in sizes]

@@ -1,7 +1,7 @@
-"""Which checkpoints are the best by a metric of the evaluation (``checkpoint.keep_best``).
+"""The best checkpoints by a metric of the evaluation (``checkpoint.keep_best``).
 
-The values are those of ``metrics.jsonl``, which a resume cuts at its checkpoint: a step that is trained again
-is evaluated again, and nothing else has to be kept.
+The values are read from ``metrics.jsonl``, which is truncated at the checkpoint when a run resumes: a step
+that is trained again is also evaluated again. So no other state needs to be saved.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rpg_megatron.config import Settings
 from rpg_megatron.system.files import atomic_write_text
 
 BEST = "best.json"
-"""In ``checkpoints/``: the metric, and the best checkpoints that exist, the best one first."""
+"""File in ``checkpoints/``: the metric, and the best existing checkpoints, best first."""
 
 
 class BestCheckpoints:
-    """Ranks evaluated steps. Used on rank 0; without ``keep_best`` no step is among the best."""
+    """Ranks evaluated steps by the metric. Used on rank 0. Without ``keep_best`` no step is a best one."""
 
     def __init__(self, settings: Settings, run_dir: Path):
-        """Reads the values of a resumed run's earlier steps."""
+        """For a resumed run, reads the values of earlier steps."""
         self._checkpoint, self._run_dir = settings.checkpoint, run_dir
         self._wanted = settings.checkpoint.keep_best
         self._values: dict[int, float] = {}
@@ -40,13 +40,13 @@ class BestCheckpoints:
                     self.add(json.loads(line))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take the value of a row of metrics, if it has one. Step 0 has no checkpoint."""
+        """Add the value of a row of metrics, if it has one. Step 0 has no checkpoint."""
         value = row.get(self.metric)
         if row["step"] > 0 and isinstance(value, int | float) and math.isfinite(value):
             self._values[int(row["step"])] = float(value)
 
     def choose(self, steps: Iterable[int]) -> list[int]:
-        """At most ``k`` of these steps, the best first. Of equal ones the earlier step is better."""
+        """At most ``k`` of these steps, best first. With equal values, the earlier step is better."""
         if self._wanted is None:
             return []
         sign = -1 if self._wanted.mode == "max" else 1
@@ -65,12 +65,12 @@ class BestCheckpoints:
         ]
 
     def summary(self) -> dict[str, Any] | None:
-        """The best checkpoint: ``metric``, ``step``, ``folder`` and ``value``; None: there is none."""
+        """The best checkpoint: ``metric``, ``step``, ``folder`` and ``value``; None without one."""
         best = self.describe(list_steps(self._run_dir))
         return {"metric": self.metric, **best[0]} if best else None
 
     def prune(self) -> None:
-        """Write ``BEST`` and remove the checkpoints that need not be kept. Raises OSError."""
+        """Write ``BEST`` and remove the checkpoints that are not kept. Raises OSError."""
         best = self.describe(list_steps(self._run_dir))
         if self._wanted is not None:
             content = {"metric": self.metric, "mode": self._wanted.mode, "best": best}

@@ -8,7 +8,7 @@ A save has three phases:
 3. On the same threads, over a process group of their own: when every rank's files are complete, rank 0 writes
    index and manifest, and renames the folder to the checkpoint's name.
 
-Threads are used instead of Megatron's writer processes: a process would be forked from one with threads and
+Threads are used instead of Megatron's writer processes: those are forked from a process with threads and
 open sockets, outlive a killed rank, and see later changes to weights in shared memory. Writing and hashing
 release the GIL.
 """
@@ -102,8 +102,8 @@ class Saver:
     ) -> None:
         """Collective, like ``start``; the other methods are not.
 
-        prune: removes old checkpoints after each save, on rank 0 and the saving thread; may raise OSError.
-        None: removes those that ``keep`` and ``milestone`` do not name.
+        prune: removes old checkpoints after each save, called on the saving thread of rank 0; may raise
+        OSError. None: removes those that ``keep`` and ``milestone`` do not keep.
         """
         self._prune = prune or (lambda: remove_old(run_dir, settings.keep, settings.milestone))
         self._run_dir, self._policy, self._anchor, self._settings = run_dir, policy, anchor, settings
@@ -116,9 +116,9 @@ class Saver:
     def start(self, step: int, run_state: Callable[[], dict[str, Any]]) -> None:
         """Save the current state as that of ``step``; waits for the previous save first.
 
-        run_state: called on rank 0 only; further values for ``state.json``, JSON-serialisable. When this
-        returns, everything may change again. A failure to write raises nothing: ``outcomes`` reports it, and
-        earlier checkpoints are kept.
+        run_state: called on rank 0 only; further values for ``state.json``, JSON-serialisable. The state may
+        change once this returns. A failure to write raises nothing: ``pop_results`` reports it, and earlier
+        checkpoints are kept.
         """
         self.wait()
         started = time.monotonic()
@@ -164,7 +164,7 @@ class Saver:
                 self._thread = None
         return self._thread is None
 
-    def outcomes(self) -> list[SaveResult]:
+    def pop_results(self) -> list[SaveResult]:
         """Results of the saves that ended since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 

@@ -16,12 +16,13 @@ from rpg_megatron.training.loss import build_correction
 
 
 def correction_by_lag(mine: Sequence[Trajectory], version: int, settings: Settings) -> dict[str, float]:
-    """``correction/lag_<n>/ratio_mean`` and ``hit_frac`` of each lag n that has tokens. Collective.
+    """``correction/lag_<n>/ratio_mean`` and ``hit_frac`` for each lag n that has tokens. Collective.
 
-    mine: this leader's trajectories with ``old``; empty on the other ranks. version: of the weights before
-    the update. A token's lag is the number of updates between the weights that sampled it and these. Over all
-    lags, weighted by tokens, the means are ``correction/ratio_mean`` and ``correction/hit_frac``; like them,
-    they leave out truncated responses if ``training.mask_truncated`` is set.
+    mine: this leader's trajectories with ``old``; empty on the other ranks. version: that of the weights
+    before the update. The lag of a token is the number of updates between the weights that sampled it and
+    these. The means over all lags, weighted by tokens, are ``correction/ratio_mean`` and
+    ``correction/hit_frac``; like these, they exclude truncated responses if ``training.mask_truncated`` is
+    set.
     """
     assert settings.correction is not None
     learnt = [t for t in mine if not (settings.training.mask_truncated and t.finish == "length")]
@@ -33,7 +34,7 @@ def correction_by_lag(mine: Sequence[Trajectory], version: int, settings: Settin
     ).metrics
     lags = version - _join((t.versions for t in learnt), torch.int32)
     most = settings.rollout.ahead
-    known = lags <= most  # groups that were carried over from before ``ahead`` was set may be older
+    known = lags <= most  # groups kept from before ``ahead`` was set may be older
     columns = torch.ones(len(lags)), found["correction_ratio"], found["correction_hit"]
     # bincount of no tokens gives integers
     sums = torch.stack([torch.bincount(lags[known], c[known].double(), most + 1).double() for c in columns])

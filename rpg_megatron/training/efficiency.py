@@ -1,4 +1,4 @@
-"""Speed, memory, GPU utilisation and MFU of a step, for its row of metrics."""
+"""Throughput, memory, GPU utilisation and MFU of a step, for its row of metrics."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ _PEAKS = {
     r"H[128]00": 989e12,
     r"B200": 2250e12,
 }
-"""Name of a GPU -> dense bfloat16 FLOP/s, of NVIDIA's data sheets. The first that fits counts."""
+"""Pattern of a GPU's name -> dense bfloat16 FLOP/s, from NVIDIA's data sheets. The first match counts."""
 _SAMPLE_SECONDS = 1.0
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by the name that torch reports; None: unknown, or a part (MIG)."""
+    """Dense bfloat16 FLOP/s of a GPU by its name in torch; None: unknown, or a MIG instance."""
     if "MIG" in name:
         return None
-    return next((peak for words, peak in _PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+    return next((peak for pattern, peak in _PEAKS.items() if re.search(rf"\b{pattern}\b", name)), None)
 
 
 class UtilizationSampler:
-    """Samples how busy this rank's GPU is, once a second, on a thread; on a CPU it does nothing."""
+    """Samples the utilisation of this rank's GPU once a second on a thread; does nothing on a CPU."""
 
     def __init__(self, device: torch.device, read: Callable[[torch.device], int] = torch.cuda.utilization):
-        """read: percent of the last moments in which a kernel ran; raises where the driver does not tell."""
+        """read: percent of recent time in which a kernel ran; raises if the driver does not report it."""
         self._device, self._read = device, read
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self._sum, self._count = 0.0, 0
         if device.type == "cuda":
             threading.Thread(target=self._run, name="gpu utilization", daemon=True).start()
 
     def _run(self) -> None:
-        while not self._over.wait(_SAMPLE_SECONDS):
+        while not self._closed.wait(_SAMPLE_SECONDS):
             try:
                 share = self._read(self._device) / 100
-            except Exception:  # no nvidia-ml-py, or a GPU that does not tell (MIG): the metric is absent
+            except Exception:  # no nvidia-ml-py, or a MIG instance: the metric is absent
                 return
             with self._lock:
                 self._sum, self._count = self._sum + share, self._count + 1
 
     def pop(self) -> tuple[float, int]:
-        """Sum of the shares, 0 to 1, and number of samples, since the last call."""
+        """Sum of the samples, each from 0 to 1, and their number, since the last call."""
         with self._lock:
             found = self._sum, self._count
             self._sum, self._count = 0.0, 0
@@ -63,11 +63,11 @@ class UtilizationSampler:
 
     def close(self) -> None:
         """Stop sampling."""
-        self._over.set()
+        self._closed.set()
 
 
 class Efficiency:
-    """The figures of one rank; ``metrics`` is collective."""
+    """Efficiency metrics of one rank; ``metrics`` is collective."""
 
     def __init__(self, settings: Settings, shape: ModelShape, device: torch.device):
         self._shape, self._device = shape, device
@@ -75,20 +75,20 @@ class Efficiency:
         self._passes = 1 if settings.anchor.type == "old" else 2
         self._epochs = settings.training.epochs
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        # The peak is that of bfloat16.
+        # The table has peaks of bfloat16 only.
         self._peak = peak if settings.precision.dtype == "bfloat16" else None
         self._sampler = UtilizationSampler(device)
 
-    def of_batch(self, index: BatchIndex) -> dict[str, float]:
+    def batch_metrics(self, index: BatchIndex) -> dict[str, float]:
         """``step/*`` of a batch: prompt and response tokens, and FLOPs of a forward pass over them."""
         lengths = (index.prompt_length + index.response_length).astype(np.float64)
         flops = self._shape.forward_flops(lengths.sum(), np.square(lengths).sum())
         return {"step/tokens": float(lengths.sum()), "step/forward_flops": float(flops)}
 
     def metrics(self, row: dict[str, float]) -> dict[str, float]:
-        """``time/unix``, and of a step ``throughput/*``, ``memory/*`` and on a GPU ``gpu/*``. Collective.
+        """``time/unix``, and for a step ``throughput/*``, ``memory/*`` and on GPUs ``gpu/*``. Collective.
 
-        row: of the step, with ``step/*`` and ``time/*``; used on rank 0 only.
+        row: the step's metrics, with ``step/*`` and ``time/*``; used on rank 0 only.
         """
         peak = torch.tensor([peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -105,10 +105,10 @@ class Efficiency:
         return found | self.mfu(row)
 
     def mfu(self, row: dict[str, float]) -> dict[str, float]:
-        """``gpu/mfu*``: share of the GPUs' peak that the model's FLOPs are; nothing where it is unknown.
+        """``gpu/mfu*``: the model's FLOPs relative to the peak of the GPUs; empty if the peak is unknown.
 
-        Each pass of updates over the batch is three forward passes. What is recomputed does not count, nor
-        what the engines do.
+        An update counts as three forward passes over its tokens. Recomputation and the engines' FLOPs do not
+        count.
         """
         if self._peak is None or "step/forward_flops" not in row:
             return {}

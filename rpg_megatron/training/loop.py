@@ -12,11 +12,11 @@ component of the configured divergence. For each response token, w = pi_theta / 
    response tokens of -weight * log pi_theta; one optimizer update.
 4. Copy the new weights to the engines: pi_old <- pi_theta.
 
-With ``rollout.ahead`` the engines go on sampling while the ranks are in 2 to 4, so the weights that sampled a
-token (``Trajectory.versions``) may be up to that many updates older than those that compute log pi_old in 2.
-The loss is relative to pi_old all the same; ``correction`` multiplies it by pi_old over the probability with
-which the token was sampled, within bounds. By token, this corrects each token on the prefix that was sampled,
-not the distribution of prefixes; the bounds add a bias of their own.
+With ``rollout.ahead`` the engines continue sampling during 2 to 4, so the weights that sampled a token
+(``Trajectory.versions``) may be up to that many updates older than those that compute log pi_old in 2. The
+loss is still relative to pi_old; ``correction`` multiplies it by pi_old over the probability with which the
+token was sampled, within bounds. At token level, this corrects each token given its prefix, but not the
+distribution of prefixes; the bounds add a bias.
 
 The loss of 3 is ``objectives/rpg.py``; ``loss.py`` selects it, or another objective, from the settings.
 Every rank runs this file. ``run.py`` implements its calls and decides what each rank does in them.
@@ -42,7 +42,7 @@ def train(run: RankRun) -> bool:
 
 
 def run_steps(run: RankRun) -> None:
-    """All steps that are left. Raises Stopped, on all ranks at the same call, after a stop signal."""
+    """Run the remaining steps. Raises Stopped, on all ranks at the same call, after a stop signal."""
     done = run.resume()  # steps completed by the checkpoint; 0 for a new run
     run.sync_engines(version=done)  # weight version n: the weights after step n
     if run.has_unlogged_row:  # step 0 of a new run, or a step that a stop signal interrupted
@@ -76,7 +76,7 @@ def run_steps(run: RankRun) -> None:
 
 
 def evaluate_and_log(run: RankRun, step: int) -> None:
-    """Evaluate on the held-out sets if that is due, then write the step's row of metrics."""
+    """Evaluate on the held-out sets if due, then write the step's row of metrics."""
     if run.evaluation_due(step):
         run.evaluate(step)
     run.log_metrics(step)

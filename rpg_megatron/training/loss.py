@@ -17,7 +17,7 @@ from rpg_megatron.system.own_code import load_section
 
 
 def build_loss(settings: Settings) -> TokenLoss:
-    """The configured loss per response token, times the rollout correction, minus the entropy bonus."""
+    """The configured loss of each response token, times the rollout correction, minus the entropy bonus."""
     loss = _objective(settings)
     if settings.correction is not None:
         loss = _corrected(loss, settings.correction)
@@ -50,7 +50,7 @@ def _objective(settings: Settings) -> TokenLoss:
 
 
 def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
-    """A loss of the user, whose results are checked."""
+    """A user's loss with checked results."""
     name = f"objective.type {settings.objective.type}"
 
     def checked(logp: Tensor, tokens: ResponseTokens) -> LossOutput:
@@ -67,7 +67,7 @@ def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
         if settings.anchor.type == "kl_trigger" and "kl" not in out.metrics:
             raise UserError(
                 f"{name}: anchor.type kl_trigger needs the metric 'kl' (KL to tokens.anchor in nats); return "
-                "it, or set anchor.type to another"
+                "it, or set anchor.type to fixed or every"
             )
         return out
 
@@ -75,7 +75,7 @@ def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
 
 
 def build_correction(settings: CorrectionSettings) -> Callable[..., Correction]:
-    """``rollout_correction`` as configured: of (old, behaviour, sequences), ``sequence_count=``."""
+    """``rollout_correction`` as configured; called with (old, behaviour, sequences, sequence_count=)."""
     return partial(
         rollout_correction, kind=settings.type, level=settings.level, low=settings.low, high=settings.high
     )
@@ -95,7 +95,7 @@ def _corrected(loss: TokenLoss, settings: CorrectionSettings) -> TokenLoss:
 
 
 def _with_entropy(loss: TokenLoss, coefficient: float) -> TokenLoss:
-    """The entropy depends on the tokens before a token, not on the token: the correction leaves it alone."""
+    """Not corrected: the entropy depends on the tokens before a token, not on the sampled token."""
 
     def with_entropy(logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         out = loss(logp, tokens)

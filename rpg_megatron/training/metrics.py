@@ -16,11 +16,11 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training.trackers.client import Trackers
 
 _TRACKER_SECONDS = 30.0
-"""How long trackers may take to deliver what is left when a run ends."""
+"""Time limit for trackers to send the remaining rows when a run ends, in seconds."""
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and to TensorBoard files; hands them to trackers."""
+    """Appends rows to ``metrics.jsonl`` and to TensorBoard files, and passes them to trackers."""
 
     def __init__(
         self,
@@ -42,18 +42,18 @@ class MetricsWriter:
         self._trackers = trackers
 
     def add_responses(self, trajectories: Sequence[Trajectory]) -> None:
-        """Trackers get some of these with the next row."""
+        """Pass some of these to trackers with the next row."""
         if self._trackers is not None:
             self._trackers.add_responses(trajectories)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Write one row; numbers go to TensorBoard and trackers as well, under the row's ``step``.
+        """Write one row; its numbers also go to TensorBoard and trackers, under the row's ``step``.
 
         Raises OSError if it cannot be written, UserError if the file has been removed.
         """
         if not os.fstat(self._file.fileno()).st_nlink:
             raise UserError(
-                f"{self._file.name} has been removed during the run; start a new run, and keep its folder"
+                f"{self._file.name} was removed during the run; start a new run, and keep its folder"
             )
         if self._trackers is not None:
             row = row | self._trackers.metrics()
@@ -69,12 +69,12 @@ class MetricsWriter:
         self._board.flush()
 
     def sync_to_disk(self) -> int:
-        """Make the rows survive a power cut; returns the size of ``metrics.jsonl`` in bytes."""
+        """Flush the rows to disk (fsync); returns the size of ``metrics.jsonl`` in bytes."""
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close_trackers(self) -> None:
-        """Let trackers deliver what is left, for half a minute at most; they get no more rows."""
+        """Wait until trackers have sent the remaining rows, at most half a minute; they get no more rows."""
         if self._trackers is not None:
             self._trackers.close(_TRACKER_SECONDS)
 
@@ -89,7 +89,7 @@ class MetricsWriter:
 def open_metrics(
     settings: Settings, run_dir: Path, done: int | None, warn: Callable[[str], None]
 ) -> MetricsWriter:
-    """The writer that ``trackers`` asks for. warn: told of problems of trackers, from their threads."""
+    """The writer for the configured trackers. warn: called with problems of trackers, from their threads."""
     boards = [isinstance(tracker, TensorBoardSettings) for tracker in settings.trackers]
     trackers = None if all(boards) else Trackers(settings, run_dir, warn)
     return MetricsWriter(run_dir, done, board=any(boards), trackers=trackers)

@@ -1,11 +1,11 @@
-"""The guard on engine/trainer mismatch: |old - behaviour| in nats, of tokens that the same weights sampled.
+"""The mismatch guard: |old - behaviour| in nats, for tokens sampled by the weights that computed ``old``.
 
-Trainer and engine have the same weights for those tokens, so a difference points at weights, positions,
-packing, masks or temperature. With top-p, top-k or min-p the engine's log-probs are relative to the tokens
-that are kept: then only a difference that those cannot explain counts. Tokens sampled with older weights are
-expected to differ: they are left out, and counted. With ``rollout.ahead`` a batch may have no other tokens;
-then the guard also compares probes, which every engine samples after each sync, and judges the mean of each
-engine's. Each leader compares its own tokens; only counts and sums travel between ranks.
+For these tokens trainer and engine have the same weights, so a difference indicates wrong weights, positions,
+packing, masks or temperature. With top-p, top-k or min-p the engine's log-probs are relative to the kept
+tokens: only the part of a difference that this cannot explain counts. Tokens sampled by older weights are
+expected to differ: they are excluded, and counted. With ``rollout.ahead`` a batch may have only such tokens.
+So the guard also compares probes, which every engine samples after each sync, and checks the mean of each
+engine. Each leader compares its own tokens; ranks exchange only counts and sums.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rpg_megatron.system.collectives import broadcast_object, gather_objects, su
 
 _QUANTILE = 0.99
 _CHUNK = 2**20
-"""Gaps that are counted at once: counting needs 8 bytes for each."""
+"""Number of gaps counted at once: counting needs 8 bytes for each."""
 _ENOUGH = 32
-"""Tokens of an engine's probes from which on their mean is judged: that of fewer may be large by chance."""
+"""Minimum number of probe tokens to check an engine's mean: with fewer it may be large by chance."""
 
 
 @dataclass(frozen=True, order=True)
 class WorstToken:
-    """The token with the largest gap; the largest of these is that of several leaders."""
+    """The token with the largest gap. Instances compare by gap, so the maximum is that of all leaders."""
 
     gap: float
     """NaN counts as infinite."""
     order: tuple[int, int]
-    """-group, -sample: of equal gaps the first counts."""
+    """(-group, -sample): with equal gaps, the first token in batch order is the largest."""
     position: int
     length: int
     prompt_id: int
@@ -44,7 +44,7 @@ class WorstToken:
     engine: float
     trainer: float
     probed: int = -1
-    """The engine whose probe it is; -1: a token of the batch."""
+    """Index of the engine whose probe it is; -1: a token of the batch."""
 
 
 def check_mismatch(
@@ -58,12 +58,13 @@ def check_mismatch(
     engines: int = 0,
     excess: float = 0.0,
 ) -> tuple[dict[str, float], str | None]:
-    """Metrics of ``compare_logprobs``, and a message if the guard finds them out of bounds. Collective.
+    """Metrics ``mismatch/*``, and a message if they are out of bounds and the guard is on. Collective.
 
-    The same on every rank; the message names the worst token of all leaders. probes: with ``rollout.ahead``,
-    this leader's, with the engine as ``group``; they are compared like the batch, and as in
-    ``compare_probes``. engines: their number. excess: ``RolloutSettings.log_prob_excess``, of the batch;
-    probes are sampled from the full distribution.
+    The result is the same on every rank; the message names the worst token of all leaders. mine: this
+    leader's trajectories, empty on other ranks. probes: this leader's probes, with the engine as ``group``,
+    compared like the batch and by ``compare_probes``; None: there are none. engines: number of engines.
+    excess: ``RolloutSettings.log_prob_excess``, for the batch only, since probes are sampled from the full
+    distribution.
     """
     gaps = find_gaps(mine, version, excess), find_gaps(probes or (), version)
     row, engine = compare_gaps(*gaps, leaders=leaders), -1
@@ -82,11 +83,11 @@ def check_mismatch(
 def compare_probes(
     probes: Sequence[Trajectory], version: int, settings: GuardSettings, engines: int
 ) -> tuple[dict[str, float], int]:
-    """``async/probe_tokens``, ``mismatch/logp_engine_*`` and the engine that these are of. Collective.
+    """``async/probe_tokens``, ``mismatch/logp_engine_*``, and the engine of the latter. Collective.
 
-    ``logp_engine_mean`` is the largest of the engines' mean gaps on their probes, ``logp_engine_ratio`` that
-    relative to the median of the others', if there are others. Raises UserError, on all ranks, if
-    the guard is on and weights ``version`` sampled no probe on any engine.
+    ``logp_engine_mean`` is the largest mean gap of an engine on its probes. ``logp_engine_ratio`` is that
+    mean relative to the median of the other engines, if there are any. Raises UserError, on all ranks, if the
+    guard is on and no engine sampled a probe with weights ``version``.
     """
     sums = np.zeros((2, engines))
     for t in probes:
@@ -111,8 +112,8 @@ def compare_probes(
 def compare_gaps(*found: tuple[Floats, int], leaders: int) -> dict[str, float]:
     """Mean, 99th percentile and maximum of the gap over tokens sampled with the same weights. Collective.
 
-    found: of this leader, from ``find_gaps`` of trajectories in batch order; of none on the other ranks.
-    leaders: their number. Returns the same numbers on every rank.
+    found: this leader's results of ``find_gaps``; on other ranks those without trajectories. leaders: number
+    of leaders. Returns the same numbers on every rank.
     """
     gap, stale = np.concatenate([gap for gap, _ in found]), sum(stale for _, stale in found)
     if leaders > 1:
@@ -124,7 +125,7 @@ def compare_gaps(*found: tuple[Floats, int], leaders: int) -> dict[str, float]:
 def find_gaps(mine: Sequence[Trajectory], version: int, excess: float = 0.0) -> tuple[Floats, int]:
     """The gaps of tokens sampled with weights ``version``, float32 [N], and the number of other tokens.
 
-    excess: how far the engine's log-prob may exceed the trainer's, nats; the gap is what is beyond.
+    excess: how far the engine's log-prob may exceed the trainer's, in nats; only the rest is a gap.
     """
     gaps = [_gap(t, excess)[t.versions == version] for t in mine]
     stale = sum(int((t.versions != version).sum()) for t in mine)
@@ -146,11 +147,11 @@ def summarise(gap: Floats, stale: int) -> dict[str, float]:
 def summarise_sharded(
     gap: Floats, stale: int, add_up: Callable[[NDArray[np.float64]], NDArray[np.float64]]
 ) -> dict[str, float]:
-    """``summarise`` of all ranks' gaps together, in constant memory; the mean may differ by rounding.
+    """``summarise`` for the gaps of all ranks, in constant memory; the mean may differ by rounding.
 
-    add_up: adds an array over the ranks. A gap is a non-negative float32, so gaps sort like their bit
-    patterns as integers: counts by the upper 16 bits tell those of the gap at a place in the order, and
-    counts by the lower 16 bits, of gaps with these upper bits, tell the rest.
+    add_up: sums an array over the ranks. A gap is a non-negative float32, so gaps sort like their bit
+    patterns as integers. Counts by the upper 16 bits give the upper bits of an order statistic; counts by the
+    lower 16 bits, of gaps with these upper bits, give the rest.
     """
     bits = gap.view(np.uint32)
     sums = add_up(np.concatenate([[gap.sum(dtype=np.float64), stale], _count(bits >> 16)]))
@@ -158,22 +159,22 @@ def summarise_sharded(
     row = {"mismatch/tokens": float(count), "mismatch/stale_tokens": float(sums[1])}
     if not count:
         return row
-    # numpy's place of the quantile in the order, which it computes in the type of the values.
-    place = np.float32(count - 1) * np.float32(_QUANTILE)
-    before = np.floor(place)
-    places = np.minimum([int(before), int(before + np.float32(1)), count - 1], count - 1)
+    # The index of the quantile as numpy computes it, in the dtype of the values.
+    index = np.float32(count - 1) * np.float32(_QUANTILE)
+    before = np.floor(index)
+    indices = np.minimum([int(before), int(before + np.float32(1)), count - 1], count - 1)
     ends = np.cumsum(sums[2:])
-    upper = np.searchsorted(ends, places, side="right")
+    upper = np.searchsorted(ends, indices, side="right")
     chosen = np.unique(upper)
     lower = add_up(np.concatenate([_count(bits[bits >> 16 == u] & 0xFFFF) for u in chosen]))
     found = []
-    for k, u in zip(places, upper, strict=True):
+    for k, u in zip(indices, upper, strict=True):
         own = np.cumsum(lower.reshape(len(chosen), -1)[np.searchsorted(chosen, u)])
         rest = np.searchsorted(own, k - (ends[u] - sums[2 + u]), side="right")
         found.append((int(u) << 16) + int(rest))
     low, high, largest = np.array(found, np.uint32).view(np.float32)
-    # A NaN is larger than all numbers here, and makes all three NaN as in ``summarise``.
-    quantile = largest if np.isnan(largest) else np.quantile(np.array([low, high]), float(place - before))
+    # A NaN sorts above all numbers here, and makes all three NaN as in ``summarise``.
+    quantile = largest if np.isnan(largest) else np.quantile(np.array([low, high]), float(index - before))
     return row | {
         "mismatch/logp_mean": float(sums[0] / count),
         "mismatch/logp_p99": float(quantile),
@@ -182,7 +183,7 @@ def summarise_sharded(
 
 
 def out_of_bounds(row: dict[str, float], settings: GuardSettings, dtype: str) -> bool:
-    """Whether the guard is on and the numbers of a comparison are beyond its thresholds."""
+    """Whether the guard is on and the metrics exceed its bounds."""
     if settings.mismatch == "off" or "mismatch/logp_max" not in row:
         return False
     largest, mean = settings.thresholds(dtype)
@@ -197,13 +198,13 @@ def out_of_bounds(row: dict[str, float], settings: GuardSettings, dtype: str) ->
 def find_worst(
     mine: Sequence[Trajectory], version: int, *, probes: bool = False, excess: float = 0.0
 ) -> WorstToken | None:
-    """The worst token that weights ``version`` sampled; None without trajectories.
+    """The token with the largest gap of those sampled by weights ``version``; None without trajectories.
 
     excess: as in ``find_gaps``. probes: whether these are probes, with the engine as ``group``.
     """
     found = []
     for t in mine:
-        # Stale tokens are left out; a NaN counts as infinite.
+        # Stale tokens are excluded; a NaN counts as infinite.
         gap = np.where(t.versions == version, np.nan_to_num(_gap(t, excess), nan=np.inf), -1.0)
         at = int(gap.argmax())
         numbers = float(t.behaviour[at]), float(t.old[at])
@@ -240,14 +241,14 @@ def describe_mismatch(
 
 
 def _gap(t: Trajectory, excess: float) -> Floats:
-    """What engine and trainer differ by, beyond ``excess``; never negative. float32 [R]."""
+    """Difference of engine and trainer beyond ``excess``, not negative: float32 [R]."""
     off: Floats = t.old - t.behaviour
     # The outer abs turns -0.0 into 0.0: gaps are sorted by their bits.
     return np.abs(np.maximum(np.maximum(off, -off - np.float32(excess)), np.float32(0)) if excess else off)
 
 
 def _count(values: NDArray[Any]) -> NDArray[np.float64]:
-    """How often each of the 16-bit values occurs, [65536]; in float64, which is exact up to 2^53."""
+    """How often each 16-bit value occurs: [65536], float64, which is exact up to 2^53."""
     counts = np.zeros(1 << 16)
     for start in range(0, len(values), _CHUNK):
         counts += np.bincount(values[start : start + _CHUNK], minlength=1 << 16)

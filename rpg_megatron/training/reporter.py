@@ -1,4 +1,4 @@
-"""What a rank tells the user: progress and warnings, both of rank 0 only."""
+"""Progress and warnings of a rank for the user, from rank 0 only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reporter(EventSender):
                 print(f"warning: {text}", flush=True)
 
     def warn_unwritten(self, reason: object) -> None:
-        """Warn that a file cannot be written which is not needed to continue training (rank 0)."""
+        """Warn that a file that training does not need cannot be written (rank 0)."""
         self.warn(f"not written: {reason}; training continues")
 
     def write_or_warn(self, write: Callable[[], None]) -> None:

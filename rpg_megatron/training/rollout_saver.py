@@ -15,7 +15,7 @@ from rpg_megatron.system.collectives import control_group, gather_objects
 
 
 def keeps_routes(step: int, steps: int | tuple[int, ...]) -> bool:
-    """Whether the rollouts of a step keep their routes. steps: ``rollout.journal_routes``."""
+    """Whether the routes of a step are saved with its rollouts. steps: ``rollout.journal_routes``."""
     if isinstance(steps, tuple):
         return step in steps
     return steps > 0 and step % steps == 0
@@ -27,18 +27,19 @@ class RolloutSaver:
     def __init__(self, run_dir: Path, mesh: Mesh) -> None:
         self._run_dir, self._mesh = run_dir, mesh
         self._writer = RolloutWriter()
-        self._file: Path | None = None  # in writing, on every rank
+        self._file: Path | None = None  # being written; set on every rank
 
     def prepare(self, step: int) -> None:
-        """Remove what an earlier attempt, maybe of another layout, left of the step: on rank 0, before any
-        leader writes. Raises OSError.
+        """Remove the step's files of an earlier attempt, which may have had another layout. Raises OSError.
+
+        Call it on rank 0 before any leader writes.
         """
         remove_rollouts(rollouts_file(self._run_dir, step))
 
     def start(self, step: int, mine: Sequence[Trajectory], *, routes: bool) -> None:
-        """Begin to write on leaders. Call it on all ranks, and ``finish`` before.
+        """Start writing on leaders. Call it on all ranks, after ``finish`` of the previous step.
 
-        The trajectories must not change before ``finish``. routes: with theirs, if they have some.
+        The trajectories must not change until ``finish``. routes: also save their routes, if any.
         """
         mesh = self._mesh
         self._file = part_file(rollouts_file(self._run_dir, step), mesh.data_rank, mesh.data)
@@ -46,7 +47,7 @@ class RolloutSaver:
             self._writer.start(self._file, mine, routes=routes)
 
     def finish(self) -> list[str]:
-        """Wait until all leaders have written the step; returns the failures, on every rank. Collective."""
+        """Wait until all leaders have written the step; returns all errors, on every rank. Collective."""
         if self._file is None:
             return []
         failure = self.finish_own()
@@ -55,7 +56,7 @@ class RolloutSaver:
         return [f for f in gather_objects(failure) if f] if failed else []
 
     def finish_own(self) -> str:
-        """Wait until this rank has written its part; returns why it could not. Not collective."""
+        """Wait until this rank has written its part; returns the error or "". Not collective."""
         file, self._file = self._file, None
         try:
             self._writer.finish()

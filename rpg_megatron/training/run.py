@@ -38,7 +38,7 @@ from rpg_megatron.training.trainer import Batch, TooManySkippedUpdates, Trainer
 from rpg_megatron.training.weight_sync import open_weight_sync
 
 _ENGINES_END_SECONDS = 60.0
-"""How long engines on the same GPUs may take to free their memory when a run is stopped."""
+"""Time limit for colocated engines to free their memory when a run is stopped, in seconds."""
 
 
 class RankRun:
@@ -62,14 +62,14 @@ class RankRun:
         self.settings, self.steps, self.mesh, self._device = settings, settings.training.steps, mesh, device
         self._run_dir, self._checkpoint = run_dir, checkpoint
         self._version = 0
-        self._engines_up = settings.engine.colocated  # these booted before the ranks
+        self._engines_up = settings.engine.colocated  # colocated engines started before the ranks
         self._times: dict[str, float] = defaultdict(float)
         self._summary: dict[str, Any] = {}
         self._rollouts = RolloutSaver(run_dir, mesh)
         self._started = time.monotonic()
         self._stop = StopRequest()
         self.events = Reporter(work / EVENTS, mesh.rank)
-        self._current = 0  # the step on the timeline
+        self._current = 0  # current step, for the timeline
         self._timeline = Timeline(run_dir / TIMELINE if mesh.rank == 0 else None, self.events.warn_unwritten)
         self._timeline.write({"start": round(time.time(), 3)})
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
@@ -87,17 +87,17 @@ class RankRun:
             )
         self._source = open_source(sampler, token, mesh, self._stop)
         self._weight_sync = open_weight_sync(settings, bridge, self._trainer, sampler, self._stop)
-        if settings.engine.colocated and checkpoint is None:  # a checkpoint is loaded before the state leaves
+        if settings.engine.colocated and checkpoint is None:  # else a checkpoint is loaded first
             self.policy.offloader.offload()
-        # What a checkpoint would hold now: the last step whose updates are done, its row of metrics until
-        # that is written, and the sampler's state after it.
+        # Contents of a checkpoint saved now: the last step whose updates are done, its row of metrics if not
+        # yet written, and the sampler's state after it.
         self._step, self._saved_step, self._save_problem = 0, 0, ""
         self._row: dict[str, Any] | None = {}
         self._sampler_state: dict[str, Any] = {}
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Add the seconds of a block to ``time/<phase>`` of the step. Not collective."""
+        """Add the duration of a block to ``time/<phase>`` of the step, in seconds. Not collective."""
         start = time.monotonic()
         try:
             with self._profiler.phase(phase), self._timeline.phase(phase, self._current):
@@ -106,7 +106,7 @@ class RankRun:
             self._times[f"time/{phase}"] += time.monotonic() - start
 
     def profile(self, step: int) -> AbstractContextManager[None]:
-        """Begin a step: profile the block if ``profile.steps`` names it. Not collective."""
+        """Start a step; profile the block if ``profile.steps`` includes it. Not collective."""
         self._current = step
         return self._profiler.step(step, self.events.warn)
 
@@ -156,7 +156,7 @@ class RankRun:
             )
 
     def finish_saving(self) -> None:
-        """Wait until rollouts are written on all leaders and the current save has ended."""
+        """Wait until all leaders have written their rollouts and the current save has ended."""
         self._finish_rollouts()
         self._saver.wait()
         self._report_saves()
@@ -188,7 +188,7 @@ class RankRun:
 
     def _report_saves(self) -> dict[str, float]:
         """Metrics of the saves that ended since the last call; warns of those that failed. Not collective."""
-        results = self._saver.outcomes()
+        results = self._saver.pop_results()
         for result in results:
             if result.problem:
                 self._save_problem = result.problem
@@ -223,7 +223,7 @@ class RankRun:
             }
 
     def collect(self, step: int) -> Batch:
-        """Sample and score the step's prompts; each rank gets its part of the batch. May stop."""
+        """Sample and grade the step's responses; each rank gets its part of the batch. May stop."""
         rollouts = self._weight_sync.call_with_resync(lambda sampler: sampler.rollout(step, self._version))
         if rollouts:
             self.events.write_or_warn(lambda: self._rollouts.prepare(step))
@@ -232,7 +232,7 @@ class RankRun:
             if self.settings.rollout.probed:
                 self._trainer.add_probes(batch, rollouts.probes if rollouts else None, self._source)
         except (RuntimeError, UserError, OSError):
-            # All ranks raise if a leader cannot fetch: who answers may have exited on the same stop signal.
+            # All ranks raise if a leader cannot fetch: the sampler may have exited on the same stop signal.
             if any(gather_objects(self._stop.explains_failure())):
                 raise Stopped from None
             raise
@@ -242,7 +242,7 @@ class RankRun:
         return batch
 
     def offload_engines(self) -> None:
-        """Put colocated engines to sleep and reload the optimizer state; nothing where GPUs are not shared.
+        """Put colocated engines to sleep and reload the optimizer state; no effect with separate GPUs.
 
         May stop while it waits. The next sync wakes the engines.
         """
@@ -257,7 +257,7 @@ class RankRun:
         self._trainer.compute_log_probs(batch)
 
     def save_rollouts(self, step: int, batch: Batch) -> None:
-        """Begin to write the step's rollouts, each leader its own. Row and checkpoint wait for all."""
+        """Start writing the step's rollouts, on each leader its own; metrics and checkpoint wait for them."""
         self._finish_rollouts()
         routes = keeps_routes(step, self.settings.rollout.journal_routes)
         self._rollouts.start(step, batch.mine, routes=routes)
@@ -271,8 +271,8 @@ class RankRun:
     def check_mismatch(self, batch: Batch) -> None:
         """Compare the engine's log-probs with the trainer's on tokens sampled with the current weights.
 
-        Raises UserError if they differ too much and ``guards.mismatch`` is ``stop`` (on rank 0), or if the
-        guard lacks probes.
+        Raises UserError if they differ too much and ``guards.mismatch`` is ``stop`` (on rank 0), or if there
+        are no probes to compare.
         """
         row, message = check_mismatch(
             batch.mine,
@@ -292,16 +292,17 @@ class RankRun:
             return
         self._finish_rollouts()
         if self.mesh.rank == 0:
-            # The numbers behind the message.
+            # The metrics of the step, for diagnosis.
             self._metrics.write({"step": self._version + 1, **batch.metrics})
             raise UserError(message)
 
     def update(self, step: int, batch: Batch) -> None:
-        """One optimizer update for each mini-batch, then the anchor's refresh if it is due. May stop before
-        the first update.
+        """One optimizer update for each mini-batch, then a refresh of the anchor if due.
+
+        May stop before the first update.
         """
         self._weight_sync.check_stop()
-        self._stop.listen()  # until the first update there is nothing to save: the signal ends the process
+        self._stop.listen()  # before the first update there is nothing to save: a signal ends the process
         try:
             self._trainer.update(step, batch, lambda done, total: self.events.phase("update", done, total))
         except TooManySkippedUpdates:
@@ -309,7 +310,7 @@ class RankRun:
             raise
         self._step, self._row = step, dict(batch.metrics)
         if batch.index is not None:
-            self._row |= self._efficiency.of_batch(batch.index)
+            self._row |= self._efficiency.batch_metrics(batch.index)
         self._sampler_state = batch.sampler
 
     def evaluation_due(self, step: int) -> bool:
@@ -348,20 +349,18 @@ class RankRun:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def export(self) -> None:
-        """Write the final Hugging Face checkpoint, that of the best step, and the summary that the launcher
-        prints.
-        """
+        """Write the Hugging Face checkpoints of the last and the best step, and the launcher's summary."""
         exported: Path | None = None
         if self.settings.export.enabled:
             self.events.phase("export")
             exported = self._trainer.export(self._run_dir, self.steps)
         self._saver.wait()
-        barrier()  # a save that failed since another rank died is no result of the run
+        barrier()  # do not report a save that failed because another rank died
         saves = self._report_saves()
         best = self._export_best()
         if self.mesh.rank:
             return
-        if saves["checkpoint/failed"]:  # the last step's row is written already
+        if saves["checkpoint/failed"]:  # the last step's row has already been written
             self._metrics.write({"step": self.steps, **saves})
         if best is not None:
             self._summary["best"] = best
@@ -371,7 +370,7 @@ class RankRun:
         write_summary(self._run_dir, self._summary, self.steps, exported, seconds)
 
     def _export_best(self) -> dict[str, Any] | None:
-        """Export the best checkpoint unless it is the last; returns what the summary says of it."""
+        """Export the best checkpoint unless it is the last one; returns its entry in the summary."""
         wanted = self.settings.checkpoint.keep_best
         if wanted is None:
             return None

@@ -1,4 +1,4 @@
-"""``summary.json``: the results of a run, which the launcher prints. Its values are kept in checkpoints."""
+"""``summary.json``: the results of a run, which the launcher prints. Checkpoints include its values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rpg_megatron.system.files import atomic_write_text
 
 
 def add_accuracy(summary: dict[str, Any], evaluation: EvaluationSettings, row: dict[str, float]) -> None:
-    """Take the accuracies of an evaluation: ``accuracy_before`` of the first, ``accuracy_after`` of the last.
+    """Add the accuracies of an evaluation: the first as ``accuracy_before``, the last as ``accuracy_after``.
 
     row: metrics of the evaluation.
     """
@@ -23,9 +23,9 @@ def add_accuracy(summary: dict[str, Any], evaluation: EvaluationSettings, row: d
 def write_summary(
     run_dir: Path, summary: dict[str, Any], steps: int, export: Path | None, seconds: float
 ) -> None:
-    """Write the file at the end of a run. summary: has ``rates``, tokens per second of each step.
+    """Write the file at the end of a run. summary: includes ``rates``, tokens per second of each step.
 
-    export: folder of the final Hugging Face checkpoint. seconds: of the whole run, all starts together.
+    export: folder of the final Hugging Face checkpoint. seconds: total duration of the run over all starts.
     """
     rates = summary.pop("rates")
     summary |= {

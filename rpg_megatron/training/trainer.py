@@ -43,34 +43,34 @@ from rpg_megatron.system.collectives import (
 )
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.advantages import build_advantages
-from rpg_megatron.training.batch_scatter import BatchScatter, Share, each
+from rpg_megatron.training.batch_scatter import BatchScatter, ReplicaBatch, iter_trajectories
 from rpg_megatron.training.checkpoint_saver import load_run
 from rpg_megatron.training.correction_by_lag import correction_by_lag
 from rpg_megatron.training.loss import build_aggregator, build_loss
 
-_SHOWN = 3  # parameters that a message lists
+_SHOWN = 3  # maximum parameters listed in a message
 
 
 @dataclass
 class Batch:
-    """A step's trajectories: this rank's share in mini- and micro-batches."""
+    """A step's trajectories: this replica's, in mini- and micro-batches."""
 
-    minibatches: Share
-    """This rank's. Every data rank has the same number of micro-batches; some may be empty."""
+    minibatches: ReplicaBatch
+    """This replica's. Every replica has the same number of micro-batches; some may be empty."""
     mine: list[Trajectory]
     """Leaders (``Mesh.leads``): the trajectories of ``minibatches`` in the order of the prompts, with all
     their fields. Elsewhere empty.
     """
     index: BatchIndex | None
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
-    probes: Share = field(default_factory=list)
-    """With ``rollout.probed``: this rank's share of the responses that only the guard on mismatch compares,
+    probes: ReplicaBatch = field(default_factory=list)
+    """With ``rollout.probed``: this replica's part of the responses that only the guard on mismatch compares,
     as one mini-batch. Like those of ``minibatches``.
     """
     my_probes: list[Trajectory] | None = None
     """Leaders: the trajectories of ``probes``. Elsewhere empty. None without ``rollout.probed``."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The step's metrics so far; complete on rank 0."""
+    """Metrics of the step so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """Rank 0: the sampler's state after these rollouts."""
 
@@ -108,7 +108,7 @@ class Trainer:
             vocab_multiple=self.settings.model.vocab_multiple,
             experts=self.mesh.experts,
         )
-        barrier()  # fast readers wait here, not in the first NCCL collective, which would occupy their GPU
+        barrier()  # faster ranks wait here, not in the first NCCL collective, which would occupy their GPU
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Load a checkpoint of a run; returns the contents of its ``state.json``. Raises UserError."""
@@ -119,7 +119,7 @@ class Trainer:
     def export(self, run_dir: Path, step: int, *, saved: bool = False) -> Path:
         """Write the weights of a step to ``hf/step_NNNNNN``, as ``export`` says; returns the folder.
 
-        saved: load that step's checkpoint first; training cannot go on after that.
+        saved: load that step's checkpoint first; training cannot continue after that.
         """
         if saved:
             self.policy.load(step_folder(run_dir, step) / MODEL)
@@ -145,20 +145,20 @@ class Trainer:
         )
 
     def prepare_batch(self, index: BatchIndex | None, source: TrajectorySource | None) -> Batch:
-        """Compute advantages from rewards, and give each rank its share of the step.
+        """Compute advantages from rewards, and give each replica its part of the step.
 
-        index: on rank 0. source: on leaders, which fetch their trajectories from it. If one of them cannot,
-        all ranks raise.
+        index: on rank 0. source: on leaders, which fetch their trajectories from it. If a leader cannot, all
+        ranks raise.
         """
         advantages = np.zeros(0)
         if index is not None:
             advantages = self._advantages(index.reward, index.group, index.response_length)
         plan = self._plan(index, self.settings.training.minibatches)
-        share, mine = self._scatter.scatter(plan, index, advantages, source)
-        return Batch(share, mine, index)
+        minibatches, mine = self._scatter.scatter(plan, index, advantages, source)
+        return Batch(minibatches, mine, index)
 
     def add_probes(self, batch: Batch, index: BatchIndex | None, source: TrajectorySource | None) -> None:
-        """Give each rank its share of the step's probes; parameters and errors as in ``prepare_batch``.
+        """Give each replica its part of the step's probes; parameters and errors as in ``prepare_batch``.
 
         index: None on rank 0 means that there are none.
         """
@@ -188,7 +188,7 @@ class Trainer:
         probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
         for micro in micro_batches:
             if micro.packed.routes is not None:
-                micro.packed.routes.watch()
+                micro.packed.routes.start_counting()
         with counted_routes(self.policy.chunks if self.shape.experts else ()) as routes:
             scored = self.policy.logprobs([*micro_batches, *probes])
         if (experts := self.shape.experts) is not None:
@@ -207,7 +207,7 @@ class Trainer:
                 t.old = logp.numpy().copy()
                 t.anchor = anchor_logp.numpy().copy() if self.anchor else t.old
             if self.mesh.reports:
-                entropies = values[1].index_select(0, micro.learnt)
+                entropies = values[1].index_select(0, micro.loss_positions)
                 entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
         for micro, row in zip(probes, _logps_to_host(of_probes) if probes else [], strict=True):
             for t, logp in micro.split(row):
@@ -238,14 +238,14 @@ class Trainer:
             advantages = dict(zip(places, new.tolist(), strict=True))
             batch.metrics |= {"kl/response": float(kl.mean()), "reward/kl": float(-penalty.mean())}
         advantages = broadcast_object(advantages)
-        for t in each(batch.minibatches):
+        for t in iter_trajectories(batch.minibatches):
             t.advantage = advantages[t.group, t.sample]
 
     def _compare_routes(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Mean and maximum of |old - behaviour|, in nats, with the routes that were replayed and without.
+        """Mean and maximum of |old - behaviour|, in nats, with replayed routes and with the router's own.
 
-        micro_batches: scored already, with replay; they are scored again without. One on each data rank is
-        enough to see the difference, at the price of one forward pass of that micro-batch.
+        micro_batches: already scored with replay; they are scored again without. One on each data rank is
+        enough, at the cost of one forward pass.
         """
         sums = torch.zeros(3, dtype=torch.float64)
         largest = torch.zeros(2, dtype=torch.float64)
@@ -267,14 +267,14 @@ class Trainer:
             "routes/own_mismatch_max": own_max,
         }
 
-    def _rows_to_score(self, minibatches: Share) -> list[list[Trajectory]]:
-        """This rank's trajectories in rows of the token budget, whatever mini-batch they are in.
+    def _rows_to_score(self, minibatches: ReplicaBatch) -> list[list[Trajectory]]:
+        """This rank's trajectories packed into rows of the token budget, regardless of mini-batches.
 
-        Every data rank has the same number of rows, some of them empty.
+        Every data rank has the same number of rows; some may be empty.
         """
         if len(minibatches) == 1:
             return minibatches[0]
-        mine = list(each(minibatches))
+        mine = list(iter_trajectories(minibatches))
         budget, context = self.settings.training.tokens_per_microbatch, self.mesh.context
         rows = [[mine[i] for i in row] for row in pack_rows([t.length for t in mine], budget, context)]
         most = torch.tensor(len(rows))
@@ -282,7 +282,7 @@ class Trainer:
         return rows + [[] for _ in range(int(most) - len(rows))]
 
     def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
-        """One update for each mini-batch, ``training.epochs`` times, then the anchor's refresh if it is due.
+        """One update for each mini-batch, ``training.epochs`` times, then a refresh of the anchor if due.
 
         Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
         Raises TooManySkippedUpdates after ``guards.skipped_updates`` consecutive skipped updates.
@@ -310,7 +310,7 @@ class Trainer:
         limit = self.settings.guards.skipped_updates
         names = [
             f"{name} on rank {rank}"
-            for rank, names in enumerate(gather_objects(self.policy.spoilt_gradients()))
+            for rank, names in enumerate(gather_objects(self.policy.nonfinite_gradients()))
             for name in names
         ]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -328,7 +328,7 @@ class Trainer:
             print(f"warning: {message}, {self.skipped_updates} in a row; {limit} end the run", flush=True)
 
     def _summarise(self, updates: Sequence[UpdateStats]) -> dict[str, float]:
-        """Metrics of a step's updates; means over those that were not skipped."""
+        """Metrics of a step's updates; means exclude skipped ones."""
         done = [u for u in updates if not u.skipped]
         row = {"policy/skipped_updates": float(len(updates) - len(done))}
         if not done:
@@ -355,11 +355,11 @@ class Trainer:
 
 
 def _mean_kl(updates: Sequence[UpdateStats], settings: Settings) -> float:
-    """Mean of the metric ``kl`` over tokens, 0 without it. Raises UserError if the anchor depends on it."""
+    """Mean of the metric ``kl`` over tokens; 0 if it is missing. Raises UserError if the anchor needs it."""
     if settings.anchor.type == "kl_trigger" and any(u.tokens and "kl" not in u.metrics for u in updates):
         raise UserError(
             f"anchor.type kl_trigger: {settings.objective.type} returns no metric 'kl' (nats, per token), "
-            "which decides on the anchor's updates; return it, or use anchor.type every"
+            "which triggers the anchor's updates; return it, or use anchor.type every"
         )
     tokens = sum(u.tokens for u in updates)
     return sum(u.metrics.get("kl", 0.0) * u.tokens for u in updates) / max(tokens, 1)

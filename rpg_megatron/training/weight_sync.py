@@ -44,9 +44,8 @@ class WeightSync:
     def sync(self, version: int) -> list[SyncReport]:
         """Publish the current weights as ``version`` and load them into all engines that are running.
 
-        Returns one report per engine, on rank 0. Engines that are restarting get the weights when they are
-        back. Raises UserError (rank 0) if an engine refuses them twice; the message names tensor, rank and
-        file.
+        Returns one report per engine, on rank 0. Engines that are restarting get the weights afterwards.
+        Raises UserError (rank 0) if an engine rejects them twice; the message names tensor, rank and file.
         """
         self._version, self._manifest = version, None
         return self._publish(again=False)
@@ -73,7 +72,7 @@ class WeightSync:
 
     @contextmanager
     def state_on_gpu(self, offloader: StateOffloader) -> Iterator[None]:
-        """Within the block an offloaded state is back on the GPU, and the colocated engines sleep."""
+        """Within the block, offloaded state is on the GPU, and the colocated engines sleep."""
         offloaded = offloader.is_offloaded
         if offloaded:
             self.sleep(1)
@@ -135,10 +134,10 @@ class WeightSync:
             raise
 
     def _check_unchanged(self, manifest: Manifest, refused: list[str]) -> None:
-        """Check that a version has the same checksums each time it is published.
+        """Check that the checksums of a version are the same each time it is published.
 
         Raises UserError that names the changed tensors. With shared memory these are the parameters
-        themselves, so they must be neither served nor trained on.
+        themselves, so they must be used neither by engines nor for training.
         """
         before, self._manifest = self._manifest or manifest, manifest
         changed = [
@@ -218,7 +217,7 @@ def open_publisher(
 
 
 def _sync(manifest: Manifest, version: int, again: bool, sampler: SamplerClient) -> SyncResult:
-    """Over the sampler's socket, to ``EnginePool.sync`` in the sampler process."""
+    """Calls ``EnginePool.sync`` in the sampler process, over its socket."""
     return sampler.sync(manifest, version, again=again)
 
 

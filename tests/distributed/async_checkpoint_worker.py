@@ -92,10 +92,10 @@ def save_while_everything_changes(case: dict, device: torch.device) -> None:
     saver.start(1, dict)
     fill(policy, -1000)
     anchor.after_step(1, 0.0)
-    assert not saver.outcomes()
+    assert not saver.pop_results()
     GATE.set()
     saver.wait()
-    assert [o.problem for o in saver.outcomes()] == [None]
+    assert [o.problem for o in saver.pop_results()] == [None]
     fill(policy, -2)
     anchor.after_step(1, 0.0)
     fill(policy, 2)
@@ -103,7 +103,7 @@ def save_while_everything_changes(case: dict, device: torch.device) -> None:
     saver = Saver(Path(case["folder"]), policy, anchor, patient)
     saver.start(2, dict)
     fill(policy, -1000)
-    assert [o.problem for o in saver.outcomes()] == [None]
+    assert [o.problem for o in saver.pop_results()] == [None]
     dist.barrier()
     if publisher:
         publisher.close()
@@ -142,7 +142,7 @@ class Disk:
             dist.barrier()
             GATE.set()
         self.saver.wait()
-        (outcome,) = self.saver.outcomes()
+        (outcome,) = self.saver.pop_results()
         dist.barrier()
         row: dict = {"name": name, "step": step, "problem": outcome.problem, "rank": self.mesh.rank}
         if self.mesh.rank == 0:
@@ -162,7 +162,7 @@ class Disk:
         for step in steps:
             self.saver.start(step, dict)
         self.saver.wait()
-        assert [(o.step, o.problem) for o in self.saver.outcomes()] == [(step, None) for step in steps]
+        assert [(o.step, o.problem) for o in self.saver.pop_results()] == [(step, None) for step in steps]
         dist.barrier()
 
     def limit_files(self, number: int) -> None:

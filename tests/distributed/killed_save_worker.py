@@ -43,7 +43,7 @@ def main() -> None:
         saver.start(step, dict)
         fill(policy, float("nan"))  # what is written is no longer here
         saver.wait()
-        (outcome,) = saver.outcomes()
+        (outcome,) = saver.pop_results()
         assert outcome.problem is None, outcome
         if mesh.rank == 0:
             print(f"saved {step} in {outcome.seconds:.3f}", flush=True)

@@ -48,7 +48,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
     scored: dict[int, list] = {}
     for pack in packs if policy.replayed else ():
         if pack.packed.routes is not None:
-            pack.packed.routes.watch()
+            pack.packed.routes.start_counting()
     for pack, values in zip(packs, policy.logprobs(packs), strict=True):
         for row, what in enumerate(("logp", "entropy")):
             for trajectory, part in pack.split(values[row]):

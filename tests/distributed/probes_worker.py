@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.commands.replay.compare_steps import JournalSource, compare, measure_gaps
+from rpg_megatron.commands.replay.compare_steps import SavedRollouts, compare, measure_gaps
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import iter_rollouts, rollouts_file
@@ -22,7 +22,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.system.collectives import gather_objects
-from rpg_megatron.training.batch_scatter import each
+from rpg_megatron.training.batch_scatter import iter_trajectories
 from rpg_megatron.training.rollout_saver import RolloutSaver
 from rpg_megatron.training.run import RankRun
 from rpg_megatron.training.trainer import Batch, Trainer
@@ -116,11 +116,11 @@ def replayed(trainer: Trainer, step: Batch, folder: Path) -> bool:
     saver.start(STEP, step.mine, routes=False)
     assert saver.finish() == []
     file = rollouts_file(folder, STEP)
-    source = JournalSource(file) if trainer.mesh.leads else None
+    source = SavedRollouts(file) if trainer.mesh.leads else None
     again = trainer.prepare_batch(index_of(iter_rollouts(file)) if trainer.mesh.rank == 0 else None, source)
     trainer.compute_log_probs(again)
     trainer.update(STEP, again, lambda done, total: None)
-    gaps = measure_gaps(source.journalled if source else [], again.mine)
+    gaps = measure_gaps(source.saved if source else [], again.mine)
     return bool(compare(gaps, step.metrics, again.metrics, 0.0)["exact"])
 
 
@@ -150,7 +150,7 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     straight = make_run(other, batch, None)
     wanted = straight.collect(STEP)
     straight.compute_log_probs(wanted)
-    pairs = zip(each(step.minibatches), each(wanted.minibatches), strict=True)
+    pairs = zip(iter_trajectories(step.minibatches), iter_trajectories(wanted.minibatches), strict=True)
     same = all(a.old.tobytes() == b.old.tobytes() for a, b in pairs)
     for one, its in ((trainer, step), (other, wanted)):
         one.update(STEP, its, lambda done, total: None)
@@ -164,7 +164,10 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
             "metrics": step.metrics,
             "wanted": wanted.metrics,
             "rows": [[(t.group, t.sample) for t in row] for row in step.probes[0]],
-            "gap": max((float(np.abs(t.old - t.behaviour).max()) for t in each(step.probes)), default=0.0),
+            "gap": max(
+                (float(np.abs(t.old - t.behaviour).max()) for t in iter_trajectories(step.probes)),
+                default=0.0,
+            ),
             "mine": [(t.old.tolist(), t.behaviour.tolist(), t.versions.tolist()) for t in step.mine],
         }
     )

@@ -47,7 +47,7 @@ def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
             savers.append(saver)  # the next updates do not wait for it
     for saver in savers:
         saver.wait()
-        assert [outcome.problem for outcome in saver.outcomes()] == [None]
+        assert [outcome.problem for outcome in saver.pop_results()] == [None]
     dist.barrier()  # others read what rank 0 has named
     mpu.destroy_model_parallel()
     return reports

@@ -25,7 +25,7 @@ from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import barrier, gather_objects
-from rpg_megatron.training.batch_scatter import BatchScatter, each
+from rpg_megatron.training.batch_scatter import BatchScatter, iter_trajectories
 from rpg_megatron.training.mismatch import check_mismatch, describe_mismatch, find_gaps, find_worst, summarise
 from rpg_megatron.training.rollout_saver import RolloutSaver
 from tests.support.batches import ListSource
@@ -86,10 +86,10 @@ def measure(parallel: dict[str, int], folder: Path) -> dict[str, object]:
             plan = plan_batches([t.length for t in batch], minibatches=2, data=mesh.data, budget=64)
         source = ListSource(replace(t, group=t.group + 1000) for t in batch) if mesh.leads else None
         share, mine = scatter.scatter(plan, index, advantages, source)
-        for t in each(share):
+        for t in iter_trajectories(share):
             t.old = t.anchor = scored(t, step)
         everyone = gather_objects([[[describe(t) for t in micro] for micro in mini] for mini in share])
-        same = {id(t) for t in mine} == {id(t) for t in each(share)} if mesh.leads else not mine
+        same = {id(t) for t in mine} == {id(t) for t in iter_trajectories(share)} if mesh.leads else not mine
         fetched = gather_objects(source.fetched if source else 0)
         found |= save(saver, mesh, folder, step, mine, whole)
         row, message = check_mismatch(mine, VERSION, GUARDS, "float32", leaders=mesh.data)
@@ -116,7 +116,7 @@ def measure(parallel: dict[str, int], folder: Path) -> dict[str, object]:
         )
     found["data ranks"] = gather_objects(mpu.get_data_parallel_rank())
     found["replicas"] = [mesh.replica(d) for d in range(mesh.data)]
-    found["texts"] = gather_objects([t.text for t in each(share)])
+    found["texts"] = gather_objects([t.text for t in iter_trajectories(share)])
     found["failed fetch"] = gather_objects(fail(scatter, mesh, plan, index, advantages, source))
     mpu.destroy_model_parallel()
     return found

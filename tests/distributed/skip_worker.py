@@ -12,7 +12,7 @@ from megatron.core import parallel_state as mpu
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import gather_objects
-from rpg_megatron.training.batch_scatter import each
+from rpg_megatron.training.batch_scatter import iter_trajectories
 from rpg_megatron.training.trainer import Trainer
 from tests.support.batches import prepare
 from tests.support.ranks import measure_cases
@@ -34,7 +34,7 @@ def scored_apart(trainer: Trainer, folder: Path) -> float:
     """The largest difference of a step's log-probs to those of each sequence in a row of its own."""
     batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
     trainer.compute_log_probs(batch)
-    mine = list(each(batch.minibatches))
+    mine = list(iter_trajectories(batch.minibatches))
     rows = [trainer.policy.pack([t]) for t in mine]
     alone = [row.split(out[0]) for row, out in zip(rows, trainer.policy.logprobs(rows), strict=True)]
     return max(np.abs(t.old - logp.numpy()).max() for ((t, logp),) in alone)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rpg_megatron.checkpoints.hf_export import export_hf
-from rpg_megatron.checkpoints.hf_import import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
@@ -38,7 +38,7 @@ def _export_rank(rank, world, folder):
         args = (folder / name, folder / "source", params, layout, place)
         export_hf(*args, dtype=torch.bfloat16, max_shard_bytes=8000)
     # Only rank 0 looks at the folder, but every rank has to hear of it, or the others wait for ever.
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export_hf(*args, dtype=torch.bfloat16)
     dist.destroy_process_group()
 

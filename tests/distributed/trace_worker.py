@@ -77,10 +77,10 @@ def main() -> None:
         if mesh.rank == 0:
             side = trainer_side(trajectories, packs, traced)
             weights = StoredWeights(settings.model.path)
-            chain = ModuleChecker(side, shape, weights, settings.rollout.temperature)
+            checker = ModuleChecker(side, shape, weights, settings.rollout.temperature)
             results[name] = {
-                "links": {site: chain.error(site) for site in chain.sites()}
-                | {"logp": chain.logprob_error()},
+                "links": {site: checker.error(site) for site in checker.sites()}
+                | {"logp": checker.logprob_error()},
                 "shapes": {site: list(values.shape) for site, values in side.trace.items()},
             }
         mpu.destroy_model_parallel()

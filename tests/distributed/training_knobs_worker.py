@@ -15,7 +15,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import gather_objects
-from rpg_megatron.training.batch_scatter import each
+from rpg_megatron.training.batch_scatter import iter_trajectories
 from rpg_megatron.training.trainer import Batch, Trainer
 from tests.support.batches import prepare
 
@@ -52,7 +52,7 @@ def main() -> None:
     second = scored(trainer, folder)  # the policy has left the anchor
     rows = [
         (t.group, t.sample, float((t.old.astype(np.float64) - t.anchor).sum()), t.advantage)
-        for t in each(second.minibatches)
+        for t in iter_trajectories(second.minibatches)
     ]
     ranks = gather_objects(rows)
 

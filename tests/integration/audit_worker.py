@@ -22,7 +22,7 @@ from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.layers import PackedAttention
-from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences, group_like_lengths
+from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences, group_by_length
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.run import RankRun
@@ -75,7 +75,7 @@ def leak(run: RankRun) -> Iterator[None]:
         self: PackedAttention, *inputs: object, packed_seq_params: PackedSequences, **more: object
     ) -> torch.Tensor:
         row = copy.copy(packed_seq_params)
-        row.groups = group_like_lengths([sum(row.lengths)], row.positions.device)
+        row.groups = group_by_length([sum(row.lengths)], row.positions.device)
         return plain(self, *inputs, packed_seq_params=row, **more)
 
     PackedAttention.forward = forward

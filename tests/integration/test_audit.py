@@ -167,7 +167,7 @@ def test_a_wrong_temperature(reports: dict[str, dict]) -> None:
 def check_stale(report: dict) -> None:
     found = only_finding(report)
     assert (found["kind"], found["side"], found["layers"]) == ("layer", "engine", [2])
-    assert "layer 2 of the engine is stale: it holds the weights of version 0" in found["text"]
+    assert "layer 2 of the engine is stale: it has the weights of version 0" in found["text"]
     assert "model.layers.2.mlp.down_proj.weight" in found["parameters"]
 
 
@@ -268,7 +268,7 @@ def test_an_engine_of_another_dtype_or_rope(checkpoints: Path, tmp_path: Path) -
 def test_further_faults_have_names_too(reports: dict[str, dict]) -> None:
     wanted = {
         "gate": ("weights", "engine", "gate and up are swapped"),
-        "misplaced": ("layer", "engine", "layer 3 of the engine holds the weights of layer 1"),
+        "misplaced": ("layer", "engine", "layer 3 of the engine has the weights of layer 1"),
         "rows": ("weights", "engine", "o_proj.weight of the engine is not the trainer's (rows 10-19 of 128)"),
         "head": ("weights", "engine", "lm_head.weight of the engine is not the trainer's"),
         "vocabulary": ("vocabulary", "trainer", "counts about 16 columns beyond the vocabulary of 304"),

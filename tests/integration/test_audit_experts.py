@@ -74,8 +74,8 @@ TEXTS = {
     "stale_expert": f"{BLOCK}.experts.6.{ALL} of the engine is stale: it is that of version 0",
     "swapped": f"{BLOCK}.experts.1.{ALL} of the engine is swapped with that of expert 5",
     "row": f"{BLOCK}.gate.weight of the engine is 20.0% too large in rows 3 of 8",
-    "stale_row": f"{BLOCK}.gate.weight of the engine has stale rows 4 (one an expert): those of version 0",
-    "stale": "layer 2 of the engine is stale: it holds the weights of version 0",
+    "stale_row": f"{BLOCK}.gate.weight of the engine has stale rows 4 (one per expert): those of version 0",
+    "stale": "layer 2 of the engine is stale: it has the weights of version 0",
 }
 
 

@@ -29,7 +29,7 @@ from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed, sync_engine
 from rpg_megatron.bridge.manifest import read_manifest
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_export import export_hf
-from rpg_megatron.checkpoints.hf_import import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.placement import RankCoordinates

@@ -296,7 +296,7 @@ def test_a_damaged_megatron_checkpoint_is_refused_in_one_message(
     damage = (
         "__0_0.distcp is missing",
         f"__1_0.distcp has {len(data) - 100} bytes, not {len(data)}",
-        "hf/tokenizer.json has other contents than were written",
+        "hf/tokenizer.json does not have the contents that were written",
     )
     error = fail("megatron_to_hf", "--megatron", release, "--out", tmp_path / "back")
     for part in damage:
@@ -337,7 +337,7 @@ def test_a_wrong_hf_checkpoint_is_refused_in_one_message(pair: tuple[Path, Path]
         "hf_to_megatron", *arguments, "--tp", "4"
     )
     (tmp_path / "out").mkdir()
-    assert "exists already" in fail("hf_to_megatron", "--hf", pair[0], "--out", tmp_path / "out")
+    assert "already exists" in fail("hf_to_megatron", "--hf", pair[0], "--out", tmp_path / "out")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["hf", "out"]
 
 

@@ -238,8 +238,8 @@ def test_responses_can_be_filtered(browser: Browser, runs: list[Path], tmp_path:
             " [...a.querySelectorAll('.response .badge')].map((b) => b.textContent))"
         )
 
-    assert all(verdicts == ["wrong", "right"] for verdicts in choose("Learnt"))
-    assert all(verdicts == ["right"] for verdicts in choose("Best"))
+    assert all(verdicts == ["wrong", "correct"] for verdicts in choose("Learnt"))
+    assert all(verdicts == ["correct"] for verdicts in choose("Best"))
     assert all(verdicts == ["wrong"] for verdicts in choose("Worst"))
     choose("Longest")
     facts = browser.run("[...document.querySelectorAll('.response .facts')].map((e) => e.textContent)")

@@ -65,7 +65,7 @@ def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: P
         assert pair["replay"] == pytest.approx(pair["run"], rel=1e-5, abs=1e-6), key
     refused = subprocess.run([*again, "--step=2"], capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "step_000002.parquet: holds no routes" in refused.stderr
+    assert "step_000002.parquet: has no routes" in refused.stderr
 
 
 @pytest.mark.long

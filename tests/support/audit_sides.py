@@ -1,4 +1,4 @@
-"""Sides for the audit's arithmetic: traces made by its own chain, from right or faulty weights."""
+"""Sides for the audit's arithmetic: traces made by its own checker, from right or faulty weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_side(
     temperature: float = 1.0,
     padding: float = 0.0,
     dtype: torch.dtype = torch.float32,
-    spoil: Callable[[str, ModuleChecker, torch.Tensor], torch.Tensor] = lambda site, chain, values: values,
+    spoil: Callable[[str, ModuleChecker, torch.Tensor], torch.Tensor] = lambda site, checker, values: values,
 ) -> ActivationTrace:
     """A side that computes with these weights and rounds every value; ``spoil`` changes a module's."""
     g = torch.Generator().manual_seed(3)
@@ -41,10 +41,10 @@ def make_side(
     predicts = torch.cat([torch.arange(n) >= n // 2 for n in LENGTHS])
     sampled = torch.randint(shape.vocab_size, (int(predicts.sum()),), generator=g)
     side = ActivationTrace(name, {}, tokens, LENGTHS, predicts, sampled, torch.zeros(0), str(dtype)[6:])
-    chain = ModuleChecker(side, shape, lambda n: weights[n], temperature)
+    checker = ModuleChecker(side, shape, lambda n: weights[n], temperature)
     for site in all_sites(shape):
-        side.trace[site] = spoil(site, chain, chain.expected(site)).to(dtype)
-    side.logp = chain.logprobs(padding=padding).float()
+        side.trace[site] = spoil(site, checker, checker.expected(site)).to(dtype)
+    side.logp = checker.logprobs(padding=padding).float()
     return side
 
 

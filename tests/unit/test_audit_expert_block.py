@@ -2,7 +2,7 @@
 
 Why: of a block of experts only the sum is seen, so a verdict that names one expert and one matrix rests on
 arithmetic alone; and two sides that choose differently because two experts are close must be clean. Traces
-are made here by the chain itself, from faulty weights. Not covered: hooks in real engines and trainers
+are made here by the checker itself, from faulty weights. Not covered: hooks in real engines and trainers
 (tests/integration/test_audit_experts.py), ranks and stages (tests/distributed/test_trace_layouts.py).
 """
 
@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[Callable[[Weights, Weights], Weights], list[tuple[str, l
         lambda weights, earlier: {
             n: weights[m] for e in range(COUNT) for n, m in zip(names(e), names((e + 4) % COUNT), strict=True)
         },
-        [("is that of the expert 4 further on", [])],
+        [("is that of the expert 4 places later", [])],
     ),
     "copied": (
         lambda weights, earlier: {names(1)[0]: weights[names(4)[0]]},
@@ -131,11 +131,11 @@ FAULTS: dict[str, tuple[Callable[[Weights, Weights], Weights], list[tuple[str, l
     ),
     "router row stale": (
         stale_row,
-        [(f"{ROUTER} of the engine has stale rows 6 (one an expert): those of step 3", [ROUTER])],
+        [(f"{ROUTER} of the engine has stale rows 6 (one per expert): those of step 3", [ROUTER])],
     ),
     "router rows swapped": (
         rows(ROUTER, lambda w: w[[0, 5, 2, 3, 4, 1, 6, 7]]),
-        [(f"{ROUTER} of the engine has rows 1 and 5 (one an expert) swapped", [ROUTER])],
+        [(f"{ROUTER} of the engine has rows 1 and 5 (one per expert) swapped", [ROUTER])],
     ),
     "stale router": (stale(ROUTER), [(f"{ROUTER} of the engine is stale: it is that of step 3", [ROUTER])]),
 }
@@ -158,18 +158,18 @@ def test_stale_layers_with_experts():
     weights, earlier = weights_of(TINY_MOE), weights_of(TINY_MOE, seed=1)
     wrong = weights | {n: w for n, w in earlier.items() if f".layers.{LAYER}." in n}
     found = only(verdict_of(TINY_MOE, weights, make_side(TINY_MOE, wrong), others={"step 3": earlier}))
-    assert found.text == "layer 2 of the engine is stale: it holds the weights of step 3"
+    assert found.text == "layer 2 of the engine is stale: it has the weights of step 3"
     assert set(names(0, 7)) <= set(found.parameters)
     wrong = weights | {n: weights[n.replace(".2.", ".3.", 1)] for n in weights if f".layers.{LAYER}." in n}
     found = only(verdict_of(TINY_MOE, weights, make_side(TINY_MOE, wrong)))
-    assert found.text == "layer 2 of the engine holds the weights of layer 3"
+    assert found.text == "layer 2 of the engine has the weights of layer 3"
 
 
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (replace(TINY_MOE.experts, normalised=False), "uses weights of experts that do not sum to 1"),
-        (replace(TINY_MOE.experts, per_token=3), "uses 3 experts a token instead of 2"),
+        (replace(TINY_MOE.experts, normalised=False), "uses expert weights that do not sum to 1"),
+        (replace(TINY_MOE.experts, per_token=3), "uses 3 experts per token instead of 2"),
     ],
 )
 def test_another_use_of_the_right_experts(other, text: str):
@@ -206,9 +206,9 @@ def test_either_of_two_experts_with_equal_logits_is_right():
     weights[ROUTER][5] = weights[ROUTER][1]
     other = weights | exchange(names(1), names(5))(weights, weights)
 
-    def spoil(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
+    def spoil(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return (
-            chain.expected(site, weights=other.__getitem__) if site == f"layers.{LAYER}.experts" else values
+            checker.expected(site, weights=other.__getitem__) if site == f"layers.{LAYER}.experts" else values
         )
 
     engine = make_side(TINY_MOE, weights, spoil=spoil)

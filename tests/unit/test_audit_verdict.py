@@ -2,7 +2,7 @@
 
 Why: a verdict is only as good as the reference it is measured against; and faults that no test can plant in a
 real engine cheaply (positions, padding, rounding, other families) must be named all the same. Traces are made
-here by the chain itself, from faulty weights. Not covered: hooks in real engines and trainers
+here by the checker itself, from faulty weights. Not covered: hooks in real engines and trainers
 (tests/integration/test_audit.py), ranks and stages (tests/distributed/test_trace_layouts.py).
 """
 
@@ -105,10 +105,10 @@ def test_all_layers_stale_and_a_foreign_layer():
     weights, earlier = weights_of(shape), weights_of(shape, seed=1)
     stale = weights | {n: w for n, w in earlier.items() if ".layers." in n}
     found = only(verdict_of(shape, weights, make_side(shape, stale), others={"step 3": earlier}))
-    assert found.text == "layers 0-3 of the engine are stale: they hold the weights of step 3"
+    assert found.text == "layers 0-3 of the engine are stale: they have the weights of step 3"
     foreign = weights | {n: w for n, w in earlier.items() if ".layers.2." in n}
     found = only(verdict_of(shape, weights, make_side(shape, foreign)))
-    assert "layer 2 of the engine is stale or foreign: 11 of its parameters differ" in found.text
+    assert "layer 2 of the engine is stale or of another model: 11 of its parameters differ" in found.text
     one = "model.layers.0.self_attn.o_proj.weight"
     found = only(
         verdict_of(
@@ -167,13 +167,15 @@ def test_rope_bases_and_shifted_positions(family: str):
     shape = tiny_shape(family)
     weights = weights_of(shape)
 
-    def base(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        return chain.expected(site, theta=5e5) if site.endswith("_rope") else values
+    def base(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
+        return checker.expected(site, theta=5e5) if site.endswith("_rope") else values
 
-    def shifted(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        return chain.expected(site, positions=chain.side.positions + 1) if site.endswith("_rope") else values
+    def shifted(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
+        return (
+            checker.expected(site, positions=checker.side.positions + 1) if site.endswith("_rope") else values
+        )
 
-    def interleaved(site: str, chain: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
+    def interleaved(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return values.flip(1) if site.endswith("_rope") else values
 
     found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=base)))
@@ -226,8 +228,8 @@ def test_a_temperature_that_rounding_would_hide():
     def confident(name: str, temperature: float) -> ActivationTrace:
         side = make_side(shape, weights, name, dtype=torch.bfloat16)
         side.sampled = side.trace[LOGITS].argmax(1)
-        chain = ModuleChecker(side, shape, lambda n: weights[n], 1.0)
-        side.logp = chain.logprobs(temperature).float()
+        checker = ModuleChecker(side, shape, lambda n: weights[n], 1.0)
+        side.logp = checker.logprobs(temperature).float()
         del side.trace[LOGITS]  # as a trainer's: what it rounded is not known
         return side
 

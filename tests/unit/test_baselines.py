@@ -223,7 +223,7 @@ def test_advantages_over_the_batch() -> None:
         tokens = values.repeat_interleave(LENGTHS)
         wanted = (values - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
         torch.testing.assert_close(group_advantages(REWARDS, GROUPS, kind=kind, lengths=LENGTHS), wanted)
-    with pytest.raises(ValueError, match="must be alike"):
+    with pytest.raises(ValueError, match="must have the same shape"):
         group_advantages(REWARDS, GROUPS, kind="reinforce_plus_plus", lengths=LENGTHS[1:])
 
 

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.training.batch_scatter import Share, each, fetch_part, flatten, pack_part, unflatten
+from rpg_megatron.training.batch_scatter import (
+    ReplicaBatch,
+    encode_plan,
+    fetch_planned,
+    flatten,
+    iter_trajectories,
+    unflatten,
+)
 from tests.support.batches import ListSource
 
 NAMES = ("prompt_id", "sample", "group", "finish", "advantage")
@@ -41,14 +48,14 @@ shares = st.lists(st.lists(st.lists(sizes, max_size=3), max_size=3), max_size=3)
 
 @given(shares, st.sampled_from([None, np.uint8, np.int16]))
 def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]], kind: type | None) -> None:
-    share: Share = [[[trajectory(*t) for t in micro] for micro in mini] for mini in cut]
-    for t in each(share) if kind else ():
+    share: ReplicaBatch = [[[trajectory(*t) for t in micro] for micro in mini] for mini in cut]
+    for t in iter_trajectories(share) if kind else ():
         t.routes = np.random.default_rng(t.length).integers(0, 99, (t.length - 1, 3, 2)).astype(kind)
     ints, floats, routes = flatten(share)
     assert (ints.dtype, floats.dtype) == (torch.int32, torch.float32)
     back = unflatten(ints, floats, routes)
     assert [[len(micro) for micro in mini] for mini in back] == [[len(m) for m in mini] for mini in cut]
-    for a, b in zip(each(share), each(back), strict=True):
+    for a, b in zip(iter_trajectories(share), iter_trajectories(back), strict=True):
         assert all(getattr(a, name) == getattr(b, name) for name in NAMES)
         assert all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("prompt", "response", "behaviour"))
         assert (b.text, len(b.versions)) == ("", 0)
@@ -69,10 +76,10 @@ def test_a_leader_has_its_part_of_the_plan(cut: list[list[list[tuple[int, int, i
     advantages = np.array([dice.random() for _ in batch])
     index = index_of(batch)
     index.group = index.group + 7  # of the step; the source knows the ticket
-    share, mine = fetch_part(pack_part(plan, index, advantages), ListSource(batch))
+    share, mine = fetch_planned(encode_plan(plan, index, advantages), ListSource(batch))
     assert [[[t.prompt_id for t in micro] for micro in mini] for mini in share] == plan
     assert [t.prompt_id for t in mine] == sorted(places)
-    assert {id(t) for t in mine} == {id(t) for t in each(share)}
+    assert {id(t) for t in mine} == {id(t) for t in iter_trajectories(share)}
     assert all(t.advantage == advantages[t.prompt_id] for t in mine)  # in float64
     assert all(t.group == t.prompt_id // 5 + 7 for t in mine)
 
@@ -81,5 +88,5 @@ def test_a_part_of_the_plan_does_not_grow_with_tokens() -> None:
     sizes = []
     for length in (1, 10_000):
         index = index_of([trajectory(number, length, length) for number in range(8)])
-        sizes.append(pack_part([[[0, 1, 2], [3, 4]]], index, np.zeros(8)).nbytes)
+        sizes.append(encode_plan([[[0, 1, 2], [3, 4]]], index, np.zeros(8)).nbytes)
     assert sizes == [8 * (4 + 5 * 5)] * 2  # batch sizes, five numbers of each trajectory

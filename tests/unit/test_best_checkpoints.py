@@ -95,7 +95,7 @@ def test_a_kill_while_old_ones_are_removed_loses_none_of_the_best(
         (
             "{metric: evaluation/accuracy}",
             (),
-            "has no metric 'evaluation/accuracy'; it has eval/held",
+            "has no metric 'evaluation/accuracy'; use one of eval/held",
         ),
         ("{}", ("evaluation=null",), "needs an evaluation"),
         ("{}", ("checkpoint.every=null",), "needs checkpoints"),

@@ -199,7 +199,7 @@ def test_every_key_is_read_somewhere():
             "no effect: correction is set",
         ),
         ("rollout={stop: [x], ahead: 1}; correction={type: icepop}", "stop needs inflight drain with ahead"),
-        ("rollout.stop=['']", "stop: a text is empty"),
+        ("rollout.stop=['']", "stop: a string is empty"),
         ("reward.kl={}", "reward.kl needs a reference model: set anchor.type to fixed or every"),
         ("reward.kl={estimator: k2}", "k1"),
         (
@@ -230,7 +230,7 @@ def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str,
     [
         ("model: {path: m}\ndata: [\n", "c.yaml:3: not valid YAML: "),
         ("model: {path: m}\ndata:\n\tpath: d\n", "c.yaml:3: not valid YAML: "),
-        ("model: {path: m}\ndata: {limit: 2}\n", "set path (a file), hub, preset or mixture"),
+        ("model: {path: m}\ndata: {limit: 2}\n", "set path (a file), hub, preset, mixture or source"),
         ("model: &m [&n [a, b, c]]\ndata: [*m, *m]\n", "model: must be a section of keys and values"),
     ],
 )

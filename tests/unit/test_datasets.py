@@ -89,7 +89,7 @@ def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
     for override, told in (
         ("data={mixture: [{pth: a}]}", "did you mean 'data.mixture[0].path'"),
         ("data={mixture: [{weight: 2}]}", "needs path, hub, source or preset"),
-        ("data={}", "names no prompts"),
+        ("data={}", "has no prompts"),
         ("data={path: a, preset: gsm8k, mixture: [{path: a}]}", "mixture replaces path"),
         ("data={path: a, hub: b/c}", "exclude each other"),
         ("data={path: a, split: b}", "no effect on a file"),

@@ -15,6 +15,7 @@ import pytest
 
 from rpg_megatron.commands.doctor.gather import JobStep, find_job_step, gather_reports, send_report
 from rpg_megatron.commands.doctor.gpu import probe_gpus
+from rpg_megatron.commands.doctor.machine import probe_ports
 from rpg_megatron.commands.doctor.packages import requirements
 from rpg_megatron.commands.doctor.probe import Check, Subject, ok, run_probes
 from rpg_megatron.commands.doctor.run_inputs import probe_walltime
@@ -103,6 +104,18 @@ def test_a_node_needs_the_cards_of_its_own_share(
     assert check.verdict == verdict, check
     if verdict == "failed":
         assert check.found.endswith("4 are visible")
+
+
+@pytest.mark.parametrize(
+    ("address", "verdict"), [("null", "ok"), ("127.0.0.1", "ok"), ("192.0.2.1", "failed")]
+)
+def test_the_address_of_the_bridge(tmp_path: Path, address: str, verdict: str) -> None:
+    """By default it is chosen at the start, so nothing can be checked before."""
+    config = tmp_path / "run.yaml"
+    config.write_text("{model: {path: m}, data: {path: d}, device: cpu, bridge: {transport: process_group}}")
+    subject = Subject(load_settings(config, [f"bridge.address={address}"]), None)
+    checks = run_probes([("ports", 10, probe_ports)], subject)
+    assert [(c.name, c.verdict) for c in checks] == [("rendezvous port", "ok"), ("bridge address", verdict)]
 
 
 def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

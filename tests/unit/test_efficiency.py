@@ -64,7 +64,7 @@ def test_mfu_counts_three_passes_of_an_update_and_one_for_each_policy(
         SimpleNamespace(group=0, sample=i, prompt=np.zeros(p), response=np.zeros(r), reward=0.0)
         for i, (p, r) in enumerate([(30, 10), (100, 60)])
     ]
-    row = one.of_batch(index_of(trajectories))  # type: ignore[arg-type]
+    row = one.batch_metrics(index_of(trajectories))  # type: ignore[arg-type]
     heads, kv = TINY.num_heads * TINY.head_dim, TINY.num_kv_heads * TINY.head_dim
     layer = TINY.hidden_size * (2 * heads + 2 * kv + 3 * TINY.ffn_hidden_size)
     parameters = TINY.num_layers * layer + TINY.hidden_size * TINY.vocab_size

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron import cli
-from rpg_megatron.commands.eval.output_dir import Folder, open_folder
+from rpg_megatron.commands.eval.output_dir import OutputDir, open_output_dir
 from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request
 from rpg_megatron.commands.eval.table import show_summary
 from rpg_megatron.config import Settings, UserError, load_settings
@@ -108,9 +108,9 @@ def test_damaged_lines_are_named(tmp_path: Path, line: bytes) -> None:
 # -- the folder ----------------------------------------------------------------------------------------------
 
 
-def opened(request: EvalRequest, out: Path | None) -> Folder:
+def opened(request: EvalRequest, out: Path | None) -> OutputDir:
     settings, label = make_request(request)
-    return open_folder(out, settings, label)
+    return open_output_dir(out, settings, label)
 
 
 def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
@@ -134,7 +134,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
         (replace(request_, overrides=["engine.arguments=[--x]"]), ['engine.arguments: [] -> ["--x"]']),
         (replace(request_, overrides=["reward.type=boxed"]), ['reward.type: "auto" -> "boxed"']),
     ):
-        with pytest.raises(UserError, match="holds an evaluation with other settings") as caught:
+        with pytest.raises(UserError, match="contains an evaluation with other settings") as caught:
             opened(other, out)
         assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == lines
     assert not opened(request_, out).made
@@ -157,7 +157,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, request_: EvalReq
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"holds thesis\.tex and no evaluation"):
+    with pytest.raises(UserError, match=r"contains thesis\.tex and no evaluation"):
         opened(request_, other)
     assert hold_folder(other) is not None, "nobody holds it"
     with pytest.raises(UserError, match=r"--out: .*thesis\.tex"):
@@ -309,9 +309,9 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(
             assert getattr(settings.evaluation, key) == getattr(trained.evaluation, key)
         assert (settings.seed, settings.rollout.max_response_tokens) == (7, 16)
         assert settings.engine.max_sequences == trained.engine.max_sequences
-    folder = open_folder(tmp_path / "out", settings, "tiny")
+    folder = open_output_dir(tmp_path / "out", settings, "tiny")
     folder.close()
-    open_folder(tmp_path / "out", settings, "tiny").close()  # the same settings resume
+    open_output_dir(tmp_path / "out", settings, "tiny").close()  # the same settings resume
 
     given = EvalRequest(
         run, samples=4, temperature=1.0, top_p=1.0, seed=1, max_response_tokens=32, device="cpu"
@@ -358,7 +358,7 @@ def test_a_run_with_several_sets_is_evaluated_on_them(
         (["MEGATRON", "--data", "DATA"], "rpg-megatron convert megatron-to-hf --megatron"),
         (["MODEL"], "no problems to evaluate; give --suite"),
         (["MODEL", "--suite", "aime26"], "--suite: 'aime26' is not known; did you mean 'aime2"),
-        (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "holds no file of aime24"),
+        (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "has no file for aime24"),
         (["MODEL", "--suite", "aime24", "--data-dir", "/nowhere"], "--data-dir: /nowhere is not a folder"),
         (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are named aime24"),
         (["MODEL", "--data", "/nowhere.jsonl"], "--data: /nowhere.jsonl does not exist"),

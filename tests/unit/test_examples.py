@@ -307,7 +307,7 @@ def test_plan_of_a_recipe_by_the_command_line() -> None:
 
 def test_a_model_that_is_not_there_is_told_from_a_wrong_one(tmp_path: Path) -> None:
     settings = load_settings(ROWS[0], ["model.path=Qwen/Qwen3-4B-Base"])
-    with pytest.raises(UserError, match=r"not a directory.*downloaded.*plan reads its config.json alone"):
+    with pytest.raises(UserError, match=r"not a directory.*hf download.*plan needs only its config.json"):
         make_plan(settings)
     with pytest.raises(UserError, match=r"Qwen3-32B holds only a config.json.*model.path="):
         check_model(EXAMPLES / "models" / "Qwen3-32B")

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rpg_megatron.checkpoints.hf_export import export_hf
-from rpg_megatron.checkpoints.hf_import import load_hf_weights, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import MappingError
@@ -176,7 +177,7 @@ def test_export_in_one_process_and_replacing(tmp_path):
     ]
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(back[n], sd[n]) for n in sd)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export_hf(*args, dtype=torch.float32)
     export_hf(*args, dtype=torch.float16, replace=True)
     back = load_file(tmp_path / "out" / "model.safetensors")

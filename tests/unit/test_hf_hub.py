@@ -116,8 +116,10 @@ def test_a_model_by_its_name_on_the_hub(hub: str, tmp_path: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1"}
 
     (none,) = run(cache, hub, *start, "find()", **offline)
-    assert none.startswith("model.path: tiny/adder is not a folder, and the hub's cache does not hold it")
-    assert "HF_HUB_OFFLINE is set; download it where there is a network (hf download tiny/adder)" in none
+    assert none.startswith("model.path: tiny/adder is not a folder, and the hub's cache does not contain it")
+    assert (
+        "HF_HUB_OFFLINE is set; download it on a machine with network access (hf download tiny/adder)" in none
+    )
 
     folder, *errors = run(
         cache,
@@ -131,12 +133,15 @@ def test_a_model_by_its_name_on_the_hub(hub: str, tmp_path: Path) -> None:
     assert Path(folder).name == COMMIT
     assert "config.json" in Hub.wanted
     assert not [name for name in Hub.wanted if name.endswith(("safetensors", "bin"))]
-    assert errors[0] == "model.revision: the hub has no 'v9' of tiny/adder; give a branch, tag or commit"
-    assert "tiny/ader is not a folder, and the hub shows no model of this name" in errors[1]
-    assert "gated/adder is not a folder, and the hub requires that you accept its conditions" in errors[2]
+    assert (
+        errors[0]
+        == "model.revision: tiny/adder has no revision 'v9' on the hub; give a branch, tag or commit"
+    )
+    assert "tiny/ader is not a folder, and the hub has no visible model of this name" in errors[1]
+    assert "gated/adder is not a folder, and you must accept its conditions" in errors[2]
 
     (partial,) = run(cache, hub, *start, "find()", **offline)
-    assert "the hub's cache holds only a part of it" in partial
+    assert "the hub's cache has only some of its files" in partial
 
     check = "from rpg_megatron.launcher.preflight import check_model"
     found = run(cache, hub, *start, "find()", check, f"print(check_model(Path({folder!r})).family)")

@@ -48,8 +48,8 @@ def bomb(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (bomb(12), "too large once its aliases are replaced"),
-        ("a: &a [*a]\n", "an alias stands for a value that contains it"),
+        (bomb(12), "too large after its aliases are expanded"),
+        ("a: &a [*a]\n", "an alias refers to a value that contains it"),
         ("a: &a {x: 1}\nb: &b {<<: [*a, *a]}\nseed: *b\n", "seed: "),
         ("a: " + "[" * DEEP, "nested too deeply"),
         ("seed: " + "9" * 5000, "a number has too many digits"),
@@ -139,18 +139,21 @@ def entry(shape: object, begin: object, end: object) -> dict[str, object]:
     ("header", "told"),
     [
         ({"a": entry([1] * 200_000, 0, 4)}, "a has 200,000 dimensions, more than 64"),
-        ({f"t{i}": entry([1], 0, 4) for i in range(1000)}, r"bytes 0 to 4, and the tensor before ends at 4"),
+        (
+            {f"t{i}": entry([1], 0, 4) for i in range(1000)},
+            r"bytes 0 to 4, but the previous tensor ends at 4",
+        ),
         (
             {"a": entry([1], 0, 4), "b": entry([1], 2, 6)},
-            "b is at bytes 2 to 6, and the tensor before ends at 4",
+            "b is at bytes 2 to 6, but the previous tensor ends at 4",
         ),
-        ({"a": entry([1], 4, 8)}, "a is at bytes 4 to 8, and the tensor before ends at 0"),
-        ({"a": entry([-1], 0, -4)}, "no sizes"),
-        ({"a": entry([1.0], 0, 4)}, "no sizes"),
-        ({"a": entry([2**63, 2**63], 0, 4)}, "no sizes"),
+        ({"a": entry([1], 4, 8)}, "a is at bytes 4 to 8, but the previous tensor ends at 0"),
+        ({"a": entry([-1], 0, -4)}, "an invalid shape"),
+        ({"a": entry([1.0], 0, 4)}, "an invalid shape"),
+        ({"a": entry([2**63, 2**63], 0, 4)}, "an invalid shape"),
         ({"a": entry([1], 0, 4.0)}, "a is at bytes"),
         ({"a": entry([1], "0", 4)}, "a is at bytes"),
-        ({"a": entry("11", 0, 4)}, "no sizes"),
+        ({"a": entry("11", 0, 4)}, "an invalid shape"),
         (b"[" * DEEP, "nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
     ],
@@ -213,7 +216,7 @@ def test_only_files_of_the_model_are_copied_into_exports(tmp_path: Path) -> None
     assert {"vocab.txt", "words.txt"} <= {file.name for file in export("one").iterdir()}
     (model / "notes.txt").symlink_to(secret)
     for attempt in (lambda: export("two"), lambda: list_copied(model)):
-        with pytest.raises(UserError, match=r"notes\.txt: a link to .*secret, outside the model's folder"):
+        with pytest.raises(UserError, match=r"notes\.txt: links to .*secret, outside the model's folder"):
             attempt()
     assert not (tmp_path / "two").exists()
 
@@ -225,7 +228,7 @@ def test_a_job_is_refused_before_it_starts_if_its_model_links_elsewhere(
     check_model(model)
     (tmp_path / "secret").write_text("mine")
     (model / "notes.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"model\.path: .*notes\.txt: a link to"):
+    with pytest.raises(UserError, match=r"model\.path: .*notes\.txt: links to"):
         check_model(model)
 
 

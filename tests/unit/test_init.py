@@ -55,14 +55,16 @@ def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "model" not in write_files(tmp_path / "a", "math", "Qwen/Qwen3-4B-Base")
     assert load_settings(tmp_path / "a" / "run.yaml").model.path == Path("Qwen/Qwen3-4B-Base")
     write_files(tmp_path / "b", "math", "my/model")  # no such folder: a hub id too
-    (tmp_path / "here" / "model").mkdir(parents=True)
-    write_files(tmp_path / "c", "math", "here/model")
-    assert load_settings(tmp_path / "c" / "run.yaml").model.path == tmp_path / "here" / "model"
+    for i, name in enumerate(("model", "model #1: new")):  # the second one needs quotes in YAML
+        model = tmp_path / "here" / name
+        model.mkdir(parents=True)
+        write_files(tmp_path / f"c{i}", "math", f"here/{name}")
+        assert load_settings(tmp_path / f"c{i}" / "run.yaml").model.path == model
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("mine")
-    with pytest.raises(UserError, match=r"holds train.jsonl already; give another folder$"):
+    with pytest.raises(UserError, match=r"already contains train.jsonl; give another folder$"):
         write_files(tmp_path, "math", None)
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
     (tmp_path / "file").write_text("")

@@ -96,7 +96,7 @@ def test_options_have_the_executors_types() -> None:
         ("container_mounts=[", "--option container_mounts: '\\['"),
         (
             "env_vars={WANDB_API_KEY: x}",
-            "WANDB_API_KEY would be written to files that others can read.*export it first",
+            "WANDB_API_KEY would be written to files that others can read.*export it instead",
         ),
     ],
 )

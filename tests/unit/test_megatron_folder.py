@@ -56,7 +56,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"iter_0000007/metadata.json is missing"):
         find_checkpoint(tmp_path)
     (tmp_path / LATEST).write_text("latest")
-    with pytest.raises(UserError, match=r"says 'latest', neither a number nor release"):
+    with pytest.raises(UserError, match=r"contains 'latest', neither a number nor release"):
         find_checkpoint(tmp_path)
 
 
@@ -77,7 +77,7 @@ def test_a_manifest_tells_what_it_was_told_and_finds_all_damage(tmp_path: Path) 
     content[17] ^= 1
     (folder / ".metadata").write_bytes(content)
     assert sorted(find_damage(folder, files)) == [
-        ".metadata has other contents than were written",
+        ".metadata does not have the contents that were written",
         "__0_0.distcp is missing",
         "__1_0.distcp has 5 bytes, not 600",
     ]

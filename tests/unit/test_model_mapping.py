@@ -156,7 +156,7 @@ def test_replicas_of_a_publish_plan_hold_the_same_experts(monkeypatch):
     ("parallel", "device", "says"),
     [
         ({"data": 3, "expert": 3}, "cuda", "expert=3 does not divide the model's 8 experts"),
-        ({"tensor": 2}, "cuda", "tensor=2 without sequence parallelism is not possible with experts"),
+        ({"tensor": 2}, "cuda", "tensor=2 with experts needs sequence parallelism"),
         ({"data": 4, "expert": 2, "expert_tensor": 2}, "cpu", "expert_tensor=2 on a CPU needs expert=1"),
         ({"data": 2, "expert_tensor": 2}, "cpu", r"must divide tensor \(1\); set it to 1"),
         ({"data": 4, "expert": 2, "expert_tensor": 2}, "cuda", None),

@@ -20,7 +20,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy import layers
 from rpg_megatron.policy.layers import PackedAttention, Rotary
-from rpg_megatron.policy.microbatch import group_like_lengths, pack_lengths
+from rpg_megatron.policy.microbatch import group_by_length, pack_lengths
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def test_chunks_of_context_ranks(monkeypatch: pytest.MonkeyPatch, rank: int) -> 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_groups_hold_every_token_once(lengths: list[int]) -> None:
-    groups = group_like_lengths(lengths, CPU)
+    groups = group_by_length(lengths, CPU)
     assert sum(n for n, _ in groups.shapes) == len(lengths)
     assert sum(n * longest for n, longest in groups.shapes) <= 4 / 3 * sum(lengths)
     if groups.padded is not None:

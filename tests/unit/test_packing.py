@@ -152,7 +152,7 @@ def test_rows_have_filling_behind_sequences_only(align: int, context: int) -> No
         whole[name] = torch.empty(packs[0].size, dtype=torch.int64)
         for pack, held in zip(packs, places, strict=True):
             whole[name][held] = getattr(pack, name)[0]
-    used = packs[0].used()
+    used = packs[0].real_positions()
     assert whole["tokens"][used].tolist() == [n for size, _ in parts for n in range(1, size)]
     assert whole["labels"][used].tolist() == [n for size, _ in parts for n in range(2, size + 1)]
     assert whole["positions"][used].tolist() == [n for size, _ in parts for n in range(size - 1)]
@@ -171,7 +171,7 @@ def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
     trajectories[1].finish = "length"
     pack = make_micro_batch(trajectories, CPU, mask_truncated=True)
     tokens = pack.response_tokens()
-    assert pack.learnt.equal(pack.mask.nonzero()[:, 0])
+    assert pack.loss_positions.equal(pack.mask.nonzero()[:, 0])
     assert tokens.sequence_count == len(trajectories)
     assert pack.label_range == (int(pack.labels.min()), int(pack.labels.max()))
     assert tokens.sequences.tolist() == [0, 0, 0, 2, 2]

@@ -22,7 +22,7 @@ from rpg_megatron.commands.plan.activations import in_flight
 from rpg_megatron.commands.plan.batch import plan_batch
 from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
 from rpg_megatron.commands.plan.experts import ExpertWidths, expert_widths
-from rpg_megatron.commands.plan.gpus import card_bytes
+from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.plan import Target, plan_for
 from rpg_megatron.commands.plan.sweep import smallest, sweep
 from rpg_megatron.commands.plan.trainer_memory import RESERVE, rank_memory, state_bytes
@@ -87,7 +87,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 def plan_of(file: Path, gpu: str = "h100-80"):
     settings = load_settings(file)
-    return plan_for(settings, read_model_shape(settings.model.path), Target("cuda", gpu, card_bytes(gpu)))
+    return plan_for(settings, read_model_shape(settings.model.path), Target("cuda", gpu, gpu_bytes(gpu)))
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_bytes_per_parameter_are_the_published_numbers() -> None:
 def test_key_value_cache_of_llama_8b_is_128_kib_a_token(write: Callable[..., Path]) -> None:
     settings = load_settings(write(LLAMA_8B))
     shape = read_model_shape(settings.model.path)
-    one = engine_memory(settings, shape, longest=4096, device="cuda", card=80 * GIB)
+    one = engine_memory(settings, shape, longest=4096, device="cuda", gpu_bytes=80 * GIB)
     assert one.kv_bytes_per_token == 128 * 1024
     wide = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 16})})
-    more = engine_memory(wide, shape, longest=4096, device="cuda", card=80 * GIB)
+    more = engine_memory(wide, shape, longest=4096, device="cuda", gpu_bytes=80 * GIB)
     assert more.kv_bytes_per_token == 16 * 1024  # 8 heads over 16 workers: one each, twice
 
 
@@ -139,25 +139,25 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     ipc = {"bridge": {"transport": "cuda_ipc"}}
     plan = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=told, **ipc), "b200-180")
     apart = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine={"replicas": 2}, **ipc), "b200-180")
-    assert plan.card is not None
-    assert apart.card is None
+    assert plan.shared_gpu is not None
+    assert apart.shared_gpu is None
     rest = plan.engine.running + RESERVE
-    assert plan.card.total("rollout") == 2 * weights + 20 * GIB + rest
-    assert plan.card.total("update") == apart.largest.peak + GRAPHS + RESERVE
+    assert plan.shared_gpu.total("rollout") == 2 * weights + 20 * GIB + rest
+    assert plan.shared_gpu.total("update") == apart.largest.peak + GRAPHS + RESERVE
     # A worker reads the replica on its own card: where that is two cards, the other's worker reads here too.
     cut = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=told, **ipc), "b200-180")
     far = {"bridge": {"transport": "process_group"}}
     less = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=told, **far), "b200-180")
-    assert cut.card.total("rollout") == less.card.total("rollout") + GIB // 2
-    assert plan.need == plan.card.peak > apart.rank_total
-    offloaded = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
-    assert offloaded == [12 * n // 2]
-    assert plan.largest.host == apart.largest.host + offloaded[0]
+    assert cut.shared_gpu.total("rollout") == less.shared_gpu.total("rollout") + GIB // 2
+    assert plan.need == plan.shared_gpu.peak > apart.rank_total
+    parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
+    assert parked == [12 * n // 2]
+    assert plan.largest.host == apart.largest.host + parked[0]
     assert plan.engine.kv_cache == 20 * GIB
     # Messages are in host memory.
     sent = {"bridge": {"transport": "process_group", "bucket_mib": 512}}
     over_host = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=told, **sent), "b200-180")
-    assert over_host.card.total("rollout") == plan.card.total("rollout")
+    assert over_host.shared_gpu.total("rollout") == plan.shared_gpu.total("rollout")
     # Each turn by itself may be too much.
     for settings, gpu, problem in (
         (
@@ -176,7 +176,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     with pytest.raises(SystemExit) as left:
         cli.main(["plan", str(file), "--json", *overrides])
     assert left.value.code == 0
-    assert json.loads(capsys.readouterr().out)["card"]["update"] < card_bytes("h100-80")
+    assert json.loads(capsys.readouterr().out)["card"]["update"] < gpu_bytes("h100-80")
 
 
 def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
@@ -189,7 +189,7 @@ def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
             load_settings(write(QWEN3_06B, **cpu), [f"engine.colocated={on}"]) for on in ("false", "true")
         )
     ]
-    assert plans[1].card is None
+    assert plans[1].shared_gpu is None
     assert plans[1].largest.peak - plans[0].largest.peak >= 8 * 596_049_920
 
 
@@ -200,7 +200,7 @@ def test_vllm_arguments_are_read(write: Callable[..., Path]) -> None:
         less = plan_of(write(LLAMA_8B, engine={"arguments": arguments}))
         assert less.engine.utilisation == 0.5
         assert plan.engine.kv_cache - less.engine.kv_cache == pytest.approx(
-            0.42 * card_bytes("h100-80"), abs=2
+            0.42 * gpu_bytes("h100-80"), abs=2
         )
     with pytest.raises(UserError, match="needs a number, has 'half'"):
         plan_of(write(LLAMA_8B, engine={"arguments": ["--gpu-memory-utilization", "half"]}))
@@ -329,12 +329,12 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_one_message(write: Callab
 
 @pytest.mark.parametrize(("name", "size"), [("80GiB", 80 * GIB), ("96e9", 96 * 10**9), ("H200-141", None)])
 def test_cards(name: str, size: int | None) -> None:
-    assert card_bytes(name) == (size or 143771 * 1024**2)
+    assert gpu_bytes(name) == (size or 143771 * 1024**2)
 
 
 def test_an_unknown_card_is_one_message() -> None:
     with pytest.raises(UserError, match="did you mean h100-80"):
-        card_bytes("h100")
+        gpu_bytes("h100")
 
 
 def test_the_tables_fit_80_columns_and_are_plain_unwrapped_rows_in_a_pipe(
@@ -448,14 +448,14 @@ def test_the_experts_of_a_rank_may_get_more_tokens_than_their_share(write: Calla
     row = 2 * (2048 + 3 * 768) + 4  # what a row saves, in bfloat16
     gradients = 2 * (2 * 2048 + 3 * 768)
     assert plan.routed_to_one == pytest.approx(tokens * 8 * 7 * (row + gradients), rel=1e-6)
-    assert any("chosen evenly" in note for note in plan.warnings)
+    assert any("assumed to be even" in note for note in plan.warnings)
     assert plan_of(write(QWEN3_8B)).routed_to_one == 0
 
 
 def test_sweep_tries_expert_parallel_sizes(write: Callable[..., Path]) -> None:
     settings = load_settings(write(QWEN3_30B_A3B, memory={"offload_optimizer": 0.5}))
     shape = read_model_shape(settings.model.path)
-    found = sweep(settings, shape, Target("cuda", "h100-80", card_bytes("h100-80")), 8)
+    found = sweep(settings, shape, Target("cuda", "h100-80", gpu_bytes("h100-80")), 8)
     sizes = {c.plan.settings.parallel.expert for c in found}
     assert sizes == {1, 2, 4, 8}
     assert found[0].plan.fits

@@ -17,7 +17,7 @@ import torch
 from rpg_megatron.commands.plan.activations import Widths
 from rpg_megatron.commands.plan.batch import plan_batch
 from rpg_megatron.commands.plan.fused_activations import fused_head_bytes, saved_tensors, uses_fused_layers
-from rpg_megatron.commands.plan.gpus import card_bytes
+from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.plan import Plan, Target, make_plan, plan_for
 from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.config.policy import FP8Settings
@@ -123,7 +123,7 @@ def test_on_a_shared_card_only_what_stays_counts_while_engines_sample() -> None:
     shared = ["engine={colocated: true, replicas: 2, kv_cache_gib: 10}", "parallel.data=2"]
     ipc = ["bridge={transport: cuda_ipc}"]
     card = [
-        plan_of(*shared, *ipc, *more, gpu="b200-180").card.total("rollout")
+        plan_of(*shared, *ipc, *more, gpu="b200-180").shared_gpu.total("rollout")
         for more in ([], ["precision.fp8={}"], ["precision.fp8={parameters: true}"])
     ]
     linear = (4096 * 6144 + 4096 * 4096 + 4096 * 24_576 + 12_288 * 4096) // 2
@@ -163,6 +163,6 @@ def test_layers_are_chosen_as_the_policy_chooses_them(monkeypatch: pytest.Monkey
     assert seen == {True, False}
     # The card that is named decides, not the device of the settings.
     settings = load_settings(EXAMPLES / "quickstart.yaml", [f"model.path={QWEN3_8B}", "precision={}"])
-    target = Target("cuda", "h100-80", card_bytes("h100-80"))
+    target = Target("cuda", "h100-80", gpu_bytes("h100-80"))
     planned = plan_for(settings, read_model_shape(QWEN3_8B), target)
     assert (settings.device, planned.implementation) == ("cpu", "transformer_engine")

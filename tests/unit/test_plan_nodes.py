@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron import cli
-from rpg_megatron.commands.plan.gpu_count import batch_bytes, count_gpus, share_out_bytes
+from rpg_megatron.commands.plan.gpu_count import batch_bytes, broadcast_bytes, count_gpus
 from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, make_plan, plan_for
 from rpg_megatron.commands.plan.sweep import lighter, sweep
 from rpg_megatron.config import load_settings, read_model_shape
@@ -60,7 +60,7 @@ def test_gpus_that_no_nodes_can_share_are_told(capsys) -> None:
     out = " ".join(command(capsys, str(QWEN3_8B)).split())
     assert "GPUs 16: 8 for trainer ranks, 8 for engine workers; 2 nodes: 2 of 4 ranks + 4 workers" in out
     out = " ".join(command(capsys, str(QWEN3_8B), "engine.colocated=true").split())
-    assert "GPUs 8, by turns for 8 trainer ranks and 8 engine workers; 1 node: 1 of 8 ranks + 8 work" in out
+    assert "GPUs 8, shared by 8 trainer ranks and 8 engine workers; 1 node: 1 of 8 ranks + 8 work" in out
     told = json.loads(command(capsys, str(QWEN3_8B), "--json"))
     assert told["gpus"]["total"] == 16
     assert told["implementation"] == "transformer_engine"
@@ -75,7 +75,7 @@ def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:
     assert found[0].plan.left >= ROOM
     tight = [c.plan for c in found if c.plan.fits and c.plan.left < ROOM]
     assert first.settings.parallel in [p.settings.parallel for p in tight]
-    assert all(p.tight and any("of a GPU stay free" in w for w in p.warnings) for p in tight)
+    assert all(p.tight and any("of a GPU are left" in w for w in p.warnings) for p in tight)
     order = [(c.plan.fits, c.plan.left >= ROOM) for c in found]
     assert order == sorted(order, reverse=True)
     out = command(capsys, str(QWEN3_8B), "--sweep", "--gpu", str(size))
@@ -134,8 +134,8 @@ def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
     alone = plan_of("parallel.tensor=1", "parallel.sequence=false", "parallel.data=8").host
     assert len(alone) == 2  # leaders broadcast to nobody
     assert alone[1].nbytes == held  # four of eight leaders
-    assert share_out_bytes(8192, 8192 * 8192, 8) == 1024 * 28 + 2**23 * 8
-    assert share_out_bytes(5, 100, 3) == 2 * 28 + 34 * 8
+    assert broadcast_bytes(8192, 8192 * 8192, 8) == 1024 * 28 + 2**23 * 8
+    assert broadcast_bytes(5, 100, 3) == 2 * 28 + 34 * 8
 
 
 def test_what_ranks_of_the_first_node_keep_in_its_memory() -> None:

@@ -142,7 +142,7 @@ def test_an_update_takes_at_least_one_longest_response() -> None:
     many = "training.minibatches=64"
     phase = steps("response_mean=0.1", overrides=(many,))[0].phases[3]
     longest = seconds("update", overrides=("rollout.prompts_per_step=64", "training.minibatches=64"))
-    assert phase.bound == "one longest sequence a replica"
+    assert phase.bound == "one longest sequence per replica"
     assert phase.seconds == pytest.approx(longest / 2, rel=0.1)
 
 
@@ -326,7 +326,7 @@ def test_times_are_of_gpus(capsys) -> None:
         cli.main(["plan", str(quickstart), "--assume", "network=1e9"])
     err = capsys.readouterr().err
     assert (left.value.code, err.count("\n")) == (2, 1)
-    assert "times are estimated for GPUs only" in err
+    assert "time is estimated for GPUs only" in err
 
 
 QWEN3_30B_A3B = Path(__file__).parents[2] / "examples" / "moe" / "qwen3_30b_a3b_dapo_math_8k.yaml"

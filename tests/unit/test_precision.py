@@ -21,7 +21,6 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-from rpg_megatron.commands.doctor.probe import has_gpu
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import (
     FP8Settings,
@@ -32,7 +31,7 @@ from rpg_megatron.config.policy import (
 )
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher import preflight
-from rpg_megatron.launcher.preflight import check, check_precision
+from rpg_megatron.launcher.preflight import check, check_precision, has_gpu
 from rpg_megatron.policy import model, optimizer, precision
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
@@ -117,7 +116,7 @@ def test_recipe_reaches_model_gradients_and_optimizer(
 )
 def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[str], multiple: int) -> None:
     settings = settings_of(tmp_path, *overrides)
-    align, context = precision.token_multiple(settings), settings.parallel.context
+    align, context = settings.precision.token_multiple(settings.parallel), settings.parallel.context
     assert align == multiple
     rng = np.random.default_rng(0)
     for lengths in ([], [1], [3, 50, 200], [127], [128, 1]):

@@ -83,7 +83,7 @@ def test_inspect_lists_the_experts_of_the_mixture():
     experts = [row for row in found.tensors if ".experts." in row.name]
     assert len(experts) == 4 * 8 * 3
     assert "1,066,368 parameters" in found.table()
-    assert "8 experts of 64 in 4 layers, 4 a token" in found.table()
+    assert "8 experts of 64 in 4 layers, 4 per token" in found.table()
 
 
 @pytest.mark.parametrize(

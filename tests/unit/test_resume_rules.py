@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, killed: Path) -> No
     run = open_run(make_settings(tmp_path))
     assert run.checkpoint == step_folder(killed, 2)
     assert "damaged" in run.notes[0]
-    assert "state.json has other contents" in run.notes[0]
+    assert "state.json does not have the contents that were written" in run.notes[0]
     assert list(list_steps(killed)) == [2]  # or retention would take the damaged one for the newest
 
 

@@ -125,7 +125,9 @@ def test_rollout_files(tmp_path: Path, count: int) -> None:
         write_rollouts(part_file(parts, number, 2), part)
     assert [has_routes(rollouts_file(tmp_path, step)) for step in (1, 2, 3, 4)] == [True, False, False, True]
     _check_routes(tmp_path, range(1, 2))
-    with pytest.raises(UserError, match=r"step_000002.parquet: holds no routes .* 1 to 3, need theirs"):
+    with pytest.raises(
+        UserError, match=r"step_000002.parquet: has no routes .* needs the routes of steps 1 to 3"
+    ):
         _check_routes(tmp_path, range(1, 4))
 
 
@@ -144,7 +146,7 @@ def test_slices_of_context_ranks(context: int, align: int) -> None:
         assert len(experts) == micro.size // context
         assert (np.diff(np.sort(experts, -1)) > 0).all()  # on padding too
         assert experts.max() < EXPERTS.count
-        used = micro.used().numpy()
+        used = micro.real_positions().numpy()
         place = zigzag_places(micro.packed.lengths, context)[rank]
         assert np.array_equal(routes.real.numpy(), np.isin(place, used))
         for row, position in zip(experts, place, strict=True):

@@ -182,7 +182,7 @@ def test_each_tracker_gets_all_that_it_can_take_and_none_stops_another(
     assert dropped == 1 + 1 + 2
     told = {name: [w for w in warnings if f":{name}" in w] for name in names}
     assert told["Works"] == []
-    assert "ConnectionError: no route to host; correct my_trackers:Raises" in told["Raises"][0]
+    assert "ConnectionError: no route to host; fix my_trackers:Raises" in told["Raises"][0]
     assert "its process ended (exit code 3)" in told["Dies"][0]
     assert "PermissionError: no key" in told["Fails"][0]
     assert "1 of 8 rows were not delivered" in told["Raises"][1]

@@ -371,7 +371,7 @@ def test_metrics_that_nobody_will_find_end_the_run(tmp_path: Path) -> None:
     writer.write({"step": 0, "reward/mean": 0.5})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "reward/mean": 0.5}
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match=r"metrics.jsonl has been removed"):
+    with pytest.raises(UserError, match=r"metrics.jsonl was removed"):
         writer.write({"step": 1})
     writer.close()
 
@@ -404,7 +404,7 @@ def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
     run.events = SimpleNamespace(warn=lambda text: None)
     results = [SaveResult(4, tmp_path / "step_000004", 1.0, problem)]
     run._best = BestCheckpoints(run.settings, tmp_path)
-    run._saver = SimpleNamespace(wait=lambda timeout=None: True, outcomes=lambda: results)
+    run._saver = SimpleNamespace(wait=lambda timeout=None: True, pop_results=lambda: results)
     run._metrics = MetricsWriter(tmp_path)
     run.export()
     run._metrics.close()

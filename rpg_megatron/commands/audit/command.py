@@ -52,9 +52,8 @@ def audit(
 ) -> bool:
     """Audit a config file or a run's folder; prints the report and returns whether it is clean.
 
-    engine_model: a checkpoint that the engines load instead of being synced. copy: a second file for the
-    report. Raises UserError, RunFailed or Interrupted as ``commands.train`` does; only the audit's folder
-    is left.
+    engine_model: a checkpoint for the engines to load, instead of a sync. copy: a second file for the report.
+    Raises UserError, RunFailed or Interrupted as ``commands.train`` does; leaves only the audit's folder.
     """
     settings, request = plan_audit(target, overrides)
     if copy is not None and not copy.absolute().parent.is_dir():
@@ -109,10 +108,10 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
             request["others"] = old
             model = settings.model.model_copy(update={"path": exports[-1].absolute()})
             settings = settings.model_copy(update={"model": model})
-        if journal := list_rollouts(target):
-            request["rollouts"] = str(journal[-1].absolute())
+        if saved := list_rollouts(target):
+            request["rollouts"] = str(saved[-1].absolute())
         settings = settings.model_copy(update={"runs": target.absolute().parent})
-    # The engines answer one request at a time: nothing is sampled ahead.
+    # The audit sends one request at a time: nothing is sampled ahead.
     rollout = settings.rollout.model_copy(update={"ahead": 0, "inflight": "continue"})
     guards = settings.guards.model_copy(update={"uncorrected": False})
     own = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards, "trackers": ()}
@@ -158,7 +157,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         _say(
             console,
             f"choices of experts: {routes['changed']} of {routes['choices']} (tokens x layers) differ; "
-            f"{routes['unused']} of {routes['experts']} experts were chosen for no token\n",
+            f"{routes['unused']} of {routes['experts']} experts were not chosen for any token\n",
         )
     if worst["first"]:
         first = worst["first"]
@@ -178,7 +177,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _table(engine: dict[str, Any]) -> str:
-    """One line per layer; not a rich table, which would cut digits if it does not fit."""
+    """One line per layer; not a rich table, which would truncate digits if it does not fit."""
     inside = [site.split(".")[1:] for site in engine["drift"] if site.startswith("layers.")]
     present = {part for _, part in inside}
     columns = {title: parts for title, parts in _COLUMNS.items() if present & set(parts)}

@@ -52,10 +52,10 @@ class AuditRequest:
     sync: bool = True
     """Sync the trainer's weights to the engines first; else the engines keep those they loaded."""
     rollouts: str | None = None
-    """Rollouts file of a step: audit its responses with the largest mismatch, of tokens that the weights
-    before its update sampled."""
+    """Rollouts file of a step: audit the responses with the largest mismatch, counting only tokens sampled
+    by the weights before the step's update."""
     others: dict[str, str] = field(default_factory=dict)
-    """Checkpoints to compare a wrong weight with: name in messages -> folder."""
+    """Checkpoints that may explain a wrong weight: name in messages -> folder."""
 
 
 @dataclass
@@ -210,7 +210,7 @@ def _trajectory(number: int, tokens: Tokens, sample: Sample) -> Trajectory:
 
 
 def _cut(trace: Trace, trajectory: Trajectory) -> Trace:
-    """The rows of the sequence; an engine that schedules ahead may have computed one more."""
+    """The rows of the sequence; an engine with asynchronous scheduling may have computed one more."""
     positions, sampled = trajectory.length - 1, len(trajectory.response)
     out = {}
     for site, values in trace.items():
@@ -241,7 +241,7 @@ def trainer_side(
 
     found: the result of ``trace_policy``.
     """
-    used = [p.used() for p in packs]
+    used = [p.real_positions() for p in packs]
     sites = found[0][0]
     trace = {s: torch.cat([f[0][s][u] for f, u in zip(found, used, strict=True)]) for s in sites}
     logp = torch.cat([part for f, p in zip(found, packs, strict=True) for _, part in p.split(f[1][0])])
@@ -266,6 +266,6 @@ def _side(name: str, trajectories: Sequence[Trajectory], trace: Trace, logp: tor
 
 
 def _mismatch(t: Trajectory, version: int) -> float:
-    """Largest |engine - trainer| of a saved response's tokens of these weights; inf if it is NaN."""
+    """Largest |engine - trainer| of a saved response, over tokens sampled by these weights; inf if NaN."""
     gap, _ = find_gaps([t], version)
     return float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0))

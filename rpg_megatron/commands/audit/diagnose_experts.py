@@ -1,8 +1,9 @@
 """Explains layers with experts whose router or expert matrices differ from the trainer's.
 
-Of a block only the sum over a token's experts can be seen. Which experts are wrong follows from all tokens
-together, by least squares if one change is tried on every expert. Otherwise the wrong tokens tell: the output
-of a token is off by as much as its wrong expert adds to it.
+Only the sum over a token's experts can be observed. To find the wrong experts, a change (such as another
+checkpoint's weights) is applied to every expert, and least squares over all tokens finds those that have it.
+If no change fits, the tokens with wrong outputs are used: the error of a token is what its wrong expert
+contributes to it.
 """
 
 from __future__ import annotations
@@ -27,89 +28,90 @@ from rpg_megatron.models.activation_sites import (
 )
 
 _SUBSETS = [which for n in (1, 2, 3) for which in combinations(range(3), n)]
-"""Matrices of an expert that may be wrong together, as indices of EXPERT_MATRICES; the fewest first."""
+"""Subsets of an expert's matrices that may be wrong, as indices of EXPERT_MATRICES; smallest first."""
 
 
 def explain_experts(
-    chain: ModuleChecker, site: str, others: Mapping[str, Weights], advice: str
+    checker: ModuleChecker, site: str, others: Mapping[str, Weights], advice: str
 ) -> list[Finding]:
     """Explain a site ``experts`` that does not match its inputs.
 
-    others: further weights that the side may hold, by their name in messages. advice: what to do about wrong
+    others: other weights that the side may have, by their name in messages. advice: what to do about wrong
     weights.
     """
-    return _ExpertDiagnosis(chain, site, others, advice).findings()
+    return _ExpertDiagnosis(checker, site, others, advice).findings()
 
 
-def explain_router(chain: ModuleChecker, site: str, others: Mapping[str, Weights]) -> str | None:
-    """What is wrong with some rows of a router, one row an expert: stale, or those of other experts.
+def explain_router(checker: ModuleChecker, site: str, others: Mapping[str, Weights]) -> str | None:
+    """What is wrong with some rows of a router, one per expert: stale, or those of other experts.
 
     None if neither explains its logits.
     """
-    found, expected = chain.found(site), chain.expected(site)
-    wrong = wrong_columns(chain, site, expected)
+    found, expected = checker.found(site), checker.expected(site)
+    wrong = wrong_columns(checker, site, expected)
 
     def fits(values: Tensor) -> bool:
         changed = expected.clone()
         changed[:, wrong] = values
-        return chain.error(site, changed) <= chain.tolerance(site)
+        return checker.error(site, changed) <= checker.tolerance(site)
 
-    rows = f"rows {ranges(wrong)} (one an expert)"
+    rows = f"rows {ranges(wrong)} (one per expert)"
     for label, weights in others.items():
-        if fits(chain.expected(site, weights=weights)[:, wrong]):
+        if fits(checker.expected(site, weights=weights)[:, wrong]):
             return f"has stale {rows}: those of {label}"
     nearest = [int((found[:, [i]] - expected).square().sum(0).argmin()) for i in wrong]
     if not fits(expected[:, nearest]):
         return None
     if len(wrong) == 2 and nearest == wrong[::-1]:
-        return f"has rows {wrong[0]} and {wrong[1]} (one an expert) swapped"
-    return f"has in {rows} those of experts {', '.join(map(str, nearest))}"
+        return f"has rows {wrong[0]} and {wrong[1]} (one per expert) swapped"
+    return f"has the rows of experts {', '.join(map(str, nearest))} in {rows}"
 
 
-def wrong_columns(chain: ModuleChecker, site: str, expected: Tensor) -> list[int]:
+def wrong_columns(checker: ModuleChecker, site: str, expected: Tensor) -> list[int]:
     """Columns of a site that differ from the expected ones by more than rounding."""
-    off = (chain.found(site) - expected).square().sum(0).sqrt()
+    off = (checker.found(site) - expected).square().sum(0).sqrt()
     typical = expected.square().sum(0).mean().sqrt()
-    columns: list[int] = (off > chain.tolerance(site) * typical).nonzero()[:, 0].tolist()
+    columns: list[int] = (off > checker.tolerance(site) * typical).nonzero()[:, 0].tolist()
     return columns
 
 
 @dataclass(frozen=True)
 class _Change:
-    """What explains the outputs of an expert."""
+    """A change of an expert that explains its outputs."""
 
     matrices: tuple[int, ...]
-    """Those that are wrong, as indices of EXPERT_MATRICES."""
-    says: str
+    """The wrong ones, as indices of EXPERT_MATRICES."""
+    text: str
+    """Predicate of the message."""
     factor: float | None = None
     other: int | None = None
-    """The expert whose matrices it has."""
+    """The expert whose matrices it has instead."""
     either: bool = False
-    """Only one of the matrices is wrong; which, the outputs do not tell."""
+    """Only one of ``matrices`` is wrong, but the outputs do not show which."""
     least: int = 1
-    """Fewest experts that it is the name for."""
+    """Minimum number of experts with this change."""
     known: bool = True
-    """Whether the outputs are explained."""
+    """Whether the change explains the outputs."""
 
 
 class _ExpertDiagnosis:
     """Tests which wrong experts explain the output of one layer's block: t tokens, k of n experts each."""
 
-    def __init__(self, chain: ModuleChecker, site: str, others: Mapping[str, Weights], advice: str):
-        layer, experts = split_site(site)[0], chain.shape.experts
+    def __init__(self, checker: ModuleChecker, site: str, others: Mapping[str, Weights], advice: str):
+        layer, experts = split_site(site)[0], checker.shape.experts
         assert layer is not None
         assert experts is not None
-        self._chain, self._site, self._others, self._advice = chain, site, others, advice
-        self._layer, self._experts, self._tolerance = layer, experts, chain.tolerance(site)
-        self._x, self._logits = (chain.found(layer_site(layer, part)) for part in ("mlp_norm", "router"))
-        self._found, self._weights = chain.found(site), routing_weights(self._logits, experts)
+        self._checker, self._site, self._others, self._advice = checker, site, others, advice
+        self._layer, self._experts, self._tolerance = layer, experts, checker.tolerance(site)
+        self._x, self._logits = (checker.found(layer_site(layer, part)) for part in ("mlp_norm", "router"))
+        self._found, self._weights = checker.found(site), routing_weights(self._logits, experts)
         self._chosen = self._logits.topk(experts.per_token).indices
-        self._added = self._run(lambda e: chain.matrices(layer, e))
-        """What a token's experts add to its output: [t, k, hidden], in the order of ``_chosen``."""
+        self._added = self._run(lambda e: checker.matrices(layer, e))
+        """Contribution of each of a token's experts to its output: [t, k, hidden], ordered as ``_chosen``."""
         self._expected = self._added.sum(1)
-        self._judged = ~undecided(self._logits, experts)
+        self._decided = ~undecided(self._logits, experts)
         off, size = (self._found - self._expected).norm(dim=1), self._expected.norm(dim=1)
-        self._off = torch.where(off.isfinite(), off, 1e3 * size + 1) * self._judged
+        self._off = torch.where(off.isfinite(), off, 1e3 * size + 1) * self._decided
         self._wrong = self._off > self._tolerance * size
         """Tokens whose output is wrong: bool [t]."""
 
@@ -122,42 +124,42 @@ class _ExpertDiagnosis:
         if not changes or not all(change.known for change in changes.values()):
             if routing := self._routing():
                 return [routing]
-            if not changes or self._wrong[self._judged].all():
+            if not changes or self._wrong[self._decided].all():
                 text = (
-                    f"model.layers.{self._layer}.mlp.experts of the {self._chain.side.name} are not the "
-                    f"trainer's: their output is off by {self._chain.error(self._site, self._expected):.1%}"
+                    f"model.layers.{self._layer}.mlp.experts of the {self._checker.side.name} are not the "
+                    f"trainer's: their output is off by {self._checker.error(self._site, self._expected):.1%}"
                 )
-                return [self._finding("weights", text, parameters_of(self._site, self._chain.shape))]
+                return [self._finding("weights", text, parameters_of(self._site, self._checker.shape))]
         return self._grouped(changes)
 
     def _run(self, matrices: Callable[[int], Sequence[Tensor]]) -> Tensor:
-        """What experts with these matrices add: [t, k, hidden]."""
+        """Contributions of experts with these matrices: [t, k, hidden]."""
         out = self._x.new_zeros(*self._chosen.shape, self._x.size(1))
         for e, tokens, added in run_experts(self._x, self._logits, self._experts, matrices):
             out[tokens, (self._chosen[tokens] == e).int().argmax(1)] = added
         return out
 
     def _amounts(self, differences: Tensor) -> Tensor:
-        """How much of each expert's ``differences`` [t, k, hidden] explains the outputs best: float64 [n]."""
-        judged = self._judged.to(differences.dtype)[:, None]
-        d, rest = differences * judged[:, None], (self._found - self._expected) * judged
+        """Least-squares factor of each expert's ``differences`` [t, k, hidden]: float64 [n]."""
+        decided = self._decided.to(differences.dtype)[:, None]
+        d, rest = differences * decided[:, None], (self._found - self._expected) * decided
         n = self._experts.count
         products, right = d.new_zeros(n * n), d.new_zeros(n)
         pairs = self._chosen[:, :, None] * n + self._chosen[:, None, :]
         products.index_add_(0, pairs.flatten(), (d @ d.transpose(1, 2)).flatten())
         right.index_add_(0, self._chosen.flatten(), (d @ rest[:, :, None]).flatten())
-        # Pseudo-inverse: experts that no token chose have no equation.
+        # Pseudo-inverse: there is no equation for an expert without tokens.
         inverse: Tensor = torch.linalg.pinv(products.view(n, n).double(), hermitian=True)
         return inverse @ right.double()
 
     def _explains(self, differences: Tensor, amounts: Tensor) -> bool:
-        """Whether the outputs are right with these amounts of the experts' differences."""
+        """Whether the outputs match with these amounts of the experts' differences."""
         shares = amounts.to(differences.dtype)[self._chosen]
         expected = self._expected + (shares[:, :, None] * differences).sum(1)
-        return self._chain.error(self._site, expected) <= self._tolerance
+        return self._checker.error(self._site, expected) <= self._tolerance
 
     def _in_wrong_tokens(self) -> Tensor:
-        """Experts that wrong tokens chose: bool [n]."""
+        """Experts chosen by tokens with wrong outputs: bool [n]."""
         return (self._weights[self._wrong] > 0).any(0)
 
     def _scaled(self) -> dict[int, _Change]:
@@ -170,7 +172,7 @@ class _ExpertDiagnosis:
         return {e: _Change((2, 1), f"is {_much(f)}", f, either=True) for e, f in factors.items()}
 
     def _changed_alike(self) -> dict[int, _Change]:
-        """Some or all experts with the same change: another checkpoint's, or in another order."""
+        """Some or all experts with the same change: those of another checkpoint, or in another order."""
         for change, matrices in self._alternatives():
             differences = self._run(matrices) - self._added
             amounts = (self._amounts(differences) > 0.5) & self._in_wrong_tokens()
@@ -180,33 +182,33 @@ class _ExpertDiagnosis:
         return {}
 
     def _alternatives(self) -> Iterator[tuple[_Change, Callable[[int], Sequence[Tensor]]]]:
-        """Changes to try on every expert, each with an expert's matrices after it."""
-        chain, layer, n = self._chain, self._layer, self._experts.count
+        """Changes to try on every expert, each with a function that returns an expert's changed matrices."""
+        checker, layer, n = self._checker, self._layer, self._experts.count
 
         def mix(
             theirs: Callable[[int], Sequence[Tensor]], which: Sequence[int]
         ) -> Callable[[int], list[Tensor]]:
-            return lambda e: _replaced(chain.matrices(layer, e), theirs(e), which)
+            return lambda e: _replaced(checker.matrices(layer, e), theirs(e), which)
 
         def of(weights: Weights) -> Callable[[int], list[Tensor]]:
-            return lambda e: chain.matrices(layer, e, weights)
+            return lambda e: checker.matrices(layer, e, weights)
 
         def shifted(by: int) -> Callable[[int], list[Tensor]]:
-            return lambda e: chain.matrices(layer, (e + by) % n)
+            return lambda e: checker.matrices(layer, (e + by) % n)
 
         for label, weights in self._others.items():
             for which in _SUBSETS:
                 yield _Change(which, f"is stale: it is that of {label}"), mix(of(weights), which)
 
         def swapped(e: int) -> list[Tensor]:
-            gate, up, down = chain.matrices(layer, e)
+            gate, up, down = checker.matrices(layer, e)
             return [up, gate, down]
 
         yield _Change((0, 1), "is wrong: gate and up are swapped"), swapped
-        # As if expert-parallel ranks were in another order.
+        # As if the expert-parallel ranks were in another order.
         for by in sorted({n * i // 8 for i in range(1, 8)} - {0}):
-            says = f"is that of the expert {by} further on (of {n}, from 0 on again)"
-            yield _Change((0, 1, 2), says, least=3), shifted(by)  # of two, each is named as the other
+            text = f"is that of the expert {by} places later (modulo {n})"
+            yield _Change((0, 1, 2), text, least=3), shifted(by)  # two swapped experts are reported as such
 
     def _routing(self) -> Finding | None:
         """The right experts with the wrong weights, or the wrong number of them."""
@@ -214,21 +216,21 @@ class _ExpertDiagnosis:
         others = [replace(e, normalised=not e.normalised)]
         others += [replace(e, per_token=n) for n in range(1, min(e.count, 2 * e.per_token) + 1)]
         for routing in others:
-            expected = self._chain.expected(self._site, routing=routing)
-            if routing == e or self._chain.error(self._site, expected) > self._tolerance:
+            expected = self._checker.expected(self._site, routing=routing)
+            if routing == e or self._checker.error(self._site, expected) > self._tolerance:
                 continue
             what = (
-                f"weights of experts that {'' if routing.normalised else 'do not '}sum to 1"
+                f"expert weights that {'' if routing.normalised else 'do not '}sum to 1"
                 if routing.per_token == e.per_token
-                else f"{routing.per_token} experts a token instead of {e.per_token}"
+                else f"{routing.per_token} experts per token instead of {e.per_token}"
             )
-            text = f"layer {self._layer} of the {self._chain.side.name} uses {what}"
+            text = f"layer {self._layer} of the {self._checker.side.name} uses {what}"
             advice = "compare norm_topk_prob and num_experts_per_tok of both sides"
             return replace(self._finding("routing", text, []), advice=advice)
         return None
 
     def _suspects(self) -> list[int]:
-        """The fewest experts that wrong tokens can be due to, the most likely first."""
+        """The fewest experts that can explain all wrong tokens, most likely first."""
         suspects: list[int] = []
         sizes = torch.zeros_like(self._weights).scatter_(1, self._chosen, self._added.norm(dim=2))
         left = self._wrong.clone()
@@ -240,22 +242,22 @@ class _ExpertDiagnosis:
             without = self._weights[:, suspects[-1]] == 0
             left &= without
             sizes *= without[:, None]
-        # Where tokens are many and experts few, those of the right tokens leave fewer.
-        right = (self._weights[self._judged & ~self._wrong] > 0).any(0)
+        # With many tokens and few experts, excluding the experts of right tokens may leave fewer.
+        right = (self._weights[self._decided & ~self._wrong] > 0).any(0)
         others = (self._in_wrong_tokens() & ~right).nonzero()[:, 0].tolist()
         explained = (self._weights[self._wrong][:, others] > 0).any(1).all()
         return others if explained and len(others) < len(suspects) else suspects
 
     def _explain(self, e: int, suspects: Sequence[int]) -> _Change:
-        """What is wrong with an expert, by the tokens that chose no other suspect."""
-        chain, tolerance = self._chain, self._tolerance
-        alone = (self._weights[:, e] > 0) & self._judged
+        """What is wrong with an expert, from the tokens that chose no other suspect."""
+        checker, tolerance = self._checker, self._tolerance
+        alone = (self._weights[:, e] > 0) & self._decided
         alone &= (self._weights[:, [s for s in suspects if s != e]] == 0).all(1)
         unknown = _Change((0, 1, 2), "is not the trainer's", known=False)
         if not (alone & self._wrong).any():
             return unknown
         x, share, found = self._x[alone], self._weights[alone, e, None], self._found[alone]
-        mine = chain.matrices(self._layer, e)
+        mine = checker.matrices(self._layer, e)
         added = share * expert_output(x, *mine)
         rest = self._expected[alone] - added
 
@@ -263,7 +265,7 @@ class _ExpertDiagnosis:
             return distance(found, rest + share * expert_output(x, *matrices))
 
         for other in range(self._experts.count):
-            theirs = chain.matrices(self._layer, other)
+            theirs = checker.matrices(self._layer, other)
             for which in _SUBSETS:
                 if other != e and error(*_replaced(mine, theirs, which)) <= tolerance:
                     return _Change(which, f"is that of expert {other}", other=other)
@@ -276,34 +278,36 @@ class _ExpertDiagnosis:
         if 0 < len(rows) < found.size(1) // 2:
             where = f"rows {ranges(rows)} of {found.size(1)}"
             return _Change((2,), f"is not the trainer's ({where}): the expert's output is off by {size:.1%}")
-        return replace(unknown, says=f"is not the trainer's: the expert's output is off by {size:.1%}")
+        return replace(unknown, text=f"is not the trainer's: the expert's output is off by {size:.1%}")
 
     def _grouped(self, changes: Mapping[int, _Change]) -> list[Finding]:
-        """A finding for experts with the same change, and one for two that are swapped."""
+        """One finding for experts with the same change, and one for each swapped pair."""
         found, by_change = [], defaultdict(list)
         for e, change in sorted(changes.items()):
             other = changes.get(change.other) if change.other is not None else None
             if change.other is None or other is None or (other.other, other.matrices) != (e, change.matrices):
                 by_change[change].append(e)
             elif change.other > e:
-                pair = replace(change, says=f"is swapped with that of expert {change.other}")
+                pair = replace(change, text=f"is swapped with that of expert {change.other}")
                 found.append(self._of_experts([e], pair, [e, change.other]))
         return found + [self._of_experts(experts, change, experts) for change, experts in by_change.items()]
 
     def _of_experts(self, experts: Sequence[int], change: _Change, named: Sequence[int]) -> Finding:
-        """named: experts whose parameters the finding lists."""
+        """named: experts whose parameters the finding includes."""
         names = [expert_parameter(self._layer, e, EXPERT_MATRICES[m]) for e in named for m in change.matrices]
         matrices = (" or " if change.either else ", ").join(EXPERT_MATRICES[m] for m in change.matrices)
         what = expert_parameter(self._layer, ranges(experts), matrices)
         if len(change.matrices) > 1:
             what = what.removesuffix(".weight")
         values = {} if change.factor is None else {"factor": change.factor}
-        return self._finding("weights", f"{what} of the {self._chain.side.name} {change.says}", names, values)
+        return self._finding(
+            "weights", f"{what} of the {self._checker.side.name} {change.text}", names, values
+        )
 
     def _finding(
         self, kind: str, text: str, parameters: list[str], values: dict[str, float] | None = None
     ) -> Finding:
-        side = self._chain.side.name
+        side = self._checker.side.name
         return Finding(kind, side, text, self._advice, [self._layer], parameters, values or {})
 
 

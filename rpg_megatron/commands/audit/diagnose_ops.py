@@ -18,21 +18,21 @@ _FIT_POSITIONS = 64  # fit the RoPE base to earlier positions: angles of later o
 _BASES = (10.0, 1e9, 320)  # lowest, highest, points of the first grid
 
 
-def explain_steps(chain: ModuleChecker, broken: Sequence[str], apart: ModuleChecker | None) -> list[Finding]:
+def explain_ops(checker: ModuleChecker, broken: Sequence[str], apart: ModuleChecker | None) -> list[Finding]:
     """Explain broken sites without parameters, given in the order of computation.
 
     apart: the trainer's checker with one sequence per row; a site that is right there is wrong only when
     packed.
     """
-    return _StepDiagnosis(chain, apart).findings(broken)
+    return _OpDiagnosis(checker, apart).findings(broken)
 
 
-class _StepDiagnosis:
+class _OpDiagnosis:
     """Tests which other positions, RoPE bases or temperatures explain one side's broken sites."""
 
-    def __init__(self, chain: ModuleChecker, apart: ModuleChecker | None):
-        self._chain, self._apart = chain, apart
-        self._name, self._shape = chain.side.name, chain.shape
+    def __init__(self, checker: ModuleChecker, apart: ModuleChecker | None):
+        self._checker, self._apart = checker, apart
+        self._name, self._shape = checker.side.name, checker.shape
 
     def findings(self, broken: Sequence[str]) -> list[Finding]:
         """All findings; one for RoPE of all layers, one for their attention."""
@@ -55,7 +55,7 @@ class _StepDiagnosis:
     def _other(self, part: str, sites: list[str]) -> Finding:
         layers = layers_of(sites)
         where = f" in layers {ranges(layers)}" if layers else ""
-        error = max(self._chain.error(s) for s in sites)
+        error = max(self._checker.error(s) for s in sites)
         return Finding(
             "other",
             self._name,
@@ -71,7 +71,7 @@ class _StepDiagnosis:
         )
 
     def _rope(self, sites: list[str]) -> Finding:
-        chain, site, theta = self._chain, sites[0], self._shape.rope_theta
+        checker, site, theta = self._checker, sites[0], self._shape.rope_theta
         where = f"layers {ranges(layers_of(sites))}"
         layers = layers_of(sites)
         shifts = self._shifts(site)
@@ -88,14 +88,14 @@ class _StepDiagnosis:
                 else "check how position ids are computed",
                 layers=layers,
             )
-        near = chain.side.positions < _FIT_POSITIONS
-        found = chain.found(site)[near]
+        near = checker.side.positions < _FIT_POSITIONS
+        found = checker.found(site)[near]
 
         def error(base: float) -> float:
-            return distance(found, chain.expected(site, theta=base)[near])
+            return distance(found, checker.expected(site, theta=base)[near])
 
         base, rest = minimise(error, *_BASES)
-        if rest <= 4 * chain.tolerance(site):
+        if rest <= 4 * checker.tolerance(site):
             return Finding(
                 "rope",
                 self._name,
@@ -116,16 +116,16 @@ class _StepDiagnosis:
 
     def _shifts(self, site: str) -> list[int] | None:
         """The start positions that explain each sequence's rotation; None if there are none, or all are 0."""
-        chain, lengths = self._chain, self._chain.side.lengths
-        found = chain.found(site).split(lengths)
+        checker, lengths = self._checker, self._checker.side.lengths
+        found = checker.found(site).split(lengths)
         total = sum(lengths)
         starts: list[int] = [0] * len(lengths)
         # Likely starts first: the offset of the sequence in the pack, then off by one.
         bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
         for i, begin in enumerate(bounds[:-1]):
             for start in (0, begin, 1, -1, *range(2, min(total, 64))):
-                moved = chain.expected(site, positions=chain.side.positions + start).split(lengths)[i]
-                if distance(found[i], moved) <= chain.tolerance(site) + 2.4e-7 * total:
+                moved = checker.expected(site, positions=checker.side.positions + start).split(lengths)[i]
+                if distance(found[i], moved) <= checker.tolerance(site) + 2.4e-7 * total:
                     starts[i] = start
                     break
             else:
@@ -137,21 +137,21 @@ class _StepDiagnosis:
             f"from layer {layers_of(sites)[0]} on" if len(sites) > 1 else f"in layer {layers_of(sites)[0]}"
         )
         if self._fits_alone(sites):
-            chain, site = self._chain, sites[0]
+            checker, site = self._checker, sites[0]
             parts = (
-                chain.found(site).split(chain.side.lengths),
-                chain.expected(site).split(chain.side.lengths),
+                checker.found(site).split(checker.side.lengths),
+                checker.expected(site).split(checker.side.lengths),
             )
             wrong = [
                 i
                 for i, (f, e) in enumerate(zip(*parts, strict=True))
-                if distance(f, e) > chain.tolerance(site)
+                if distance(f, e) > checker.tolerance(site)
             ]
             return Finding(
                 "packing",
                 self._name,
                 f"packing: attention {where} of the {self._name} is wrong for sequences {ranges(wrong)} of "
-                f"{len(chain.side.lengths)} of a pack, but right for each alone",
+                f"{len(checker.side.lengths)} of a pack, but right for each alone",
                 "sequences of a pack must not attend to each other: check cu_seqlens and the attention mask",
                 layers=layers_of(sites),
             )
@@ -159,17 +159,17 @@ class _StepDiagnosis:
             "attention",
             self._name,
             f"attention {where} of the {self._name} does not match its queries, keys and values "
-            f"(off by {self._chain.error(sites[0]):.1%})",
+            f"(off by {self._checker.error(sites[0]):.1%})",
             "check mask, softmax scale and, in the engine, the attention backend and the KV cache's dtype",
             layers=layers_of(sites),
         )
 
     def _logprobs(self) -> Finding:
-        chain, side = self._chain, self._chain.side
-        configured, tolerance = chain.temperature, chain.tolerance(LOGITS)
+        checker, side = self._checker, self._checker.side
+        configured, tolerance = checker.temperature, checker.tolerance(LOGITS)
 
-        temperature, _ = chain.fitted_temperature
-        if chain.logprob_error(chain.logprobs(temperature)) <= tolerance:
+        temperature, _ = checker.fitted_temperature
+        if checker.logprob_error(checker.logprobs(temperature)) <= tolerance:
             return Finding(
                 "temperature",
                 side.name,
@@ -180,11 +180,11 @@ class _StepDiagnosis:
                 values={"temperature": temperature},
             )
         # A column whose logit is 0 adds 1 to the sum of the softmax.
-        logits = chain.logits / configured
+        logits = checker.logits / configured
         picked = logits.gather(1, side.sampled.to(logits.device)[:, None])[:, 0]
-        surplus = (picked - chain.logp()).exp() - logits.logsumexp(1).exp()
+        surplus = (picked - checker.logp()).exp() - logits.logsumexp(1).exp()
         columns = statistics.median(surplus.tolist())
-        if columns > 0.5 and chain.logprob_error(chain.logprobs(padding=columns)) <= tolerance:
+        if columns > 0.5 and checker.logprob_error(checker.logprobs(padding=columns)) <= tolerance:
             return Finding(
                 "vocabulary",
                 side.name,
@@ -193,7 +193,7 @@ class _StepDiagnosis:
                 "columns that pad the vocabulary must be -inf before the softmax",
                 values={"columns": columns},
             )
-        off = (chain.logp() - chain.logprobs()).abs().max().item()
+        off = (checker.logp() - checker.logprobs()).abs().max().item()
         return Finding(
             "other",
             side.name,

@@ -18,21 +18,21 @@ _MATRICES = ("query", "key", "value", "attention_output", "gate", "up", "mlp_out
 
 
 def explain_weights(
-    chain: ModuleChecker, broken: Sequence[str], others: Mapping[str, Weights]
+    checker: ModuleChecker, broken: Sequence[str], others: Mapping[str, Weights]
 ) -> list[Finding]:
     """Explain broken sites that have a parameter, given in the order of computation.
 
-    others: further weights that the side may hold, by their name in messages.
+    others: other weights that the side may have, by their name in messages.
     """
-    return _WeightDiagnosis(chain, others).findings(broken) if broken else []
+    return _WeightDiagnosis(checker, others).findings(broken) if broken else []
 
 
 class _WeightDiagnosis:
     """Tests which other parameters explain one side's broken sites."""
 
-    def __init__(self, chain: ModuleChecker, others: Mapping[str, Weights]):
-        self._chain, self._others = chain, others
-        self._name, self._shape = chain.side.name, chain.shape
+    def __init__(self, checker: ModuleChecker, others: Mapping[str, Weights]):
+        self._checker, self._others = checker, others
+        self._name, self._shape = checker.side.name, checker.shape
         self._advice = (
             "the engine does not serve the trainer's weights: sync it again; if that does not help, check "
             "the mapping in models/, or what loads this engine"
@@ -43,8 +43,8 @@ class _WeightDiagnosis:
 
     def findings(self, broken: Sequence[str]) -> list[Finding]:
         """All findings, in the order of layers; complete layers first."""
-        rounded = self._explains(broken, lambda name: self._chain.weights(name).bfloat16())
-        if rounded and self._chain.side.dtype != "bfloat16":
+        rounded = self._explains(broken, lambda name: self._checker.weights(name).bfloat16())
+        if rounded and self._checker.side.dtype != "bfloat16":
             return [
                 Finding(
                     "precision",
@@ -71,9 +71,9 @@ class _WeightDiagnosis:
         return found
 
     def _quantised(self, broken: Sequence[str]) -> Finding | None:
-        """Quantised weights: every matrix of every layer is slightly off, and no norm is."""
-        matrices = {s for s in self._chain.sites() if split_site(s)[1] in _MATRICES}
-        errors = [self._chain.error(s) for s in broken]
+        """Quantised weights: every matrix of every layer is slightly off, but no norm."""
+        matrices = {s for s in self._checker.sites() if split_site(s)[1] in _MATRICES}
+        errors = [self._checker.error(s) for s in broken]
         if not matrices <= set(broken) or any(split_site(s)[1] in NORMS for s in broken) or max(errors) > 0.3:
             return None
         return Finding(
@@ -92,17 +92,17 @@ class _WeightDiagnosis:
         what = f"layer {layers[0]}" if len(layers) == 1 else f"layers {ranges(layers)}"
         label = self._source(sites)
         if label is not None:
-            text = f"{what} of the {self._name} is stale: it holds the weights of {label}"
+            text = f"{what} of the {self._name} is stale: it has the weights of {label}"
         else:
             other = self._other_layer(sites) if len(layers) == 1 else None
             text = (
-                f"{what} of the {self._name} holds the weights of layer {other}"
+                f"{what} of the {self._name} has the weights of layer {other}"
                 if other is not None
-                else f"{what} of the {self._name} is stale or foreign: {len(sites)} of its parameters differ "
-                f"from the trainer's, the first is {self._parameters(sites)[0]}"
+                else f"{what} of the {self._name} is stale or of another model: {len(sites)} of its "
+                f"parameters differ from the trainer's, first {self._parameters(sites)[0]}"
             )
         if len(layers) > 1:
-            text = text.replace(" is stale", " are stale").replace("it holds", "they hold")
+            text = text.replace(" is stale", " are stale").replace("it has", "they have")
         return [
             Finding(
                 "layer", self._name, text, self._advice, layers=layers, parameters=self._parameters(sites)
@@ -118,7 +118,7 @@ class _WeightDiagnosis:
         for site in sites:
             layer, part = split_site(site)
             if part == "experts":
-                found += explain_experts(self._chain, site, self._others, self._advice)
+                found += explain_experts(self._checker, site, self._others, self._advice)
                 continue
             text, values = self._explain_parameter(site)
             found.append(
@@ -142,29 +142,31 @@ class _WeightDiagnosis:
             return factor
         if (label := self._source([site])) is not None:
             return f"{mine} is stale: it is that of {label}", {}
-        if part == "router" and (rows := explain_router(self._chain, site, self._others)):
+        if part == "router" and (rows := explain_router(self._checker, site, self._others)):
             return f"{mine} {rows}", {}
         if part in ("gate", "up") and layer is not None:
             other = layer_site(layer, "up" if part == "gate" else "gate")
-            if self._chain.error(site, self._chain.expected(site, like=other)) <= self._chain.tolerance(site):
+            if self._checker.error(site, self._checker.expected(site, like=other)) <= self._checker.tolerance(
+                site
+            ):
                 return f"{mine} is {parameter_of(other)}: gate and up are swapped", {}
-        expected = self._chain.expected(site)
-        wrong = wrong_columns(self._chain, site, expected)
-        error = self._chain.error(site)
+        expected = self._checker.expected(site)
+        wrong = wrong_columns(self._checker, site, expected)
+        error = self._checker.error(site)
         width = expected.size(1)
         where = f" (rows {ranges(wrong)} of {width})" if 0 < len(wrong) < width else ""
         return f"{mine} is not the trainer's{where}: its output is off by {error:.1%}", {"error": error}
 
     def _channel_factor(self, site: str, mine: str) -> tuple[str, dict[str, float]] | None:
-        """A norm or router with each channel off by a constant factor, for all tokens."""
-        expected = self._chain.expected(site)
-        ratios = self._chain.channel_ratios(site, expected)
+        """A norm or router whose channels are off by a constant factor for all tokens."""
+        expected = self._checker.expected(site)
+        ratios = self._checker.channel_ratios(site, expected)
         scaled = (expected.unflatten(1, (-1, ratios.numel())) * ratios).flatten(1)
-        if distance(self._chain.found(site), scaled) > self._chain.tolerance(site):
+        if distance(self._checker.found(site), scaled) > self._checker.tolerance(site):
             return None
         off = ratios - 1
         width = ratios.numel()
-        most, noise = off.abs().max().item(), CHANNEL_TOLERANCE[self._chain.side.dtype]
+        most, noise = off.abs().max().item(), CHANNEL_TOLERANCE[self._checker.side.dtype]
         wrong = off.abs() > min(max(0.2 * most, noise), 0.9 * most)
         typical = off[wrong].median().item()
         much = f"{abs(typical):.1%} too {'large' if typical > 0 else 'small'}"
@@ -178,7 +180,7 @@ class _WeightDiagnosis:
         return f"{mine} is {much} in {unit} {ranges(wrong.nonzero()[:, 0].tolist())} of {width}", values
 
     def _swapped_groups(self, sites: list[str]) -> tuple[Finding, list[str]] | None:
-        """Query, key and value heads that are complete, but with permuted groups."""
+        """Query, key and value heads whose groups are permuted."""
         mixed = [s for s in sites if split_site(s)[1] in ("query", "key", "value")]
         orders = {s: self._order(s) for s in mixed}
         if not mixed or None in orders.values() or len({tuple(o or ()) for o in orders.values()}) != 1:
@@ -206,15 +208,15 @@ class _WeightDiagnosis:
         return finding, mixed
 
     def _order(self, site: str) -> list[int] | None:
-        """For each query group, the group whose rows it holds; None unless that is another permutation."""
+        """For each query group, the group whose rows it has; None unless it is a nontrivial permutation."""
         groups = self._shape.num_kv_heads
         found, expected = (
-            x.unflatten(1, (groups, -1)) for x in (self._chain.found(site), self._chain.expected(site))
+            x.unflatten(1, (groups, -1)) for x in (self._checker.found(site), self._checker.expected(site))
         )
         order = []
         for g in range(groups):
             fits = [distance(found[:, g], expected[:, s]) for s in range(groups)]
-            if min(fits) > self._chain.tolerance(site):
+            if min(fits) > self._checker.tolerance(site):
                 return None
             order.append(fits.index(min(fits)))
         return order if sorted(order) == list(range(groups)) and order != list(range(groups)) else None
@@ -224,19 +226,23 @@ class _WeightDiagnosis:
         return next((label for label, w in self._others.items() if self._explains(sites, w)), None)
 
     def _explains(self, sites: Sequence[str], weights: Weights) -> bool:
-        chain = self._chain
-        return all(chain.error(s, chain.expected(s, weights=weights)) <= chain.tolerance(s) for s in sites)
+        checker = self._checker
+        return all(
+            checker.error(s, checker.expected(s, weights=weights)) <= checker.tolerance(s) for s in sites
+        )
 
     def _other_layer(self, sites: Sequence[str]) -> int | None:
         """The other layer whose weights explain all of these sites."""
-        chain, mine = self._chain, split_site(sites[0])[0]
+        checker, mine = self._checker, split_site(sites[0])[0]
         assert mine is not None
         alike = self._shape.has_experts(mine)
         for layer in range(self._shape.num_layers):
             if layer == mine or self._shape.has_experts(layer) != alike:
                 continue
             pairs = [(s, layer_site(layer, split_site(s)[1])) for s in sites if split_site(s)[1] != "input"]
-            if all(chain.error(s, chain.expected(s, like=like)) <= chain.tolerance(s) for s, like in pairs):
+            if all(
+                checker.error(s, checker.expected(s, like=like)) <= checker.tolerance(s) for s, like in pairs
+            ):
                 return layer
         return None
 
@@ -245,5 +251,5 @@ class _WeightDiagnosis:
 
     def _parameter_sites(self, layer: int) -> int:
         """Sites of a layer that have parameters of their own."""
-        sites = [s for s in self._chain.sites() if split_site(s)[0] == layer and not s.endswith(".input")]
+        sites = [s for s in self._checker.sites() if split_site(s)[0] == layer and not s.endswith(".input")]
         return sum(bool(parameters_of(s, self._shape)) for s in sites)

@@ -1,4 +1,4 @@
-"""Arithmetic of a layer's experts, as an audit recomputes it from router logits."""
+"""Arithmetic of a layer's experts, with which an audit recomputes it from router logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rpg_megatron.config.model_shape import ExpertShape
 
 
 def routing_weights(logits: Tensor, experts: ExpertShape) -> Tensor:
-    """Weight of each expert for each token: [t, experts], 0 for those that are not chosen."""
+    """Weight of each expert for each token: [t, experts], 0 for experts that are not chosen."""
     top, chosen = logits.topk(experts.per_token, dim=1)
     among = top if experts.normalised else logits
     weights = (top - among.logsumexp(1, keepdim=True)).exp()
@@ -20,10 +20,10 @@ def routing_weights(logits: Tensor, experts: ExpertShape) -> Tensor:
 
 
 def undecided(logits: Tensor, experts: ExpertShape) -> Tensor:
-    """Tokens whose logits leave the choice of experts open: bool [t].
+    """Tokens whose logits do not determine the choice of experts: bool [t].
 
-    The last chosen one and the next are equal, as they often are in bfloat16, or so close that the rounding
-    of a softmax decides.
+    The logits of the last chosen expert and the next one are equal, as is common in bfloat16, or so close
+    that the rounding of a softmax decides.
     """
     if experts.per_token == experts.count:
         return torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
@@ -32,7 +32,7 @@ def undecided(logits: Tensor, experts: ExpertShape) -> Tensor:
 
 
 def route_counts(engine: Tensor, trainer: Tensor, experts: ExpertShape) -> dict[str, int]:
-    """Of one layer's logits [t, experts] in engine and trainer: see ``AuditVerdict.routes``."""
+    """The counts of ``AuditVerdict.routes`` for one layer, from its logits [t, experts] on both sides."""
     chosen, others = (
         torch.zeros(x.shape, dtype=torch.bool).scatter_(1, x.topk(experts.per_token).indices, True)
         for x in (engine, trainer)
@@ -53,10 +53,9 @@ def expert_output(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def run_experts(
     x: Tensor, logits: Tensor, experts: ExpertShape, matrices: Callable[[int], Sequence[Tensor]]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each expert that a token chose: its number, its tokens (int64 [n]) and what it adds to their
-    outputs [n, hidden].
+    """For each expert with tokens: its index, its tokens (int64 [n]), its contributions to them [n, hidden].
 
-    x [t, hidden], logits [t, experts]. matrices: those of an expert, see ``expert_output``.
+    x: [t, hidden]. logits: [t, experts]. matrices: returns those of an expert, see ``expert_output``.
     """
     weights = routing_weights(logits, experts)
     for e in range(experts.count):

@@ -44,8 +44,8 @@ from rpg_megatron.system.dtypes import torch_dtype
 
 TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2, "float16": 2.5e-3}
 """Largest relative error of a module due to rounding. Measured on correct pairs, see docs/audit.md: at most
-2e-6 in float32 and 6e-3 in bfloat16, but for experts (see ``tolerance``); larger models round more. float16
-was not measured; its rounding errors are an eighth of bfloat16's.
+2e-6 in float32 and 6e-3 in bfloat16, except for experts (see ``tolerance``); larger models round more.
+float16 was not measured; its rounding errors are an eighth of bfloat16's.
 """
 CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3, "float16": 7.5e-4}
 """Largest relative error of a norm's channel, averaged over tokens: rounding errors cancel unless all tokens
@@ -148,10 +148,10 @@ class ModuleChecker:
         positions: Tensor | None = None,
         routing: ExpertShape | None = None,
     ) -> Tensor:
-        """The values of a site expected from earlier ones: [t, width]; logits at sampled positions.
+        """The values of a site expected from earlier ones: [t, width]; logits only at sampled positions.
 
         Optional hypotheses: other ``weights``, the parameter of another site (``like``), another RoPE base,
-        other positions, or another ``routing`` by the same logits.
+        other positions, or another ``routing`` from the same logits.
         """
         layer, part = split_site(site)
 
@@ -279,8 +279,8 @@ class ModuleChecker:
         layer, part = split_site(site)
         if part == "experts" and layer is not None:
             assert self.shape.experts is not None
-            unjudged = undecided(self.found(layer_site(layer, "router")), self.shape.experts)
-            expected = torch.where(unjudged[:, None], found, expected)
+            ambiguous = undecided(self.found(layer_site(layer, "router")), self.shape.experts)
+            expected = torch.where(ambiguous[:, None], found, expected)
         worst = distance(found, expected)
         if part in NORMS:
             off = (self.channel_ratios(site, expected) - 1).abs().max().item()
@@ -314,7 +314,7 @@ class ModuleChecker:
         if part == "experts" and layer is not None:
             tolerance *= 2  # measured: up to 1e-2 in bfloat16
             if self.shape.experts and not self.shape.experts.normalised:
-                # vLLM's kernel for CPUs rounds the logarithm of the softmax's sum, which scales all weights.
+                # vLLM's CPU kernel rounds the log-sum-exp of the softmax, which scales all weights.
                 total = self.found(layer_site(layer, "router")).logsumexp(1).abs().max().item()
                 tolerance += torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * total
         return tolerance

@@ -92,8 +92,8 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
     def norm(module: nn.Module, before: str, after: str) -> Callable[[Any, Any], dict[str, Tensor]]:
         """The input of a norm, and its output if this module computes it.
 
-        In Transformer Engine's dense layers the norm is an identity, and fused into the next linear layer:
-        its output cannot be hooked, and the audit recomputes it from the input.
+        In Transformer Engine's dense layers the norm is fused into the next linear layer, and this module is
+        an identity. A hook cannot see the output, so the audit recomputes it from the input.
         """
         if isinstance(module, IdentityOp):
             return lambda args, _: {before: args[0]}
@@ -115,7 +115,7 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
                 yield keep(attention.k_layernorm, first(at("key_norm")))
             core = attention.core_attention
             rotated = at("query_rope"), at("key_rope")
-            if isinstance(core, PackedAttention):  # which rotates by itself; Transformer Engine's does not
+            if isinstance(core, PackedAttention):  # includes the rotation, unlike Transformer Engine's
                 yield keep(core.rotary, both(*rotated))
                 yield keep(core, first(at("attention")))
             else:
@@ -134,9 +134,9 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
 
 
 class _KeptLogits:
-    """Keeps a router's logits, which no module returns: ``TopKRouter.gating`` computes them.
+    """Records the logits of a router, which no module returns, by wrapping ``TopKRouter.gating``.
 
-    Wraps that method of one router until ``remove``.
+    The wrapper stays until ``remove``.
     """
 
     def __init__(self, router: Any, kept: list[Tensor]):
@@ -150,7 +150,7 @@ class _KeptLogits:
         router.gating = gating
 
     def remove(self) -> None:
-        """Restore the method."""
+        """Restore the original method."""
         del self._router.gating
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from rpg_megatron.commands.audit.diagnose_ops import LOGPROBS, explain_steps
+from rpg_megatron.commands.audit.diagnose_ops import LOGPROBS, explain_ops
 from rpg_megatron.commands.audit.diagnose_weights import explain_weights
 from rpg_megatron.commands.audit.expert_block import route_counts
 from rpg_megatron.commands.audit.finding import Finding
@@ -32,9 +32,9 @@ class AuditVerdict:
     logprobs: dict[str, float]
     """|engine - trainer| of the sampled tokens: mean and max, nats."""
     routes: dict[str, int]
-    """Of a mixture: ``choices`` of experts, one for each token and layer, and how many of them differ between
-    engine and trainer (``changed``); ``experts`` of all layers, and how many of them no token chose in the
-    engine (``unused``). Empty for dense models.
+    """Mixtures of experts: number of ``choices``, one for each token and layer, and of those that differ
+    between engine and trainer (``changed``); number of ``experts`` in all layers, and of those that no token
+    chose in the engine (``unused``). Empty for dense models.
     """
 
     @property
@@ -74,36 +74,36 @@ def diagnose(
 
     trainer: sequences packed as in training; alone: one sequence per row. weights: the trainer's, by HF
     name. temperature, dtype: as configured. bounds: largest and mean |log-prob difference| that the run's
-    guard allows, nats. others: further weights that may explain a wrong parameter, by their name in messages.
-    device: where to compute. replayed: the run replays the engine's choice of experts, which these traces
-    do not.
+    guard allows, nats. others: other weights that may explain a wrong parameter, by their name in messages.
+    device: where to compute. replayed: whether the run replays the engine's choice of experts; the traces are
+    without replay.
     """
-    chains = {
+    checkers = {
         side.name: ModuleChecker(side, shape, weights, temperature, device) for side in (engine, trainer)
     }
     apart = ModuleChecker(alone, shape, weights, temperature, device)
-    links = {name: _links(chain) for name, chain in chains.items()}
+    links = {name: _links(checker) for name, checker in checkers.items()}
     findings = [f for side in (engine, trainer) for f in _dtype(side, dtype)]
-    for name, chain in chains.items():
-        broken = [s for s, error in links[name].items() if error > _tolerance(chain, s)]
+    for name, checker in checkers.items():
+        broken = [s for s, error in links[name].items() if error > _tolerance(checker, s)]
         weighty = [s for s in broken if s != LOGPROBS and parameters_of(s, shape)]
-        findings += explain_weights(chain, weighty, others)
+        findings += explain_weights(checker, weighty, others)
         rest = [s for s in broken if s not in weighty]
-        findings += explain_steps(chain, rest, apart if name == "trainer" else None)
+        findings += explain_ops(checker, rest, apart if name == "trainer" else None)
     gap = (engine.logp.double() - trainer.logp.double()).abs()
     logprobs = {"mean": gap.mean().item(), "max": gap.max().item(), "tokens": float(gap.numel())}
     drift = {
         site: distance(engine.trace[site], trainer.trace[site])
-        for site in chains["engine"].sites()
+        for site in checkers["engine"].sites()
         if site in trainer.trace
     }
     routes = _routes(engine, trainer, shape)
-    # Log-probs after different choices are not those that the guard of a run with replay sees.
-    judged = not (replayed and routes.get("changed"))
+    # With replay, a run never has the log-probs that follow from different choices.
+    comparable = not (replayed and routes.get("changed"))
     # Written so that NaN counts as out of bounds.
-    if judged and not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
+    if comparable and not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
         findings.append(_rounding(drift, logprobs, bounds, dtype, routes))
-    return AuditVerdict(findings, _broken(chains, links), links, drift, logprobs, routes)
+    return AuditVerdict(findings, _broken(checkers, links), links, drift, logprobs, routes)
 
 
 def _routes(engine: ActivationTrace, trainer: ActivationTrace, shape: ModelShape) -> dict[str, int]:
@@ -114,24 +114,24 @@ def _routes(engine: ActivationTrace, trainer: ActivationTrace, shape: ModelShape
     return {key: sum(c[key] for c in counts) for key in counts[0]}
 
 
-def _links(chain: ModuleChecker) -> dict[str, float]:
+def _links(checker: ModuleChecker) -> dict[str, float]:
     """Error of every site, and of the log-probs, in the order of computation."""
-    return {site: chain.error(site) for site in chain.sites()} | {LOGPROBS: chain.logprob_error()}
+    return {site: checker.error(site) for site in checker.sites()} | {LOGPROBS: checker.logprob_error()}
 
 
-def _tolerance(chain: ModuleChecker, site: str) -> float:
-    return chain.tolerance(LOGITS if site == LOGPROBS else site)
+def _tolerance(checker: ModuleChecker, site: str) -> float:
+    return checker.tolerance(LOGITS if site == LOGPROBS else site)
 
 
 def _broken(
-    chains: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
+    checkers: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
-    order = [*all_sites(chains["engine"].shape), LOGPROBS]
+    order = [*all_sites(checkers["engine"].shape), LOGPROBS]
     found = [
-        {"side": name, "site": site, "error": error, "tolerance": _tolerance(chains[name], site)}
+        {"side": name, "site": site, "error": error, "tolerance": _tolerance(checkers[name], site)}
         for name, errors in links.items()
         for site, error in errors.items()
-        if error > _tolerance(chains[name], site)
+        if error > _tolerance(checkers[name], site)
     ]
     return sorted(found, key=lambda f: order.index(str(f["site"])))
 
@@ -163,11 +163,11 @@ def _rounding(
     )
     if routes.get("changed"):
         chosen = f"; rounding changes {routes['changed']} of {routes['choices']} choices of experts"
-        advice = f"set training.router_replay=rollout; else {advice}"
+        advice = f"set training.router_replay=rollout; or {advice}"
     return Finding(
         "precision",
         "engine",
-        f"every module is right by itself, but rounding in {dtype} accumulates: engine and trainer differ by "
+        f"every module alone is correct, but rounding in {dtype} accumulates: engine and trainer differ by "
         f"{drift[sites[0]]:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, "
         f"the log-probs by {logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most "
         f"(bounds {bounds[1]:.0e}, {bounds[0]:.0e}){chosen}",

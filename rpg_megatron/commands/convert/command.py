@@ -156,17 +156,17 @@ def open_megatron(
         if manifest:  # there may be further damage
             _refuse_damage(folder, manifest[1])
         raise
-    facts = manifest[0] if manifest else CheckpointMetadata("", "", 1, 1)
-    tensor, pipeline = tensor or facts.tensor, pipeline or facts.pipeline
+    metadata = manifest[0] if manifest else CheckpointMetadata("", "", 1, 1)
+    tensor, pipeline = tensor or metadata.tensor, pipeline or metadata.pipeline
     check_layout(shape, tensor, pipeline)
-    return Source(shape, mapping_for(shape), facts.dtype, source, folder, tensor, pipeline)
+    return Source(shape, mapping_for(shape), metadata.dtype, source, folder, tensor, pipeline)
 
 
 def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> Report:
-    """Write ``out`` as a Megatron checkpoint, with the files needed for the way back.
+    """Write ``out`` as a Megatron checkpoint, including the files needed to convert it back.
 
     Raises UserError for user errors; ConversionFailed if a process failed or, with ``verify``, logits differ.
-    In these cases, and if interrupted, nothing is left.
+    In these cases, and if interrupted, no files are left.
     """
     began = time.monotonic()
     with StagingDir(out, _bytes(source)) as place, ConvertProgress() as progress:
@@ -180,8 +180,8 @@ def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> R
             shutil.copyfile(file, folder / HF / file.name)
         verification = _compare(job, source.config, progress) if verify else None
         progress.phase("checksums", sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()))
-        facts = CheckpointMetadata(_megatron_version(), source.dtype, source.tensor, source.pipeline)
-        write_manifest(folder, facts, progress.advance)
+        metadata = CheckpointMetadata(_megatron_version(), source.dtype, source.tensor, source.pipeline)
+        write_manifest(folder, metadata, progress.advance)
         (place.result / LATEST).write_text(RELEASE, encoding="utf-8")
         place.keep()
     return Report(out, time.monotonic() - began, memory, verification)
@@ -213,8 +213,8 @@ def mapping(source: Source) -> Iterator[str]:
     layout, first = source.layout, 0
     yield "rank, Megatron parameter [local shape]; below it: HF tensor [its part] -> [part of the parameter]"
     for stage, count in enumerate(source.shape.stage_layers(source.pipeline)):
-        for cut in range(source.tensor):
-            experts = ExpertShard(tensor=source.tensor, tensor_rank=cut)  # as ``convert.Conversion`` has it
+        for tensor_rank in range(source.tensor):
+            experts = ExpertShard(tensor=source.tensor, tensor_rank=tensor_rank)  # as in ``Conversion``
             params = layout.stage_params(
                 layers=range(first, first + count),
                 first=stage == 0,
@@ -224,13 +224,13 @@ def mapping(source: Source) -> Iterator[str]:
                 experts=experts,
             )
             yield (
-                f"rank {stage * source.tensor + cut}: tensor {cut} of {source.tensor}, stage {stage} of "
-                f"{source.pipeline}, layers {first}-{first + count - 1}"
+                f"rank {stage * source.tensor + tensor_rank}: tensor {tensor_rank} of {source.tensor}, "
+                f"stage {stage} of {source.pipeline}, layers {first}-{first + count - 1}"
             )
             for name, shape in params.items():
                 yield f"  {name} {list(shape)}"
                 pieces = layout.pieces(
-                    name, tensor=source.tensor, tensor_rank=cut, vocab_multiple=1, experts=experts
+                    name, tensor=source.tensor, tensor_rank=tensor_rank, vocab_multiple=1, experts=experts
                 )
                 yield from (f"    {p.hf_name} {_range(p.hf)} -> {_range(p.local)}" for p in pieces)
                 padding = shape[0] - sum(p.local.extent[0] for p in pieces)
@@ -245,7 +245,7 @@ def mapping(source: Source) -> Iterator[str]:
 def _read_shape(folder: Path) -> ModelShape:
     try:
         shape = read_model_shape(folder)
-        list_copied(folder)  # refuses what cannot be copied, before anything is converted
+        list_copied(folder)  # raises for files that cannot be copied, before anything is converted
         return shape
     except UserError as e:
         raise UserError(str(e).removeprefix("model.path: ")) from None

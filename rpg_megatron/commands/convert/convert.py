@@ -1,7 +1,7 @@
-"""A rank's share of a conversion: its part of the model, read from one format and written in the other.
+"""One rank of a conversion: reads its part of the model from one format and writes it in the other.
 
-The model is built without gradients or optimizer, and without initial values, which Megatron would make on
-every rank for the uncut tensors. So a rank holds its shard, and next to it what is under way.
+The model is built without gradients and optimizer, and without initial values, which Megatron would create on
+every rank for the full tensors. So a rank needs memory for its shard and the data in transfer only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it admits its classes in checkpoints
+from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it allows its classes in checkpoints
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, torch_dtype
@@ -38,12 +38,12 @@ class Conversion:
         self._job, self._report = job, report
         self._shape = read_model_shape(Path(job.config))
         self._layout = mapping_for(self._shape)
-        cut = job.tensor if self._shape.experts is not None else 1
+        expert_tensor = job.tensor if self._shape.experts is not None else 1
         self._parallel = ParallelSettings(
             tensor=job.tensor,
             pipeline=job.pipeline,
-            expert_tensor=cut,  # so that no rank holds whole experts
-            sequence=cut > 1,  # required with experts
+            expert_tensor=expert_tensor,  # so that no rank holds complete experts
+            sequence=expert_tensor > 1,  # required with experts
         )
         self._mesh = start_mesh(self._parallel)
         self._baseline = memory()[0]
@@ -66,7 +66,7 @@ class Conversion:
         dtype = torch_dtype(job.dtype)
         model = self._build(dtype)
         parameters = list(named_parameters([model]))
-        self._phase("reading", self._whole_bytes(parameters), "reported")
+        self._phase("reading", self._total_bytes(parameters), "reported")
         load_hf_weights(
             Path(job.source),
             self._counted(parameters),
@@ -86,7 +86,7 @@ class Conversion:
         dtype = run_together(lambda: _check_files(checkpoint))
         model = self._build(dtype)
         parameters = list(named_parameters([model]))
-        self._phase("reading", self._whole_bytes(parameters), "read")
+        self._phase("reading", self._total_bytes(parameters), "read")
         load_weights(checkpoint, [model], self._shape.vocab_size)
         self._phase("writing", self._model_bytes(dtype), "files")
         export_hf(
@@ -101,7 +101,7 @@ class Conversion:
         self._report_memory(parameters)
 
     def _save_logits(self, checkpoint: Path) -> None:
-        """Save the logits of the checkpoint on disk, in float32 whatever its dtype.
+        """Save the logits of the checkpoint on disk, in float32 regardless of its dtype.
 
         bfloat16 rounds logits by 1% and more, which could hide a wrong frequency or norm.
         """
@@ -113,7 +113,7 @@ class Conversion:
 
     def _build(self, dtype: torch.dtype) -> GPTModel:
         config = transformer_config(self._shape, self._parallel, PrecisionSettings(dtype="float32"))
-        # No values yet: they are about to be read. float16 is not among the precisions of training.
+        # Initial values are not needed. The dtype is set here, because training does not support float16.
         config.perform_initialization = False
         config.params_dtype = config.pipeline_dtype = dtype
         settings = ModelSettings(path=Path(self._job.config))
@@ -133,7 +133,7 @@ class Conversion:
             yield name, parameter
             self._report("bytes", parameter.nbytes)
 
-    def _whole_bytes(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
+    def _total_bytes(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
         """Bytes of the parameters on all ranks."""
         total = torch.tensor(sum(p.nbytes for _, p in parameters))
         dist.all_reduce(total)

@@ -1,8 +1,8 @@
-"""Megatron's logits against transformers': ``python -m rpg_megatron.commands.convert.hf_logits``.
+"""Compares Megatron's logits with transformers': ``python -m rpg_megatron.commands.convert.hf_logits``.
 
 A separate process, since it holds the whole model in float32. Standard input as in ``rank.py``: one line of
-JSON with ``hf`` (folder), ``work`` and ``sequences``. Prints one JSON object: ``difference`` (the largest
-absolute one), ``largest`` (largest logit) and ``worst`` (where the largest difference is).
+JSON with ``hf`` (folder), ``work`` and ``sequences``. Prints one JSON object: ``difference`` (largest
+absolute difference), ``largest`` (largest absolute logit) and ``worst`` (position of that difference).
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ class Inspection:
     facts: dict[str, Any] = field(default_factory=dict)
     """From a Megatron checkpoint's manifest: version, dtype, layout."""
     checked: str = ""
-    """Which checks of the files were made."""
+    """Which checks were made."""
     tensors: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Damage, one line each; empty for a complete checkpoint."""
 
     @property
     def parameters(self) -> int:
-        """Number of elements of all tensors, vocabulary padding included."""
+        """Number of elements of all tensors, including vocabulary padding."""
         return sum(math.prod(t.shape) for t in self.tensors)
 
     @property
@@ -148,7 +148,7 @@ def _describe(model: dict[str, Any]) -> str:
     if (e := model["experts"]) is not None:
         experts = (
             f", {e['count']} experts of {e['ffn_hidden_size']} in {len(e['layers'])} layers, "
-            f"{e['per_token']} a token"
+            f"{e['per_token']} per token"
         )
     return (
         f"{model['family']}, {model['parameters']:,} parameters, {model['num_layers']} layers, "

@@ -27,7 +27,7 @@ def raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) 
     def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
         sequence = list(next(iterator))
         length = len(sequence)
-        sequence += [0] * (-length % multiple)  # after the end: nothing attends to it
+        sequence += [0] * (-length % multiple)  # padding at the end: no token attends to it
         tokens = torch.tensor([sequence], device=next(module.parameters()).device)
         output = module(
             tokens,

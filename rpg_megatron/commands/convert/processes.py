@@ -81,7 +81,7 @@ class StagingDir:
 
     def __enter__(self) -> StagingDir:
         if self._out.exists() or self._out.is_symlink():
-            raise UserError(f"{self._out}: exists already; choose another folder or remove it")
+            raise UserError(f"{self._out}: already exists; choose another folder or remove it")
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup
                 self._before[number] = signal.signal(number, _exit)

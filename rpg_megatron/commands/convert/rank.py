@@ -62,8 +62,8 @@ def main() -> None:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)  # other ranks may hang in a collective; the parent ends them
-    # Everything is written. Seen once: a library's thread that still ran when the interpreter ended aborted
-    # the process ("terminate called without an active exception"), and so the conversion.
+    # Everything is written. Without os._exit, a library's thread that is still running when the interpreter
+    # ends can abort the process ("terminate called without an active exception"); this has happened once.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

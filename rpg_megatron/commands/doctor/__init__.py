@@ -1,1 +1,1 @@
-"""Whether a machine, or every node of a job, can run what the settings ask for. Imports no torch itself."""
+"""``rpg-megatron doctor``: checks whether this machine, or every node of a job, can run the settings."""

@@ -56,7 +56,7 @@ def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
             shape = read_model_shape(settings.model.path)
     subject = Subject(settings, shape)
     checks = run_probes(PROBES, subject)
-    folder = machine.nearest_folder(subject)
+    folder = machine.runs_folder(subject)
     if not step.first:
         return send_report(step, folder, checks)
     if step.tasks > 1:

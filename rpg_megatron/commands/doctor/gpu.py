@@ -20,7 +20,7 @@ _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SYS_PTRACE = 1 << 19
 
 
-def card_memory() -> str | None:
+def gpu_memory() -> str | None:
     """Memory of the smallest GPU in the format of ``plan``, None if nvidia-smi does not report it."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:

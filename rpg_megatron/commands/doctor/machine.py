@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rpg_megatron.commands.doctor.gpu import card_memory
+from rpg_megatron.commands.doctor.gpu import gpu_memory
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok
 from rpg_megatron.commands.plan.plan import gib, make_plan
 from rpg_megatron.config import UserError
-from rpg_megatron.launcher import input_checks
+from rpg_megatron.launcher.input_checks import nearest_folder
 from rpg_megatron.launcher.preflight import check_port, check_shared_memory
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
@@ -51,24 +51,24 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     if settings is None or subject.shape is None:
         yield not_applicable("memory", "no config, or the model cannot be read")
         return
-    plan = make_plan(settings, card_memory() if settings.device == "cuda" else None)
+    plan = make_plan(settings, gpu_memory() if settings.device == "cuda" else None)
     if plan.problems:
         fix = "run rpg-megatron plan: it lists the parts, and a layout that fits"
         yield failed("memory", "; ".join(plan.problems), fix)
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
     else:
-        what = "rank" if plan.card is None else "GPU"
+        what = "rank" if plan.shared_gpu is None else "GPU"
         yield ok("memory", f"{gib(plan.need)} per {what} planned, for {plan.target.name}")
 
 
 def probe_limits(subject: Subject) -> Iterator[Check]:
-    """Open files and processes."""
+    """The limit of open files."""
     engine = subject.settings.engine if subject.settings else None
     wanted = SPARE_FILES + (engine.replicas * engine.max_sequences if engine else 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        how = "ulimit -n 65536 before the command"
+        how = "run ulimit -n 65536 before the command"
         if hard != resource.RLIM_INFINITY and hard < wanted:
             how = f"raise the hard limit ({hard}) in limits.conf, or Slurm's PropagateResourceLimits"
         yield failed("open files", f"limited to {soft}, up to {wanted} are needed", how)
@@ -90,6 +90,9 @@ def probe_ports(subject: Subject) -> Iterator[Check]:
         yield of_error("rendezvous port", e)
     if settings.bridge.transport == "process_group":
         address = settings.bridge.address
+        if address is None:
+            yield ok("bridge address", "chosen at start")
+            return
         try:
             with socket.create_server((address, 0)):
                 yield ok("bridge address", f"{address} belongs to this node")
@@ -113,7 +116,7 @@ def probe_temporary(subject: Subject) -> Iterator[Check]:
 
 def probe_clock(subject: Subject) -> Iterator[Check]:
     """This node's clock against that of the file system, on a cluster the file server's."""
-    folder = nearest_folder(subject)
+    folder = runs_folder(subject)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             before = time.time()
@@ -132,6 +135,6 @@ def probe_clock(subject: Subject) -> Iterator[Check]:
         yield ok("clock", f"within {max(skew, 0.1):.1f} s of the file system's")
 
 
-def nearest_folder(subject: Subject) -> Path:
+def runs_folder(subject: Subject) -> Path:
     """The folder of the runs, or its nearest existing parent."""
-    return input_checks.nearest_folder(subject.settings.runs if subject.settings else Path("runs"))
+    return nearest_folder(subject.settings.runs if subject.settings else Path("runs"))

@@ -58,7 +58,7 @@ def probe_python(subject: Subject) -> Iterator[Check]:
 
 
 def probe_packages(subject: Subject) -> Iterator[Check]:
-    """Every required package is installed in a required version."""
+    """All required packages are installed in the required versions."""
     device = subject.device
     try:
         check_packages(device)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.launcher.preflight import has_gpu
 
 Verdict = Literal["ok", "failed", "warning", "not applicable"]
 
@@ -40,8 +39,6 @@ class Subject:
     @property
     def device(self) -> str:
         """The device in the settings; without settings, cuda if the machine has a GPU."""
-        from rpg_megatron.commands.doctor.probe import has_gpu
-
         if self.settings is not None:
             return self.settings.device
         return "cuda" if has_gpu() else "cpu"
@@ -121,8 +118,3 @@ def _run(
         fix = "an internal error of this check: report it with this line"
         checks.append(failed(name, f"{type(e).__name__}: {e}", fix))
     results.put((number, checks))
-
-
-def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU, by its device file or nvidia-smi."""
-    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None

@@ -1,4 +1,4 @@
-"""Probes of a run's inputs: model, layout, data, the folder of the runs, secrets, walltime."""
+"""Probes of a run's inputs: model, layout, data, reward, own code, folder of the runs, secrets, walltime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
-from rpg_megatron.commands.doctor.machine import nearest_folder
+from rpg_megatron.commands.doctor.machine import runs_folder
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count, gib
@@ -75,7 +75,7 @@ def probe_model(subject: Subject) -> Iterator[Check]:
 
 
 def probe_data(subject: Subject) -> Iterator[Check]:
-    """Every line of the data can be read, and prompts are short enough."""
+    """All rows of the data can be read, and prompts are short enough."""
     if subject.settings is None:
         yield not_applicable("data", ONLY_WITH_CONFIG)
         return
@@ -105,7 +105,7 @@ def probe_reward(subject: Subject) -> Iterator[Check]:
 
 
 def probe_own_code(subject: Subject) -> Iterator[Check]:
-    """Code that the settings name by import path can be imported, and has the settings that it is given."""
+    """Your own code can be imported, and accepts the settings that it is given."""
     if subject.settings is None:
         yield not_applicable("own code", ONLY_WITH_CONFIG)
         return
@@ -117,7 +117,7 @@ def probe_own_code(subject: Subject) -> Iterator[Check]:
 
 
 def probe_trackers(subject: Subject) -> Iterator[Check]:
-    """The packages of the trackers are installed, and find a key."""
+    """The packages of the trackers are installed, and API keys are set."""
     if subject.settings is None:
         yield not_applicable("trackers", ONLY_WITH_CONFIG)
         return
@@ -131,7 +131,7 @@ def probe_trackers(subject: Subject) -> Iterator[Check]:
 
 def probe_run_folder(subject: Subject) -> Iterator[Check]:
     """The folder of the runs is writable, fast enough, and has room for the checkpoints."""
-    folder = nearest_folder(subject)
+    folder = runs_folder(subject)
     settings = subject.settings
     free = shutil.disk_usage(folder).free
     wanted = disk_bytes(settings, subject.shape) if settings is not None and subject.shape is not None else 0
@@ -165,7 +165,7 @@ def probe_secrets(subject: Subject, environment: Mapping[str, str] = os.environ)
     files = [
         Path(environment.get("HF_TOKEN_PATH", str(hub / "token"))),
         Path(environment.get("NETRC", str(home / ".netrc"))),
-        *sorted(nearest_folder(subject).glob(".meeting-*.json")),
+        *sorted(runs_folder(subject).glob(".meeting-*.json")),
     ]
     private: list[tuple[Path, int]] = []
     readable: list[tuple[Path, int]] = []

@@ -1,4 +1,4 @@
-"""The processes of an evaluation: engines with the checkpoint's weights, and the evaluator, their client."""
+"""The processes of an evaluation: engines that load the checkpoint, and the evaluator, their client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 
 from rich.console import Console
 
-from rpg_megatron.commands.eval.output_dir import Folder
+from rpg_megatron.commands.eval.output_dir import OutputDir
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, call_all, engine_socket, note_segments
 from rpg_megatron.engine.restarts import take_request
@@ -38,7 +38,7 @@ _LINE_SECONDS = 10.0
 class Evaluation:
     """The processes and folders of a running evaluation; leaving the context ends and removes them."""
 
-    def __init__(self, settings: Settings, signals: StopSignals, folder: Folder):
+    def __init__(self, settings: Settings, signals: StopSignals, folder: OutputDir):
         self._settings, self._signals, self._folder = settings, signals, folder
         self._engines: list[EngineProcess] = []
         self._healthy: set[int] = set()
@@ -102,11 +102,11 @@ class Evaluation:
         self._progress.pump(0.0)
         if code == 0:
             return
-        time.sleep(1.0)  # a signal to all processes, or a dying engine, may be the cause
+        time.sleep(1.0)  # the cause may be a signal to all processes, or an engine that died
         self._signals.check()
         message = user_error(self._evaluator)
         if message is not None:
-            self._folder.discard = True  # it holds no more than the message
+            self._folder.discard = True  # it contains only the message
             raise UserError(message)
         self._check_engines(closely=True)
         raise RunFailed(self._keep(explain(self._evaluator)))
@@ -115,15 +115,15 @@ class Evaluation:
         self._probed = time.monotonic()
         asked = [e for e in self._engines if e.alive() and (closely or e.index not in self._healthy)]
         answers = call_all(asked, lambda e: e.healthy(timeout=5.0 if closely else 2.0))
-        deaf = {engine.index for engine, well in zip(asked, answers, strict=True) if not well}
+        unhealthy = {engine.index for engine, healthy in zip(asked, answers, strict=True) if not healthy}
         starting = [e for e in asked if e.index not in self._healthy]
         note_segments(starting)
         for engine in self._engines:
             hung = take_request(self._workspace.work, engine.index, 0)
             if hung or engine.index in self._healthy:
-                if not hung and engine.alive() and engine.index not in deaf:
+                if not hung and engine.alive() and engine.index not in unhealthy:
                     continue
-                time.sleep(1.0)  # a signal to all processes may be the cause
+                time.sleep(1.0)  # the cause may be a signal to all processes
                 self._signals.check()
                 log = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
                 raise RunFailed(self._keep(f"{hung or f'engine {engine.index} died'}; {log}"))
@@ -131,7 +131,7 @@ class Evaluation:
                 time.sleep(1.0)
                 self._signals.check()
                 engine.wait_healthy()  # raises, with the end of the log
-        up = [engine for engine in starting if engine.index not in deaf]
+        up = [engine for engine in starting if engine.index not in unhealthy]
         self._healthy |= {engine.index for engine in up}
         self._supervisor.guard_shared_memory(up)
 
@@ -141,7 +141,7 @@ class Evaluation:
         )
 
 
-def run_evaluation(settings: Settings, signals: StopSignals, folder: Folder) -> None:
+def run_evaluation(settings: Settings, signals: StopSignals, folder: OutputDir) -> None:
     """Evaluate the remaining problems; starts and ends all processes.
 
     Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal. No process is

@@ -23,7 +23,9 @@ Data = Annotated[
 def evaluate(
     model: Annotated[
         Path,
-        typer.Argument(metavar="MODEL", help="Hugging Face checkpoint, hub id, or a run: its newest export."),
+        typer.Argument(
+            metavar="MODEL", help="Hugging Face checkpoint, hub id, or a run (its newest export)."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -67,34 +69,36 @@ def evaluate(
 ) -> None:
     """Evaluate a model: avg@k, pass@k, maj@k with intervals, lengths. Rerun the same command to resume.
 
-    Without --suite and --data, a run is evaluated on its own held-out sets, as it evaluates itself.
+    Without --suite and --data, a run is evaluated on its own held-out sets, as during training.
     Exit code 75: stopped by a scheduler's signal; requeue the job.
     """
     from rpg_megatron.commands.eval.command import run_evaluation
-    from rpg_megatron.commands.eval.output_dir import open_folder
+    from rpg_megatron.commands.eval.output_dir import open_output_dir
     from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
     from rpg_megatron.launcher.nodes import leave_to_first_node
     from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("eval")
     request = EvalRequest(
-        *(
-            model,
-            ",".join(suite or ()),
-            tuple(data or ()),
-            data_dir,
-            samples,
-            temperature,
-            top_p,
-            max_response_tokens,
-        ),
-        *(seed, engines, tensor, device, tuple(overrides or ())),
+        model=model,
+        suites=",".join(suite or ()),
+        files=tuple(data or ()),
+        folder=data_dir,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        max_response_tokens=max_response_tokens,
+        seed=seed,
+        engines=engines,
+        tensor=tensor,
+        device=device,
+        overrides=tuple(overrides or ()),
     )
     with StopSignals(resumable=True) as signals, exit_codes():
         settings, label = make_request(request)
         check_request(settings)
         signals.raising = False  # from here on, resources must be cleaned up
-        folder = open_folder(out, settings, label)
+        folder = open_output_dir(out, settings, label)
         try:
             if not folder.finished:
                 run_evaluation(settings, signals, folder)

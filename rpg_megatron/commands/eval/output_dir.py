@@ -1,4 +1,4 @@
-"""The output folder of an evaluation: resumed by the same settings, refused for others."""
+"""The output folder of an evaluation: can be resumed with the same settings only."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEFAULT = Path("evals")
 """Parent of the folders of evaluations without --out."""
 _MODEL = "model.json"
 _FREE = ("name", "runs", "device", "engine", "data")
-"""Settings that may change when an evaluation is resumed: placement and speed. ``data`` repeats the first of
-``evaluation.sets``.
+"""Settings that may change when an evaluation is resumed: placement and speed; and ``data``, which equals the
+first of ``evaluation.sets``.
 """
 _ENGINE = ("quantization", "arguments")
 """Engine settings that may affect the responses."""
@@ -31,7 +31,7 @@ _WEIGHTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
 @dataclass
-class Folder:
+class OutputDir:
     """An evaluation's folder, locked by this process."""
 
     path: Path
@@ -65,10 +65,10 @@ class Folder:
         self.lock.close()
 
 
-def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
+def open_output_dir(out: Path | None, settings: Settings, label: str) -> OutputDir:
     """Open the folder ``out``, or one in ``evals`` named after the model and a hash of the settings.
 
-    Raises UserError if it holds other files, or an evaluation with other settings or other weights.
+    Raises UserError if it contains other files, or an evaluation with other settings or other weights.
     """
     now, weights = _comparable(yaml.safe_load(resolved_yaml(settings))), _weights(settings.model.path)
     digest = hashlib.sha256(json.dumps([now, weights], sort_keys=True).encode()).hexdigest()[:8]
@@ -88,7 +88,7 @@ def open_folder(out: Path | None, settings: Settings, label: str) -> Folder:
             raise
     except OSError as e:
         raise UserError(f"--out: {e.filename or path}: {e.strerror}; choose another folder") from None
-    return Folder(path, lock, made)
+    return OutputDir(path, lock, made)
 
 
 def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
             files = json.loads((path / _MODEL).read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError, FileNotFoundError):
             raise UserError(
-                f"--out: {shown(path)}: {CONFIG} or {_MODEL} is damaged; choose another"
+                f"--out: {shown(path)}: {CONFIG} or {_MODEL} is damaged; choose another folder"
             ) from None
         lines = list(list_changes(then, now).values())
         if not lines and files != weights:
@@ -107,13 +107,13 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
             lines = [f"the model's files have changed: {', '.join(changed)}"]
         if lines:
             raise UserError(
-                f"--out: {shown(path)} holds an evaluation with other settings\n  "
+                f"--out: {shown(path)} contains an evaluation with other settings\n  "
                 + "\n  ".join(lines)
-                + "\nset them back to resume it, or choose another folder"
+                + "\nrestore them to resume it, or choose another folder"
             )
     elif others := [entry.name for entry in path.iterdir() if entry.name not in (LOCK, _MODEL)]:
         raise UserError(
-            f"--out: {shown(path)} holds {others[0]} and no evaluation; choose a new or an empty folder"
+            f"--out: {shown(path)} contains {others[0]} and no evaluation; choose a new or an empty folder"
         )
     (path / LOGS).mkdir(exist_ok=True)
     atomic_write_text(path / _MODEL, json.dumps(weights, indent=2))

@@ -1,8 +1,8 @@
-"""The evaluator process of ``rpg-megatron eval``: samples, grades, and saves each problem at once.
+"""The evaluator process of ``rpg-megatron eval``: samples and grades, and saves each problem immediately.
 
 ``python -m rpg_megatron.commands.eval.process FOLDER WORK_DIR``: settings from FOLDER/config.yaml, results
 to FOLDER, the engines' sockets in WORK_DIR, their token in the environment. It ignores signals, which the
-launcher handles; whenever it is killed, all graded problems are on disk.
+launcher handles. If it is killed, all graded problems are on disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PHASE = "evaluation"
 def load_set(part: HeldOutSet, tokenizer: Any, *, rows: bool) -> tuple[list[Prompt], dict[str, int]]:
     """The prompts of a set, and the number of rows dropped or cut, by reason.
 
-    rows: keep the rows, for ``Prompt.context``.
+    rows: whether to keep the rows, for ``Prompt.context``.
     Raises UserError as ``data.problems`` and ``data.prompts`` do.
     """
     problems, counts, _ = read_counted(part.data, rows=rows)
@@ -76,14 +76,14 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
         events.phase(PHASE, len(finished), total)
 
     try:
-        # Nobody restarts an engine here: graded responses are on disk, and rerunning the command resumes.
-        fleet = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
-        dispatcher = Dispatcher(fleet, [worker], settings.engine.max_sequences)
+        # Engines are not restarted here: graded responses are on disk, and rerunning the command resumes.
+        pool = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
+        dispatcher = Dispatcher(pool, [worker], settings.engine.max_sequences)
         heldout = HeldOut(settings, dispatcher, prompts)
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             events.phase(PHASE, len(finished), total)
-            fleet.expect(None)  # engines serve the weights they were started with
+            pool.expect(None)  # engines keep the weights they have loaded
             await heldout.evaluate(keep, skip=frozenset(finished))
     finally:
         worker.close()
@@ -91,10 +91,10 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
             await engine.close()
         events.close()
     counts = {name: left_out for name, (_, left_out) in loaded.items()}
-    _conclude(folder, settings, prompts, done, counts)
+    _write_summary(folder, settings, prompts, done, counts)
 
 
-def _conclude(
+def _write_summary(
     folder: Path,
     settings: Settings,
     prompts: dict[str, list[Prompt]],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.checkpoints.hf_hub import download
-from rpg_megatron.checkpoints.megatron_folder import LATEST, MEGATRON
+from rpg_megatron.checkpoints.megatron_folder import is_megatron
 from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, list_steps
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.evaluation import NAME, EvaluationSettings
@@ -29,6 +28,7 @@ from rpg_megatron.launcher.preflight import (
     check_head_dim,
     check_model,
     check_packages,
+    has_gpu,
 )
 from rpg_megatron.launcher.run_dir import CONFIG
 from rpg_megatron.launcher.summary import shown
@@ -40,7 +40,7 @@ _OWN = tuple(f"data.{key}" for key in ("path", "hub", "subset", "split", "preset
 _STYLE = ("template", "chat", "system", "thinking")
 _ENDINGS = (".jsonl", ".parquet", ".arrow", "")
 _TEST = {"gsm8k": "test", "math": "test"}
-"""Held-out splits of presets whose default is the training split."""
+"""Held-out split of presets whose default is the training split."""
 _RESPONSE = 4096
 _PROMPT = 2048
 """Default tokens of response and prompt, limited by the model's positions."""
@@ -48,7 +48,7 @@ _PROMPT = 2048
 
 @dataclass
 class EvalRequest:
-    """The options; None: not given, so the run's, if MODEL is one."""
+    """The options. None: not given; the run's value is used if MODEL is a run, else a default."""
 
     model: Path
     suites: str = ""
@@ -131,8 +131,10 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
 
 
 def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]:
-    """The run's reward; of several terms the first one, which decides what is correct. Another type on the
-    command line replaces it, with its settings. Without the KL: no responses are trained on.
+    """The run's reward without KL, which needs the trainer.
+
+    Of several terms, only the first one, which decides what is correct. A type on the command line replaces
+    the run's, including its settings.
     """
     reward = trained.model_dump(mode="json") | {"kl": None}
     if any(item.startswith("reward.type=") for item in overrides):
@@ -142,9 +144,9 @@ def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSettings | None:
-    """The run's own evaluation, if it is asked for: no set is given, or its only one by its file.
+    """The run's own evaluation, if it is requested: no set is given, or the file of its only set.
 
-    Seeds depend on how the run names its set, so this gives the number that the run itself would report.
+    Seeds depend on the name of the set in the run, so this gives the same result as the run itself.
     """
     if trained is None or trained.evaluation is None or request.suites:
         return None
@@ -159,7 +161,7 @@ def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSetti
 
 
 def _sampling(trained: Settings | None, request: EvalRequest) -> dict[str, Any]:
-    """Responses per problem and sampling: as given, else the run's, else the defaults."""
+    """Responses per problem and sampling: as given, else as in the run, else the defaults."""
     base = (trained and trained.evaluation) or EvaluationSettings.model_construct()
     fields = ("samples", "temperature", "top_p")
     given = {key: getattr(request, key) for key in fields} | {"top_k": None, "min_p": None}
@@ -176,7 +178,7 @@ def _overridden(own: EvaluationSettings, settings: Settings, overrides: Sequence
 
 
 def check_request(settings: Settings) -> None:
-    """The checks before anything is started. Raises UserError."""
+    """Checks before any process is started. Raises UserError."""
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     try:
@@ -191,7 +193,7 @@ def check_request(settings: Settings) -> None:
     for part in settings.evaluation.heldout:
         try:
             problems, *_ = read_counted(part.data)
-        except UserError as e:  # KEY=VALUE sets keys of data, but not its place
+        except UserError as e:  # KEY=VALUE sets keys of data, but not its path
             raise UserError(str(e).replace("data.path: ", "--data: ", 1)) from None
         for text in check_prompt_lengths(problems, part.data, settings.model.path, "data"):
             print(f"warning: {text}", file=sys.stderr, flush=True)
@@ -221,7 +223,7 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
             raise UserError(
                 f"MODEL: the run {path} has neither a model in hf/ nor a checkpoint in {CHECKPOINTS}/ yet"
             )
-    elif (path / MEGATRON).is_file() or (path / LATEST).is_file():
+    elif is_megatron(path):
         checkpoint = path
     if checkpoint is not None:
         raise UserError(
@@ -269,12 +271,12 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
 
 
 def _find_copy(name: str, folder: Path) -> Path:
-    """The file of a suite, named after it or its test split."""
+    """The file of a suite: its name, or the name and ``_test`` or ``-test``."""
     tried = [folder / f"{stem}{end}" for stem in (name, f"{name}_test", f"{name}-test") for end in _ENDINGS]
     path = next((p for p in tried if p.is_file() or (p / "dataset_info.json").is_file()), None)
     if path is None:
         raise UserError(
-            f"--data-dir: {folder} holds no file of {name} ({name}.jsonl, .parquet or .arrow); give it with "
+            f"--data-dir: {folder} has no file for {name} ({name}.jsonl, .parquet or .arrow); give it with "
             f"--suite {name}=FILE"
         )
     return path
@@ -294,5 +296,4 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 def _device() -> str:
     """The device: cuda if there is a GPU, else cpu."""
-    gpu = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
-    return "cuda" if gpu and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"
+    return "cuda" if has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"

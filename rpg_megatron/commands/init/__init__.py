@@ -1,1 +1,1 @@
-"""``rpg-megatron init``: a config, data and a reward of one's own to begin with."""
+"""``rpg-megatron init``: a config, data and a reward function to start from."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from string import Template
+
+import yaml
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.policy import is_hub_id
@@ -18,7 +21,7 @@ _TEMPLATES = Path(__file__).parent
 _QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 _REWARDS = {
     "math": """\
-reward:                      # 1 if right, -1 if wrong; docs/rewards.md
+reward:                      # 1 if correct, -1 if wrong; docs/rewards.md
   type: answer_line          # the answer follows "Answer:"; others: boxed, gsm8k, auto""",
     "custom": """\
 reward:                      # your own function; docs/extend.md
@@ -28,25 +31,27 @@ reward:                      # your own function; docs/extend.md
 
 
 def write_files(folder: Path, task: str, model: str | None) -> list[str]:
-    """Write a config, problems, for a custom task a reward, and without ``model`` a tiny model.
+    """Write a config and problems; for task custom a reward function, and without ``model`` a tiny model.
 
-    Returns the names of what was written. Raises UserError for another task, if one of them exists, or if
-    this is an installation without the source tree, which holds the tiny model.
+    Returns the names of the written files. Raises UserError if the task is unknown, if one of the files
+    exists, or if the source tree, which contains the tiny model, is not available.
     """
     if task not in _REWARDS:
         raise UserError(f"--task {task}: must be {' or '.join(_REWARDS)}")
     names = [CONFIG, *PROBLEMS] + [REWARD] * (task == "custom") + [MODEL] * (model is None)
     if there := [name for name in names if (folder / name).exists()]:
-        raise UserError(f"{folder}: holds {', '.join(there)} already; give another folder")
+        raise UserError(f"{folder}: already contains {', '.join(there)}; give another folder")
     if not _QUICKSTART.is_dir():
         raise UserError(
-            f"{_QUICKSTART}: not there; init copies its problems and model from the source tree: install it "
-            "from a clone with pip install -e"
+            f"{_QUICKSTART} is missing; init copies problems and model from the source tree: install the "
+            "package from a clone with pip install -e"
         )
     path = MODEL
     if model is not None:
         path = model if is_hub_id(model) and not Path(model).exists() else str(Path(model).absolute())
-    text = Template((_TEMPLATES / CONFIG).read_text()).substitute(MODEL=path, REWARD=_REWARDS[task])
+    template = Template((_TEMPLATES / CONFIG).read_text(encoding="utf-8"))
+    quoted = yaml.safe_dump(path, width=math.inf, allow_unicode=True).splitlines()[0]
+    text = template.substitute(MODEL=quoted, REWARD=_REWARDS[task])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in PROBLEMS:
@@ -55,7 +60,7 @@ def write_files(folder: Path, task: str, model: str | None) -> list[str]:
             shutil.copytree(_QUICKSTART / MODEL, folder / MODEL, copy_function=shutil.copyfile)
         if task == "custom":
             shutil.copyfile(_TEMPLATES / REWARD, folder / REWARD)
-        (folder / CONFIG).write_text(text)
+        (folder / CONFIG).write_text(text, encoding="utf-8")
     except OSError as e:
         raise UserError(f"{e.filename or folder}: {e.strerror}; choose a folder that is writable") from None
     return names

@@ -1,15 +1,15 @@
-"""The reward of run.yaml: what a response is worth.
+"""The reward function of run.yaml.
 
-It is called for each response, in a process of its own. Ask for what you need by the names of the arguments:
+It is called for each response, in a separate process. The names of its parameters select what it gets:
 response, answer, prompt, messages, row (all fields of the problem), token_ids, finish_reason, or responses
-(all of a prompt at once). Other arguments are settings, which run.yaml gives.
+(all of a prompt at once). Other parameters are settings in run.yaml.
 """
 
 import re
 
 
 def digits(response: str, answer: str, partial: float = 0.5) -> float:
-    """1 if the last number is the answer; else -1, and up to ``partial`` more for digits that are right."""
+    """1 if the last number is the answer; else -1, plus up to ``partial`` for correct digits."""
     numbers: list[str] = re.findall(r"-?\d+", response)
     if not numbers:
         return -1.0

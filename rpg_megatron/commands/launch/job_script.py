@@ -1,4 +1,4 @@
-"""The script and the resources of a NeMo-Run job, computed without importing NeMo-Run.
+"""Script and resources of a NeMo-Run job, without importing NeMo-Run.
 
 On a cluster the job works like the scripts in ``slurm/``: one launcher per node gets a signal before the
 time limit, saves, and exits with code 75; then the job is requeued or the array continues.
@@ -46,7 +46,7 @@ finish() {
     exit "$code"
 }
 trap finish EXIT"""
-"""The part of ``slurm/requeue.sh`` that requeues; a test holds that both are the same."""
+"""The part of ``slurm/requeue.sh`` that requeues; a test checks that both are the same."""
 
 SETUP = f"""\
 # By default srun gives a task one core; one launcher per node uses all cores of the job there.
@@ -59,7 +59,7 @@ SLURM: dict[str, Any] = {
     "time": "04:00:00",
     "signal": "USR1@600",
     "exclusive": True,
-    "mem": "0",  # all memory of the node: many clusters give a job a share of it otherwise
+    "mem": "0",  # all memory of the node; the default of many clusters is a part of it
     # Launchers stop each other; NeMo-Run's defaults would kill them when the first one exits.
     "srun_args": ["--kill-on-bad-exit=0", "--wait=0"],
     "setup_lines": SETUP,
@@ -172,6 +172,6 @@ def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, 
     if secret := [name for name in read.get("env_vars", {}) if _SECRET.search(name)]:
         raise UserError(
             f"--option env_vars: {secret[0]} would be written to files that others can read, e.g. the job's "
-            "script; export it first, which local and Slurm jobs inherit, or mount a file into a container"
+            "script; export it instead (local and Slurm jobs inherit it), or mount a file into the container"
         )
     return read

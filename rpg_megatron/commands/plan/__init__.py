@@ -1,1 +1,1 @@
-"""What a run will hold in memory, and whether it fits: arithmetic alone, without a GPU and without torch."""
+"""``rpg-megatron plan``: estimates memory and time of a run by arithmetic, without GPU and torch."""

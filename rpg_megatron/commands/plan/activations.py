@@ -28,7 +28,7 @@ _WIDE = 4
 
 @dataclass(frozen=True)
 class Widths:
-    """Elements per token of each kind of activation on a rank."""
+    """Elements per token of each kind of activation, on one rank."""
 
     hidden: float
     """Residual stream: sharded with sequence parallelism, else full."""
@@ -49,20 +49,20 @@ class Widths:
 
     @property
     def key(self) -> float:
-        """Key columns of this rank; value columns are as many."""
+        """Key columns of this rank, as many as value columns."""
         return self.kv_heads * self.head_dim
 
 
 def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str, routes: Routes = "even") -> Widths:
     """The sizes that determine a rank's activations. routes: how tokens choose experts."""
-    cut = parallel.tensor
+    tensor = parallel.tensor
     return Widths(
-        hidden=shape.hidden_size / (cut if parallel.sequence else 1),
+        hidden=shape.hidden_size / (tensor if parallel.sequence else 1),
         whole=shape.hidden_size,
-        heads=shape.num_heads / cut,
-        kv_heads=max(1.0, shape.num_kv_heads / cut),
+        heads=shape.num_heads / tensor,
+        kv_heads=max(1.0, shape.num_kv_heads / tensor),
         head_dim=shape.head_dim,
-        ffn=shape.ffn_hidden_size / cut,
+        ffn=shape.ffn_hidden_size / tensor,
         item=ITEM_BYTES[dtype],
         context=parallel.context,
         experts=expert_widths(shape, parallel, routes),
@@ -74,8 +74,8 @@ def layer_bytes(
 ) -> float:
     """Bytes that one transformer layer saves for its backward pass. experts: whether it has experts.
 
-    lengths: tokens of the micro-batch's sequences, before sharding over context ranks. Sequences of like
-    length, which share a call of attention, save less than is counted here.
+    lengths: tokens of the micro-batch's sequences, before sharding over context ranks. Sequences of similar
+    length, which share an attention call, save less than is counted here.
     """
     tokens = sum(lengths) / w.context
     if recompute == "full":  # its input
@@ -118,8 +118,8 @@ def head_bytes(w: Widths) -> float:
 def working_bytes(w: Widths, tokens: int, *, experts: bool = False, fused: bool = False) -> float:
     """Peak bytes of a layer's backward pass besides saved activations.
 
-    The gradients of the MLP's inner tensors and of the residual stream, and one weight's gradient. Recomputed
-    activations are not included. experts: of a layer with experts; fused: whose products are grouped.
+    The gradients of the MLP's inner tensors, of the residual stream, and of one weight. Recomputed
+    activations are not included. experts: whether the layer has experts; fused: whether they are grouped.
     """
     if experts and (e := w.experts) is not None:
         rows = working_rows(e, w.whole, w.item, fused=fused)
@@ -129,7 +129,7 @@ def working_bytes(w: Widths, tokens: int, *, experts: bool = False, fused: bool 
 
 
 def in_flight(stage: int, parallel: ParallelSettings, microbatches: int) -> int:
-    """Micro-batches whose activations a pipeline rank holds at once, each of one of its (virtual) stages.
+    """Micro-batches whose activations a pipeline rank holds at once, each for one of its (virtual) stages.
 
     1F1B: the first rank has the most. Interleaved: the warm-up has 2 x (later ranks) + (virtual - 1) x
     pipeline forward passes of one chunk, plus the current one.

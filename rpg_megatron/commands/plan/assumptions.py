@@ -1,4 +1,4 @@
-"""What estimates of time assume: speeds of the GPU and its links, and efficiencies; each can be set."""
+"""Assumptions of the time estimates: speeds of the GPU and its links, efficiencies; each can be set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _guess(default: float, why: str, *, most: float = math.inf, source: Source =
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Numbers that a step's time is computed from. Speeds are of one GPU, links in one direction."""
+    """Numbers from which the time of a step is computed. Speeds are for one GPU, links in one direction."""
 
     peak_bf16: float = _speed("FLOP/s in bfloat16, dense")
     peak_fp8: float = _speed("FLOP/s in FP8, dense")
@@ -32,23 +32,25 @@ class Assumptions:
     nvlink: float = _speed("bytes/s to a GPU of the same node")
     host_link: float = _speed("bytes/s between GPU and host memory")
     network: float = _guess(50e9, "bytes/s to other nodes: 400 Gb/s for each GPU")
-    gloo: float = _guess(0.98e9, "bytes/s of a sync over gloo: 2 CPU cores", source="measured")
-    link_efficiency: float = _guess(0.7, "of nvlink, network and host_link", most=1)
-    train_mfu: float = _guess(0.35, "of the peak: forward and backward passes", most=1)
-    score_mfu: float = _guess(0.40, "of the peak: log-prob passes", most=1)
-    prefill_mfu: float = _guess(0.40, "of the peak: prompts", most=1)
-    decode_efficiency: float = _guess(0.6, "of memory_bandwidth: decoding", most=1)
-    decode_overhead: float = _guess(0.004, "s for each token of a batch: scheduler, kernels")
-    allreduce_latency: float = _guess(15e-6, "s, two in each layer if engine.tensor > 1")
+    gloo: float = _guess(0.98e9, "bytes/s of a sync over gloo, with 2 CPU cores", source="measured")
+    link_efficiency: float = _guess(0.7, "fraction of nvlink, network and host_link", most=1)
+    train_mfu: float = _guess(0.35, "fraction of the peak: forward and backward passes", most=1)
+    score_mfu: float = _guess(0.40, "fraction of the peak: log-prob passes", most=1)
+    prefill_mfu: float = _guess(0.40, "fraction of the peak: prefill", most=1)
+    decode_efficiency: float = _guess(0.6, "fraction of memory_bandwidth: decoding", most=1)
+    decode_overhead: float = _guess(0.004, "s per decoding step: scheduler, kernel launches")
+    allreduce_latency: float = _guess(15e-6, "s; two per layer if engine.tensor > 1")
     response_mean: float = _guess(0.4, "mean response / rollout.max_response_tokens", most=1)
     prompt_mean: float = _guess(0.25, "mean prompt / data.max_prompt_tokens", most=1)
     length_spread: float = _guess(0.7, "standard deviation of response lengths / mean")
-    kept_groups: float = _guess(0.6, "of the groups, if rollout.dynamic", most=1)
-    update_overhead: float = _guess(0.2, "s for each update")
-    step_overhead: float = _guess(2.0, "s: last grades, batch to the ranks, metrics")
-    sync_overhead: float = _guess(1.0, "s for each sync: pause, checksums, calls")
-    handover_overhead: float = _guess(2.0, "s for each turn of a shared GPU")
-    trainer_share: float = _guess(0.5, "of the GPUs, to compare colocated with separate ones", most=1)
+    kept_groups: float = _guess(0.6, "fraction of groups kept by rollout.dynamic", most=1)
+    update_overhead: float = _guess(0.2, "s per update")
+    step_overhead: float = _guess(2.0, "s per step: last grading, batch to the ranks, metrics")
+    sync_overhead: float = _guess(1.0, "s per sync: pause, checksums, calls")
+    handover_overhead: float = _guess(2.0, "s per handover of a shared GPU")
+    trainer_share: float = _guess(
+        0.5, "fraction of GPUs for the trainer, if colocated GPUs were separate", most=1
+    )
 
 
 _NVLINK4 = {"nvlink": 450e9, "host_link": 64e9}
@@ -84,35 +86,35 @@ _SPEEDS: dict[str, dict[str, float]] = {
         "host_link": 64e9,
     },
 }
-"""GPU -> NVIDIA's data sheets: dense products, NVLink and PCIe in one direction. h100-94 is the H100 NVL."""
+"""GPU -> speeds from NVIDIA's data sheets: dense, NVLink and PCIe in one direction. h100-94: H100 NVL."""
 
 OTHER = "h100-80"
-"""GPU whose speeds are taken where only a size of memory is given."""
+"""GPU whose speeds are assumed if only a memory size is given."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """The assumptions of a plan and where each comes from."""
+    """The assumptions of a plan and the source of each."""
 
     values: Assumptions
     sources: Mapping[str, Source]
 
     @property
     def rows(self) -> list[tuple[str, float, Source, str]]:
-        """Name, value, source and meaning of each."""
+        """(name, value, source, meaning) of each assumption."""
         return [
             (f.name, getattr(self.values, f.name), self.sources[f.name], f.metadata["why"])
             for f in fields(Assumptions)
         ]
 
 
-def assume(card: str, options: Sequence[str] = ()) -> Assumed:
-    """The assumptions for a GPU (``gpus.CARDS``, or a size) with what the user set.
+def assume(gpu: str, options: Sequence[str] = ()) -> Assumed:
+    """The assumptions for a GPU (a name in ``gpus.GPUS`` or a size), with those set by the user.
 
     options: ``name=value`` each. Raises UserError for an unknown name or an impossible value.
     """
     known = {f.name: f for f in fields(Assumptions)}
-    speeds = _SPEEDS.get(card.strip().lower())
+    speeds = _SPEEDS.get(gpu.strip().lower())
     sources: dict[str, Source] = {name: f.metadata["source"] for name, f in known.items()}
     if speeds is None:
         speeds = _SPEEDS[OTHER]

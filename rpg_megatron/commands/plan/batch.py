@@ -36,7 +36,7 @@ class BatchPlan:
 
 
 def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
-    """The batch of these settings. max_positions: the model's."""
+    """The batch of these settings. max_positions: that of the model."""
     rollout, training, parallel = settings.rollout, settings.training, settings.parallel
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     update = sequences // training.minibatches
@@ -47,9 +47,7 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     filled = fill_length(longest, parallel.context)
     in_one = max(1, training.tokens_per_microbatch // filled)
     tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
-    # As ``policy.precision.token_multiple`` pads each context rank's part of a row.
-    fp8 = settings.precision.fp8
-    each = (parallel.tensor if parallel.sequence else 1) * (fp8.multiple if fp8 is not None else 1)
+    each = settings.precision.token_multiple(parallel)
     align = math.lcm(each * parallel.context, sequence_multiple(parallel.context))
     packs = -(-update // in_one)
     microbatches = -(-packs // parallel.data)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rpg_megatron.commands.plan.engine_memory import GRAPHS, EngineMemory
+from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE
 from rpg_megatron.commands.plan.trainer_memory import RESERVE, SERVED, Basis, RankMemory
 from rpg_megatron.config import Settings
 
@@ -18,8 +19,6 @@ CONTEXT = 512 * 1024**2
 """CUDA context of a process on another GPU that reads this GPU's memory by CUDA IPC; not measured, a rule of
 thumb.
 """
-_NODE = 8
-"""GPUs per node: a GPU is read only by engines of its node."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class SharedCard:
+class SharedGpu:
     """The GPU of the largest trainer rank, and an engine worker."""
 
     shares: tuple[Share, ...]
@@ -48,7 +47,7 @@ class SharedCard:
         return max(self.total("rollout"), self.total("update"))
 
 
-def share_card(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedCard:
+def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:
     """The memory of a GPU with both processes.
 
     While engines sample, the rank keeps its weights; gradients are freed, and the optimizer state is in host
@@ -58,7 +57,8 @@ def share_card(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sh
     kept = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED))
     # Over CUDA IPC, a worker reads all ranks of the replica that its own GPU belongs to.
     replica = settings.parallel.tensor * settings.parallel.pipeline
-    workers = min(settings.engine.replicas * settings.engine.tensor, replica, _NODE)
+    # They are on the same node.
+    workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
     shares = []
     own: tuple[tuple[Turn, list[tuple[str, int, Basis]]], ...] = (
@@ -84,4 +84,4 @@ def share_card(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sh
         if readers:
             parts.append(("contexts of engines that read here", readers, "estimated"))
         shares += [Share(name, nbytes, basis, turn) for name, nbytes, basis in parts]
-    return SharedCard(tuple(shares))
+    return SharedGpu(tuple(shares))

@@ -21,14 +21,15 @@ from rpg_megatron.launcher.input_checks import list_problems
 def run_plan(
     settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool, assumptions: Sequence[str] = ()
 ) -> bool:
-    """Print the plan of a run; returns whether it fits. gpu: see ``card_bytes``; assumptions: see ``assume``.
+    """Print the plan of a run; returns whether it fits.
 
+    gpu: see ``gpu_bytes``; None: the settings' device. assumptions: see ``assume``.
     Raises UserError as ``make_plan`` and ``assume`` do.
     """
     target = find_target(settings, gpu)
     assumed = assume(target.name, assumptions)
     if assumptions and target.device == "cpu":
-        raise UserError("--assume: times are estimated for GPUs only; name one, such as --gpu h100-80")
+        raise UserError("--assume: time is estimated for GPUs only; choose one, such as --gpu h100-80")
     plan = make_plan(settings, gpu)
     plan = replace(plan, warnings=(*plan.warnings, *list_problems(settings, plan.shape)))
     swept = sweep_layouts(settings, plan.shape, target, settings.parallel.world) if sweep else None
@@ -39,8 +40,10 @@ def run_plan(
     lighter = find_lighter(settings, plan.shape, target) if plan.fits else None
     times = step_times(plan, assumed.values) if plan.fits and target.device == "cuda" else None
     if as_json:
-        told = describe_times(times, assumed) if times else None
-        print(table.to_json(plan, layout=layout, engine=engine, sweep=swept, lighter=lighter, times=told))
+        described = describe_times(times, assumed) if times else None
+        print(
+            table.to_json(plan, layout=layout, engine=engine, sweep=swept, lighter=lighter, times=described)
+        )
         return plan.fits
     console = table_console()
     table.print_plan(plan, console)

@@ -59,9 +59,9 @@ class EngineMemory:
 
 
 def engine_memory(
-    settings: Settings, shape: ModelShape, *, longest: int, device: Literal["cpu", "cuda"], card: int
+    settings: Settings, shape: ModelShape, *, longest: int, device: Literal["cpu", "cuda"], gpu_bytes: int
 ) -> EngineMemory:
-    """The memory of a worker. longest: tokens of a sequence; card: bytes of the GPU.
+    """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU.
 
     Raises UserError if engine.arguments has an option whose value is not a number.
     """
@@ -84,14 +84,14 @@ def engine_memory(
         kv_cache = int(engine.kv_cache_gib * _GIB)
         return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, None)
     utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
-    kv_cache = int(utilisation * card) - weights - running
+    kv_cache = int(utilisation * gpu_bytes) - weights - running
     return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, utilisation)
 
 
 def _activations(shape: ModelShape, tensor: int) -> int:
-    """Elements per token of the activations that a layer has at once, the larger of its kinds."""
+    """Maximum elements per token of the activations of a layer, for the larger kind of layer."""
     dense = 3 * shape.ffn_hidden_size // tensor if shape.has_dense_layers else 0
-    # Of each chosen expert: gate|up, their product, and the output before the weighted sum.
+    # For each chosen expert: gate|up, their product, and the output before the weighted sum.
     e = shape.experts
     experts = e.per_token * (3 * e.ffn_hidden_size // tensor + shape.hidden_size) if e else 0
     return max(dense, experts) + 4 * shape.hidden_size
@@ -101,9 +101,9 @@ def _activations(shape: ModelShape, tensor: int) -> int:
 def worker_parameters(shape: ModelShape, tensor: int) -> int:
     """Number of parameters of one worker.
 
-    Matrices are cut, but for key and value heads that are fewer than the workers; norms and routers are
-    whole, and the vocabulary is padded. Whole experts on each worker
-    (--enable-expert-parallel) are as many bytes.
+    Matrices are split, except that key and value heads are replicated if there are fewer than workers. Norms
+    and routers are replicated, and the vocabulary is padded. With --enable-expert-parallel the number is the
+    same.
     """
     total = 0
     for name, dims in mapping_for(shape).hf_tensors().items():

@@ -1,8 +1,8 @@
-"""Mixtures of experts in a plan: rows that a rank's experts process, and ranks that hold the same experts.
+"""Mixtures of experts in a plan: rows that the experts of a rank process, and replicas of experts.
 
-A row is one token on its way through one of its experts. By default experts are assumed to be chosen evenly:
-then each rank processes as many rows as its own tokens have. Nothing bounds the worst case, since no token is
-dropped: all tokens of the expert-parallel ranks may choose the experts of one of them.
+A row is one token in one of its experts. By default the load is assumed to be even: each rank then processes
+as many rows as its own tokens have. No token is dropped, so in the worst case all tokens of the
+expert-parallel ranks choose the experts of one rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 
 Routes = Literal["even", "worst"]
-"""How tokens choose experts: evenly, or all those of one rank."""
+"""How tokens choose experts: even load, or all tokens choose the experts of one rank."""
 
 _INDEX = 8
 """Bytes of an index, int64."""
@@ -23,12 +23,12 @@ _INDEX = 8
 
 @dataclass(frozen=True)
 class ExpertWidths:
-    """What determines the activations of a layer with experts on one rank."""
+    """The sizes that determine the activations of a layer with experts on one rank."""
 
     own: float
-    """Tokens that the rank routes, of each token of its micro-batch: its share with sequence parallelism."""
+    """Tokens that the rank routes per token of its micro-batch: a fraction with sequence parallelism."""
     rows: float
-    """Rows that its experts process, for each token of its micro-batch."""
+    """Rows that its experts process per token of its micro-batch."""
     columns: float
     """Feed-forward columns of one expert on this rank."""
     count: int
@@ -53,12 +53,12 @@ def expert_widths(shape: ModelShape, parallel: ParallelSettings, routes: Routes)
 
 
 def routed_bytes(e: ExpertWidths, hidden: int, item: int, *, fused: bool) -> float:
-    """Bytes that a layer's router and experts save per token of the micro-batch, beside the router's input.
+    """Bytes that a layer's router and experts save per token of the micro-batch, besides the router's input.
 
-    A row: the first linear layer's input, in the order of the experts; gate|up; its weight in float32; and
-    the second linear layer's input. Local layers also save silu(gate), up + offset and their product before
-    it is weighted. A token: the sorted indices of all (expert, token) pairs, whose first ones Megatron keeps
-    as a view; two indices and a weight of each chosen expert.
+    Per row: the first linear layer's input, sorted by expert; gate|up; its weight in float32; and the second
+    linear layer's input. Local layers also save silu(gate), up + offset, and their product before weighting.
+    Per token: the sorted indices of all (expert, token) pairs, of which Megatron keeps a view; two indices
+    and a weight for each chosen expert.
     """
     row = item * (hidden + (3 if fused else 6) * e.columns) + 4
     token = _INDEX * e.count + e.per_token * (2 * _INDEX + 4)
@@ -68,14 +68,14 @@ def routed_bytes(e: ExpertWidths, hidden: int, item: int, *, fused: bool) -> flo
 def working_rows(e: ExpertWidths, hidden: int, item: int, *, fused: bool) -> float:
     """Bytes per token of the gradients that a layer's backward pass holds at once for the rows of a rank.
 
-    Rows in two orders; gradients of the inner tensors of all experts (grouped), or of one after the other.
+    The rows in both orders; gradients of the inner tensors of all experts (grouped), or of one expert.
     """
     inner = 3 * e.columns if fused else 5 * e.columns / e.held
     return e.rows * item * (2 * hidden + inner)
 
 
 def expert_shard(shape: ModelShape, parallel: ParallelSettings) -> ExpertShard:
-    """The shard of the first expert-parallel rank; all are equally large."""
+    """The shard of the first expert-parallel rank; all have the same size."""
     if shape.experts is None:
         return ALL_EXPERTS
     return ExpertShard(parallel.expert, 0, parallel.expert_tensor, 0)
@@ -92,26 +92,10 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def active_columns(shape: ModelShape) -> float:
-    """Feed-forward columns that a token passes in all layers together; a router's outputs count a third."""
-    e = shape.experts
-    if e is None:
-        return shape.num_layers * shape.ffn_hidden_size
-    dense = (shape.num_layers - len(e.layers)) * shape.ffn_hidden_size
-    return dense + len(e.layers) * (e.per_token * e.ffn_hidden_size + e.count / 3)
-
-
-def active_parameters(shape: ModelShape) -> int:
-    """Parameters that a token passes, the output layer included, norms and the input embedding not."""
-    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.num_layers * (2 * heads + 2 * kv)
-    return round(shape.hidden_size * (attention + 3 * active_columns(shape) + shape.vocab_size))
-
-
 def read_columns(shape: ModelShape, batch: float) -> float:
-    """Feed-forward columns of all layers that are read for one token of each of ``batch`` sequences.
+    """Feed-forward columns of all layers that a decoding step of ``batch`` sequences reads.
 
-    Experts chosen evenly and independently: of E experts, k a token, E (1 - (1 - k/E)^batch) have a token.
+    With even and independent choices of k of E experts per token, E (1 - (1 - k/E)^batch) experts are used.
     """
     e = shape.experts
     if e is None:
@@ -124,8 +108,8 @@ def read_columns(shape: ModelShape, batch: float) -> float:
 def dispatched_bytes(shape: ModelShape, parallel: ParallelSettings, item: int) -> float:
     """Bytes per token that a rank sends to other expert-parallel ranks in one forward pass of all layers.
 
-    Each row goes there and its result back; evenly routed, 1 - 1/EP of them go to other ranks. A backward
-    pass sends as much. Gathering rows over expert-tensor ranks is not counted.
+    Each row and its result are sent; with even load, a fraction of 1 - 1/EP goes to other ranks. A backward
+    pass sends the same amount. Gathering rows over expert tensor ranks is not counted.
     """
     e = shape.experts
     if e is None:

@@ -45,9 +45,9 @@ class Saved:
 def saved_tensors(
     w: Widths, *, qk_norm: bool, recompute: Recompute, fp8: FP8Settings | None = None, experts: bool = False
 ) -> tuple[Saved, ...]:
-    """The tensors that one layer saves, in the order of the forward pass. fp8: None for a layer in bfloat16;
-    experts: whether it has experts in place of a dense MLP.
+    """The tensors that one layer saves, in the order of the forward pass.
 
+    fp8: None for a layer in bfloat16. experts: whether the layer has experts instead of a dense MLP.
     Context parallelism does not change them: a rank saves its own queries and output, and the keys and values
     of one rank, the last received ones (AttnFuncWithCPAndKVP2P).
     """
@@ -81,7 +81,7 @@ def saved_tensors(
         found.append(Saved("the same in FP8, read by the projection", quantised * w.query))
     found.append(Saved("attention's sum with the stream, which the second norm reads", w.item * w.hidden))
     if experts and w.experts is not None:
-        # Its norm is a module of its own, and stays with selective recomputation, which begins at the router.
+        # The norm is a separate module, and is saved with selective recomputation, which starts after it.
         found += [
             Saved("1/rms, second", _WIDE * w.hidden / w.whole),
             Saved("second norm's output, read by the router", w.item * w.hidden),

@@ -1,4 +1,4 @@
-"""The number of GPUs of a run, and the host memory of rank 0's node."""
+"""Number of GPUs of a run, and host memory of the node of rank 0."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rpg_megatron.commands.plan.trainer_memory import Basis, RankMemory
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.nodes import NodeAssignment, share_of
 
-NODE = 8
-"""GPUs per node."""
+GPUS_PER_NODE = 8
 
 _TRAJECTORY = 1400
 """Bytes of a trajectory in Python besides its tokens: the object, six arrays, strings; measured."""
@@ -21,10 +20,10 @@ _RESPONSE = 24
 """Bytes of a response's token: id and weight version, int32; log-probs of engine, trainer and anchor,
 float32; text, assumed to be four characters."""
 _SCORES = 8
-"""Of these, the log-probs of trainer and anchor."""
-_OUT = 8
+"""Bytes of these for the log-probs of trainer and anchor."""
+_SENT_TOKEN = 8
 """Bytes of a token sent to a rank (``training.batch_scatter``): id and the engine's log-prob."""
-_ROW = 28
+_SENT_TRAJECTORY = 28
 """Bytes of a sent trajectory besides its tokens: six int32 and the advantage."""
 
 
@@ -36,13 +35,13 @@ class Gpus:
     engines: int
     colocated: bool
     nodes: tuple[tuple[int, int], ...]
-    """Trainer ranks and engine workers per node, on the fewest nodes of 8 GPUs; empty: see why."""
+    """Trainer ranks and engine workers per node, on the fewest nodes of 8 GPUs; empty: see ``why``."""
     why: str
-    """Why they cannot be spread over nodes of 8 GPUs; empty if they can."""
+    """Why they cannot be placed on nodes of 8 GPUs; empty if they can."""
 
     @property
     def total(self) -> int:
-        """GPUs of all nodes; a rank and a worker that share one count once."""
+        """Number of GPUs on all nodes; a GPU shared by a rank and a worker counts once."""
         return self.trainer if self.colocated else self.trainer + self.engines
 
 
@@ -52,20 +51,20 @@ def count_gpus(settings: Settings) -> Gpus:
     trainer, workers = settings.parallel.world, engine.replicas * engine.tensor
     total = trainer if engine.colocated else trainer + workers
     why = ""
-    for count in range(-(-total // NODE), 2 * -(-total // NODE) + 1):
+    for count in range(-(-total // GPUS_PER_NODE), 2 * -(-total // GPUS_PER_NODE) + 1):
         try:
-            nodes = [_cards(share_of(settings, node, count), settings) for node in range(count)]
+            nodes = [_gpus_on(share_of(settings, node, count), settings) for node in range(count)]
         except UserError as e:
             why = why or str(e)
             continue
         used = max(max(held) if engine.colocated else sum(held) for held in nodes)
-        if used <= NODE:
+        if used <= GPUS_PER_NODE:
             return Gpus(trainer, workers, engine.colocated, tuple(nodes), "")
         why = why or f"on {count} nodes, one would have {used}"
     return Gpus(trainer, workers, engine.colocated, (), why)
 
 
-def _cards(share: NodeAssignment, settings: Settings) -> tuple[int, int]:
+def _gpus_on(share: NodeAssignment, settings: Settings) -> tuple[int, int]:
     return len(share.ranks), len(share.engines) * settings.engine.tensor
 
 
@@ -79,27 +78,28 @@ class HostPart:
 
 
 def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int, *, scored: bool = True) -> int:
-    """Bytes of trajectories on a leader, or (``scored`` False: without the trainer's log-probs) in a sampler
-    worker; tokens: totals.
+    """Bytes of trajectories on a leader, or in a sampler worker.
+
+    prompt_tokens, response_tokens: totals. scored: whether they have the trainer's log-probs (on a leader).
     """
     each = _RESPONSE if scored else _RESPONSE - _SCORES
     return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * each
 
 
-def share_out_bytes(trajectories: int, tokens: int, data: int) -> int:
-    """Additional bytes on a leader while it broadcasts its share, one of ``data``, within its replica.
+def broadcast_bytes(trajectories: int, tokens: int, data: int) -> int:
+    """Additional bytes on a leader while it broadcasts its part, one of ``data``, within its replica.
 
     trajectories, tokens (with prompts): of the whole step.
     """
     rows, each = -(-trajectories // data), -(-tokens // data)
-    return rows * _ROW + each * _OUT
+    return rows * _SENT_TRAJECTORY + each * _SENT_TOKEN
 
 
 def step_parts(settings: Settings, batch: BatchPlan, ranks: int) -> list[HostPart]:
     """Host memory of a step on rank 0's node, if all sequences have the maximum length.
 
-    ranks: on this node. The sampler's workers are on it too, and hold the whole step until the leaders have
-    fetched their shares, with ``rollout.ahead`` also the steps that are sampled ahead.
+    ranks: number of ranks on this node. The sampler's workers are also on it, and hold the whole step until
+    the leaders have fetched their parts, with ``rollout.ahead`` also the steps sampled ahead.
     """
     parallel, number = settings.parallel, batch.sequences
     response = min(settings.rollout.max_response_tokens, batch.longest)
@@ -114,8 +114,8 @@ def step_parts(settings: Settings, batch: BatchPlan, ranks: int) -> list[HostPar
         HostPart(f"shares of it, {leaders} of {parallel.data} leaders", held, "estimated"),
     ]
     if parallel.world > parallel.data:
-        moved = leaders * share_out_bytes(number, number * batch.longest, parallel.data)
-        parts.append(HostPart("shares under way to other ranks", moved, "estimated"))
+        moved = leaders * broadcast_bytes(number, number * batch.longest, parallel.data)
+        parts.append(HostPart("shares in transfer to other ranks", moved, "estimated"))
     return parts
 
 
@@ -124,10 +124,10 @@ def host_parts(
 ) -> tuple[HostPart, ...]:
     """Host memory of rank 0's node, with the policy on GPUs. ranks: one of each kind.
 
-    Excludes libraries, engine processes, and the page cache.
+    Does not include libraries, engine processes and page cache.
     """
     parallel = settings.parallel
-    here = range(gpus.nodes[0][0] if gpus.nodes else min(NODE, parallel.world))
+    here = range(gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world))
     kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
     nbytes: dict[str, int] = {}
     for number in here:  # Megatron numbers ranks tensor, context, data, pipeline

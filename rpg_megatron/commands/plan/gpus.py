@@ -9,7 +9,7 @@ from pathlib import Path
 from rpg_megatron.config import UserError
 
 _MIB, _GIB = 1024**2, 1024**3
-CARDS = {
+GPUS = {
     "a100-40": 40960 * _MIB,
     "a100-80": 81920 * _MIB,
     "l40s-48": 46068 * _MIB,
@@ -36,19 +36,19 @@ _UNITS = {
 }
 
 
-def card_bytes(name: str) -> int:
+def gpu_bytes(name: str) -> int:
     """Bytes of a GPU (``h100-80``) or a size (``80GiB``, ``96e9``). Raises UserError otherwise."""
     key = name.strip().lower()
-    if key in CARDS:
-        return CARDS[key]
+    if key in GPUS:
+        return GPUS[key]
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", key)
     if match and match[2] in _UNITS and (size := int(float(match[1]) * _UNITS[match[2]])) > 0:
         return size
-    near = [card for card in CARDS if card.startswith(key)] or difflib.get_close_matches(
-        key, CARDS, n=1, cutoff=0.3
+    near = [gpu for gpu in GPUS if gpu.startswith(key)] or difflib.get_close_matches(
+        key, GPUS, n=1, cutoff=0.3
     )
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"--gpu: {name!r} is neither a size (80GiB, 96e9) nor one of {', '.join(CARDS)}{hint}")
+    raise UserError(f"--gpu: {name!r} is neither a size (80GiB, 96e9) nor one of {', '.join(GPUS)}{hint}")
 
 
 def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

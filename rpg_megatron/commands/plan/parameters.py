@@ -1,4 +1,4 @@
-"""Numbers of parameters of a trainer rank, from the mappings that checkpoints and bridge use."""
+"""Number of parameters of a trainer rank, from the mappings that checkpoints and bridge use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rank_parameters(
 ) -> RankParameters:
     """Count the parameters of a pipeline rank.
 
-    A layer of each kind is counted once: a large mixture has tens of thousands of parameters.
+    One layer of each kind is counted: a large mixture of experts has tens of thousands of tensors.
     """
     layers = [n for part in layers_of(shape, parallel, stage) for n in part]
     how = parallel.tensor, vocab_multiple, expert_shard(shape, parallel)
@@ -55,7 +55,7 @@ def _count(
     vocab_multiple: int,
     experts: ExpertShard,
 ) -> RankParameters:
-    """Parameters of one layer, or (None) of the embedding and what follows the layers."""
+    """Parameters of one layer; layer None: of the embedding and the modules after the layers."""
     found = mapping_for(shape).stage_params(
         layers=[] if layer is None else [layer],
         first=first,

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rpg_megatron.commands.plan.activations import Recompute
 from rpg_megatron.commands.plan.batch import BatchPlan, plan_batch
-from rpg_megatron.commands.plan.colocated import SharedCard, share_card
+from rpg_megatron.commands.plan.colocated import SharedGpu, share_gpu
 from rpg_megatron.commands.plan.engine_memory import SERVER, EngineMemory, engine_memory
 from rpg_megatron.commands.plan.fused_activations import uses_fused_layers
 from rpg_megatron.commands.plan.gpu_count import Gpus, HostPart, count_gpus, host_parts, step_parts
-from rpg_megatron.commands.plan.gpus import DEFAULT, WITHOUT_FP8, card_bytes, machine_bytes
+from rpg_megatron.commands.plan.gpus import DEFAULT, WITHOUT_FP8, gpu_bytes, machine_bytes
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
     RankMemory,
     activation_bytes,
     rank_memory,
-    worst_routes,
+    worst_case_routing_bytes,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.models.registry import check_experts, check_layout
@@ -26,7 +26,7 @@ from rpg_megatron.models.registry import check_experts, check_layout
 Device = Literal["cpu", "cuda"]
 
 ROOM = 4 * 1024**3
-"""Layouts that leave less of a GPU are marked tight, since no GPU figure was measured."""
+"""Layouts that leave less of a GPU are marked tight, since the estimates were not measured on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Plan:
     gpus: Gpus
     host: tuple[HostPart, ...]
     """Host memory of rank 0's node: with GPUs, the ranks' host memory and the step; on a CPU, the step."""
-    card: SharedCard | None
+    shared_gpu: SharedGpu | None
     """The GPU shared by a rank and an engine worker; None: separate GPUs, or a CPU."""
     activations: dict[Recompute, int]
     """Bytes on the largest rank, for each value of memory.recompute."""
     routed_to_one: int
-    """Bytes that the largest rank holds more if all tokens choose its experts; 0 for a dense model."""
+    """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
     problems: tuple[str, ...]
-    """Why it cannot run or does not fit, each with a fix; empty: it fits."""
+    """Why the run is impossible or does not fit, each with a fix; empty: it fits."""
     warnings: tuple[str, ...]
 
     @property
@@ -85,7 +85,7 @@ class Plan:
         """Bytes that the target must have; excludes engines on separate GPUs."""
         if self.target.device == "cpu":
             return self.machine_total
-        return self.card.peak if self.card else self.rank_total
+        return self.shared_gpu.peak if self.shared_gpu else self.rank_total
 
     @property
     def left(self) -> int:
@@ -117,7 +117,7 @@ class Plan:
 def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
     """Plan a run for a GPU, by default for the settings' device.
 
-    gpu: see ``card_bytes``; plans for GPUs whatever settings.device is. Raises UserError if the model's
+    gpu: see ``gpu_bytes``; plans for GPUs whatever settings.device is. Raises UserError if the model's
     config.json cannot be read, or the layout is impossible.
     """
     shape = read_model_shape(settings.model.path)
@@ -129,11 +129,11 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
     if gpu is None and settings.device == "cpu":
         return Target("cpu", "this machine", machine_bytes())
     name = gpu or DEFAULT
-    return Target("cuda", name, card_bytes(name))
+    return Target("cuda", name, gpu_bytes(name))
 
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
-    """The plan of one layout. Raises UserError if the model cannot be sharded so."""
+    """The plan of one layout. Raises UserError if the model cannot be sharded in this way."""
     parallel = settings.parallel
     for sizes, expert_tensor, where in (
         ((parallel.tensor, parallel.pipeline, parallel.virtual), parallel.expert_tensor, "parallel"),
@@ -159,7 +159,9 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     ]
-    engine = engine_memory(settings, shape, longest=batch.context, device=target.device, card=target.nbytes)
+    engine = engine_memory(
+        settings, shape, longest=batch.context, device=target.device, gpu_bytes=target.nbytes
+    )
     largest, on_gpus = max(ranks, key=lambda r: r.peak), target.device == "cuda"
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     activations = {
@@ -169,7 +171,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for kind in kinds
     }
     gpus = count_gpus(settings)
-    routed_to_one = worst_routes(
+    routed_to_one = worst_case_routing_bytes(
         settings, shape, largest.stage, batch.lengths, batch.microbatches, target.device
     )
     draft = Plan(
@@ -184,13 +186,13 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         host=host_parts(settings, batch, ranks, gpus)
         if on_gpus
         else tuple(step_parts(settings, batch, settings.parallel.world)),
-        card=share_card(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
+        shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
         activations=activations,
         routed_to_one=routed_to_one,
         problems=(),
         warnings=(),
     )
-    return Plan(**{**vars(draft), "problems": tuple(_problems(draft)), "warnings": tuple(_warnings(draft))})
+    return replace(draft, problems=tuple(_problems(draft)), warnings=tuple(_warnings(draft)))
 
 
 def _parameters(shape: ModelShape) -> int:
@@ -209,7 +211,7 @@ def _problems(plan: Plan) -> list[str]:
         tokens = data.max_prompt_tokens + settings.rollout.max_response_tokens
         if tokens > plan.shape.max_positions:
             found.append(
-                f"{where}.max_prompt_tokens + rollout.max_response_tokens is {tokens}, the model has "
+                f"{where}.max_prompt_tokens + rollout.max_response_tokens is {tokens}, but the model has "
                 f"{plan.shape.max_positions} positions; lower one of the two"
             )
     if batch.sequences_per_update < settings.parallel.data:
@@ -228,8 +230,8 @@ def _problems(plan: Plan) -> list[str]:
                 f"all processes together need {gib(plan.machine_total)}, {target.name} has "
                 f"{gib(target.nbytes)}; lower training.tokens_per_microbatch or engine.kv_cache_gib"
             )
-    elif plan.card is not None:
-        found += _problems_of_a_shared_card(plan, plan.card)
+    elif plan.shared_gpu is not None:
+        found += _shared_gpu_problems(plan, plan.shared_gpu)
     else:
         if plan.rank_total > target.nbytes:
             found.append(
@@ -237,13 +239,13 @@ def _problems(plan: Plan) -> list[str]:
             )
         if engine.kv_cache >= 0 and engine.total > target.nbytes:
             found.append(
-                f"an engine worker takes {gib(engine.total)}, {target.name} has {gib(target.nbytes)}; "
+                f"an engine worker needs {gib(engine.total)}, {target.name} has {gib(target.nbytes)}; "
                 "lower --gpu-memory-utilization in engine.arguments"
             )
         if engine.kv_cache < 0:
             found.append(
                 f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "
-                f"vLLM takes {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
+                f"vLLM uses {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
             )
     if engine.kv_cache >= 0 and engine.full_sequences < 1:
         more = "engine.kv_cache_gib" if engine.utilisation is None else "engine.tensor"
@@ -254,14 +256,14 @@ def _problems(plan: Plan) -> list[str]:
     return found
 
 
-def _problems_of_a_shared_card(plan: Plan, card: SharedCard) -> list[str]:
+def _shared_gpu_problems(plan: Plan, gpu: SharedGpu) -> list[str]:
     found, target = [], plan.target
-    if (nbytes := card.total("update")) > target.nbytes:
+    if (nbytes := gpu.total("update")) > target.nbytes:
         found.append(
             f"during an update a GPU holds {gib(nbytes)}, of which {gib(plan.rank_total)} are a trainer "
             f"rank's; {target.name} has {gib(target.nbytes)}"
         )
-    if (nbytes := card.total("rollout")) > target.nbytes:
+    if (nbytes := gpu.total("rollout")) > target.nbytes:
         found.append(
             f"while engines sample, a GPU holds {gib(nbytes)}, of which {gib(plan.engine.total)} are an "
             f"engine worker's; {target.name} has {gib(target.nbytes)}; lower engine.kv_cache_gib, or raise "
@@ -277,8 +279,8 @@ def _warnings(plan: Plan) -> list[str]:
     )
     if 1 <= engine.full_sequences < wanted:
         found.append(
-            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, {wanted} may run at "
-            "once: vLLM will preempt and recompute some"
+            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {wanted} may run "
+            "at once: vLLM will preempt and recompute some"
         )
     if parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
         found.append(
@@ -288,18 +290,18 @@ def _warnings(plan: Plan) -> list[str]:
         )
     if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
         found.append("optimizer.distributed shards nothing with one replica")
-    if plan.card is not None:
+    if plan.shared_gpu is not None:
         found.append("engine.colocated: memory per turn is computed, not measured")
     if plan.routed_to_one:
         verdict = "which also fits" if plan.routed_to_one <= plan.left else "which does not fit"
         found.append(
-            "experts are assumed to be chosen evenly; if all tokens of the expert-parallel ranks chose those "
-            f"of one rank, it would hold {gib(plan.routed_to_one)} more in an update, {verdict}"
+            "the load of experts is assumed to be even; if all tokens of the expert-parallel ranks chose the "
+            f"experts of one rank, an update would need {gib(plan.routed_to_one)} more there, {verdict}"
         )
     if plan.tight and plan.left >= 0:
         found.append(
-            f"{gib(plan.left)} of a GPU stay free, less than {gib(ROOM)}: no GPU figure was measured; "
-            "choose a layout with more room (--sweep)"
+            f"{gib(plan.left)} of a GPU are left, less than {gib(ROOM)}: these estimates were not measured "
+            "on a GPU; choose a layout with more room (--sweep)"
         )
     if plan.settings.precision.fp8 is not None and plan.target.device == "cpu":
         found.append("precision.fp8: the memory of its emulation on a CPU is not counted")

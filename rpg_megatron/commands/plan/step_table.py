@@ -14,7 +14,7 @@ from rpg_megatron.commands.plan.step_time import StepTime
 
 
 def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -> None:
-    """Print the phases of the first step, all placements, and what is assumed."""
+    """Print the phases of the first step, all placements, and the assumptions."""
     own = steps[0]
     table = _table(f"time of a step, {own.placement}: computed, not measured")
     for name in ("phase", "seconds", "share", "bound by"):
@@ -26,7 +26,7 @@ def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -
         "[bold]step[/]", f"[bold]{own.step:.1f}[/]", "", f"{own.tokens / own.step:,.0f} trained tokens/s"
     )
     console.print(table)
-    table = _table("placements of as many GPUs")
+    table = _table("placements with the same number of GPUs")
     table.add_column("placement")
     for name in ("GPUs", "step, s", "tokens/s", "trainers idle", "engines idle"):
         table.add_column(name, justify="right")
@@ -41,10 +41,10 @@ def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -
             "the same" if shared else f"{step.engine_idle:.0%}",
         )
     console.print(table)
-    console.print("by turns, overlapped: trainers and engines on GPUs of their own", highlight=False)
+    console.print("by turns, overlapped: trainers and engines on separate GPUs", highlight=False)
     console.print("overlapped: rollout.ahead 1 or more; by turns: rollout.ahead 0", highlight=False)
     console.print(waits(own), highlight=False)
-    table = _table("assumed for these times; change with --assume NAME=VALUE")
+    table = _table("assumptions; change with --assume NAME=VALUE")
     table.add_column("name", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("source", no_wrap=True)
@@ -55,7 +55,7 @@ def print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -
 
 
 def waits(step: StepTime) -> str:
-    """One line: how long trainer and engines wait in a step of the settings' placement."""
+    """One line: waiting times of trainer and engines in a step with the settings' placement."""
     rest = step.seconds("other")
     if step.placement == "colocated":
         tail, handover = step.seconds("rollout: tail"), step.seconds("handover")

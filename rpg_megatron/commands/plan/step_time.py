@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step, by arithmetic from stated assumptions. Nothing here was timed on a GPU.
+"""Seconds of each phase of a step, computed from stated assumptions. Nothing here was measured on a GPU.
 
 Notation: P parameters in matrix products (without the input embedding), n tokens of a sequence, L layers,
 b bytes of a parameter.
@@ -12,12 +12,12 @@ from typing import Literal
 
 from rpg_megatron.commands.plan.assumptions import Assumptions
 from rpg_megatron.commands.plan.experts import (
-    active_columns,
     dispatched_bytes,
     expert_replicas,
     read_columns,
 )
 from rpg_megatron.commands.plan.fused_activations import in_fp8
+from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE
 from rpg_megatron.commands.plan.parameters import rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import engines_of_a_replica, recomputation, state_bytes
@@ -30,7 +30,6 @@ Placement = Literal["colocated", "by turns", "overlapped"]
 _OPTIMIZER = 30
 """Bytes that AdamW reads and writes for each parameter that a rank updates: gradient and, in float32, weight
 and two moments, read and written; the bfloat16 weight is written."""
-_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class Phase:
     name: Name
     seconds: float
     bound: str
-    """What its time is bounded by."""
+    """What limits its speed."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step with its GPUs placed in one way."""
+    """The time of a step with one placement of trainers and engines."""
 
     placement: Placement
     trainer_gpus: float
@@ -87,24 +86,24 @@ class StepTime:
 
     @property
     def trainer_idle(self) -> float:
-        """Share of the step in which trainer GPUs neither compute nor send; colocated: nor sample."""
+        """Fraction of the step in which trainer GPUs neither compute nor send; colocated: nor sample."""
         busy: tuple[Name, ...] = ("log-probs", "update", "sync")
         return 1 - self.seconds(*busy, *(("rollout",) if self.placement == "colocated" else ())) / self.step
 
     @property
     def engine_idle(self) -> float:
-        """Share of the step in which engine GPUs neither sample nor receive; the tail counts as idle."""
+        """Fraction of the step in which engine GPUs neither sample nor receive; the tail counts as idle."""
         if self.placement == "colocated":
             return self.trainer_idle
         return 1 - self.seconds("rollout", "sync") / self.step
 
 
 def step_times(plan: Plan, a: Assumptions) -> tuple[StepTime, ...]:
-    """The step as the settings place it, first, and with the same GPUs placed in the other two ways.
+    """The step with the placement of the settings, then with the other two placements.
 
-    Without ``rollout.ahead``, trainer and engines on GPUs of their own take turns; with it they overlap.
-    Other placements have as many GPUs in all; data-parallel ranks and engines are scaled, as fractions if
-    need be, and memory is not checked.
+    Without ``rollout.ahead``, trainer and engines on separate GPUs take turns; with it they overlap. Other
+    placements have the same total number of GPUs; data-parallel ranks and engines are scaled, possibly to
+    fractions, and memory is not checked.
     """
     trainer, engines, colocated = plan.gpus.trainer, plan.gpus.engines, plan.gpus.colocated
     total = max(trainer, engines) if colocated else trainer + engines
@@ -172,7 +171,7 @@ def _pass_seconds(
     """
     shape, settings = plan.shape, plan.settings
     in_layers, in_head = shape.matmul_parameters
-    in_mlp = 3 * shape.hidden_size * active_columns(shape)
+    in_mlp = 3 * shape.hidden_size * shape.active_ffn_columns
     quantised = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
     share = quantised / shape.num_layers
     peak = a.peak_fp32 if settings.precision.dtype == "float32" else a.peak_bf16
@@ -183,7 +182,7 @@ def _pass_seconds(
 
 
 def _replica_work(lengths: _Lengths, sequences: float, data: float) -> tuple[float, float]:
-    """Sums of n and n^2 on a data-parallel replica: its share, and at least one longest sequence."""
+    """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence."""
     each = sequences / data
     return max(each * lengths.mean, lengths.longest), max(each * lengths.square, lengths.longest**2)
 
@@ -197,10 +196,10 @@ def _bubble(settings: Settings, tokens: float) -> float:
 def _rollout(plan: Plan, a: Assumptions, lengths: _Lengths, replicas: float) -> list[Phase]:
     """Prefill, decoding at the batch that fits, and the tail.
 
-    A token of a batch B takes the longer of reading weights and the batch's keys and values, and of 2 P B
-    FLOPs (Pope et al. 2022, arXiv 2211.05102, 2.1), and overheads. Responses of all sequences are
-    decoded at B; then the longest goes on alone, from the mean to the maximum length. Prompts are prefilled
-    once a group (prefix caching).
+    A decoding step of batch B takes the longer of two times, plus overheads: reading the weights and the
+    batch's keys and values, and computing 2 P B FLOPs (Pope et al. 2022, arXiv 2211.05102, 2.1). All
+    responses are decoded at batch B; then the longest one continues alone, from the mean to the maximum
+    length. Prompts are prefilled once per group (prefix caching).
     """
     settings, engine, shape = plan.settings, plan.settings.engine, plan.shape
     rollout = settings.rollout
@@ -217,9 +216,9 @@ def _rollout(plan: Plan, a: Assumptions, lengths: _Lengths, replicas: float) -> 
         fixed += 2 * shape.num_layers * a.allreduce_latency
 
     def token(batch: float, context: float) -> tuple[float, float]:
-        """Seconds to read and to compute for one token of each sequence."""
+        """Seconds to read and to compute in one decoding step."""
         flops = 2 * (in_layers + in_head) * batch / engine.tensor
-        idle = 3 * shape.hidden_size * (read_columns(shape, batch) - active_columns(shape))
+        idle = 3 * shape.hidden_size * (read_columns(shape, batch) - shape.active_ffn_columns)
         weights = ((in_layers + idle) * one + in_head * item) / engine.tensor
         read = weights + batch * context * plan.engine.kv_bytes_per_token
         return read / bandwidth, flops / (peak * a.prefill_mfu)
@@ -265,8 +264,8 @@ def _log_probs(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Ph
 def _dispatch_seconds(plan: Plan, a: Assumptions, tokens: float) -> float:
     """Seconds of a forward pass in which expert-parallel ranks exchange tokens; 0 for a dense model.
 
-    tokens: of a replica. Assumed: experts chosen evenly, nothing overlapped, and rows for ranks of other
-    nodes limited by the network, for those of the same node by NVLink.
+    tokens: those of a replica. Assumes even load, no overlap, rows to other nodes limited by the network, and
+    rows within a node limited by NVLink.
     """
     parallel = plan.settings.parallel
     nbytes = dispatched_bytes(plan.shape, parallel, ITEM_BYTES[plan.settings.precision.dtype])
@@ -274,12 +273,12 @@ def _dispatch_seconds(plan: Plan, a: Assumptions, tokens: float) -> float:
         return 0.0
     each = tokens * nbytes * parallel.data / parallel.world
     group = parallel.expert * parallel.expert_tensor
-    far = max(0.0, 1 - _NODE / group) / (1 - 1 / parallel.expert)
+    far = max(0.0, 1 - GPUS_PER_NODE / group) / (1 - 1 / parallel.expert)
     return each * max(far / a.network, (1 - far) / a.nvlink) / a.link_efficiency
 
 
 def _replicated(plan: Plan, data: float) -> list[tuple[int, float]]:
-    """Parameters of the largest rank outside and in experts, each with the ranks that hold them."""
+    """Parameters of the largest rank outside and inside experts, each with the number of replicas."""
     settings, parallel = plan.settings, plan.settings.parallel
     mine = rank_parameters(plan.shape, parallel, plan.largest.stage, settings.model.vocab_multiple)
     of_experts = expert_replicas(parallel) * data / parallel.data
@@ -290,12 +289,12 @@ def _replicated(plan: Plan, data: float) -> list[tuple[int, float]]:
 
 
 def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase:
-    """All updates of a step: forward, backward, what is recomputed, reduction of gradients, optimizer.
+    """All updates of a step: forward, backward, recomputation, reduction of gradients, optimizer.
 
-    The log-prob head is always computed again in the backward pass. The reduction moves a float32 gradient
-    and the new weight of each parameter in a ring; with optimizer.overlap only what exceeds a micro-batch's
-    time counts. Communication of tensor and context parallelism is part of ``train_mfu``; the exchange of
-    tokens between expert-parallel ranks is not.
+    The log-prob head is always recomputed in the backward pass. The reduction transfers a float32 gradient
+    and the new weight of each parameter in a ring; with optimizer.overlap only the time beyond that of a
+    micro-batch counts. Communication of tensor and context parallelism is part of ``train_mfu``; the exchange
+    of tokens between expert-parallel ranks is not.
     """
     settings, parallel, updates = plan.settings, plan.settings.parallel, plan.batch.updates
     tokens, squares = _replica_work(lengths, plan.batch.sequences_per_update, data)
@@ -313,7 +312,7 @@ def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase
     routed = (2 + (again != "none")) * _dispatch_seconds(plan, a, tokens)
     bubble = _bubble(settings, tokens)
     groups = _replicated(plan, data)
-    link = a.nvlink if parallel.tensor * data * parallel.context <= _NODE else a.network
+    link = a.nvlink if parallel.tensor * data * parallel.context <= GPUS_PER_NODE else a.network
     moved = sum((4 + ITEM_BYTES[settings.precision.dtype]) * n * (1 - 1 / shards) for n, shards in groups)
     reduction = moved / (link * a.link_efficiency)
     if settings.optimizer.overlap:
@@ -333,12 +332,12 @@ def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase
     }
     bound = max(parts, key=lambda name: parts[name])
     if bound == "FLOP/s" and tokens <= lengths.longest:
-        bound = "one longest sequence a replica"
+        bound = "one longest sequence per replica"
     return Phase("update", updates * sum(parts.values()), bound)
 
 
 def _sync(plan: Plan, a: Assumptions, replicas: float, data: float, *, shared: bool) -> Phase:
-    """Bytes over bandwidth: of the busiest sender or of a worker, whichever moves more.
+    """Bytes over bandwidth: of the busiest sender or of a worker, whichever transfers more.
 
     Workers read from the memory of GPUs (``cuda_ipc``), through host memory (``shared_memory``: copied there
     and back), or over the network (``process_group``; gloo to colocated engines).
@@ -346,7 +345,7 @@ def _sync(plan: Plan, a: Assumptions, replicas: float, data: float, *, shared: b
     settings = plan.settings
     worker = plan.engine.weights
     transport = settings.bridge.transport
-    if shared != settings.engine.colocated:  # another placement than the settings': with what suits it
+    if shared != settings.engine.colocated:  # another placement than the settings': a transport for it
         transport = "cuda_ipc" if shared else "process_group"
     if transport == "process_group":
         # All ranks of a replica share what its engines read.
@@ -364,7 +363,7 @@ def _sync(plan: Plan, a: Assumptions, replicas: float, data: float, *, shared: b
 
 
 def _handover(plan: Plan, a: Assumptions, data: float) -> Phase:
-    """The optimizer's state goes to host memory and back; engines sleep and wake."""
+    """Optimizer state is moved to host memory and back; engines sleep and wake."""
     settings = plan.settings
     _, _, state = state_bytes(
         settings.precision.dtype, distributed=settings.optimizer.distributed, replicas=1

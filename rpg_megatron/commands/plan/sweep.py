@@ -1,4 +1,4 @@
-"""Ranks other layouts of the same run."""
+"""Plans other layouts of the same run, and ranks them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rpg_megatron.commands.plan.activations import Recompute
-from rpg_megatron.commands.plan.gpu_count import NODE
+from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE
 from rpg_megatron.commands.plan.plan import Plan, Target, plan_for
 from rpg_megatron.commands.plan.trainer_memory import recomputation
 from rpg_megatron.config import ModelShape, Settings, UserError
@@ -24,9 +24,9 @@ class Candidate:
     def key(self) -> tuple[object, ...]:
         """Sort key, best first.
 
-        Fits, and is not tight (``plan.ROOM``); then the fewest model-parallel ranks, since they communicate;
-        then the least pipeline idle time; then the fewest expert-parallel ranks; then the most memory left. A
-        rule of thumb: nothing was timed.
+        It fits, and is not tight (``plan.ROOM``); then the fewest model-parallel ranks, since they
+        communicate; the least pipeline idle time; the fewest expert-parallel ranks; the most memory left. A
+        rule of thumb: nothing was measured.
         """
         p = self.plan
         parallel = p.settings.parallel
@@ -48,8 +48,7 @@ class Candidate:
 def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Candidate]:
     """All valid layouts of ``world`` trainer ranks for the model and the batch, best first.
 
-    Without virtual stages; with sequence parallelism if there is tensor parallelism. Experts are not cut
-    (expert_tensor is 1).
+    Without virtual stages; with sequence parallelism if there is tensor parallelism; expert_tensor is 1.
     """
     found = []
     for tensor, pipeline, context, data, expert in _cuts(world, shape.experts.count if shape.experts else 1):
@@ -75,7 +74,7 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
 
 
 def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
-    """The same run with the least recomputation that fits and is not tight; None: no less than now."""
+    """The same run with the least recomputation that fits and is not tight; None: the current one is."""
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     for kind in kinds[: kinds.index(recomputation(settings))]:
         memory = settings.memory.model_copy(update={"recompute": kind})
@@ -108,7 +107,7 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
             plan = plan_for(settings.model_copy(update={"engine": engine}), shape, target)
         except UserError:
             continue
-        room = plan.card is None or plan.card.total("rollout") <= target.nbytes
+        room = plan.shared_gpu is None or plan.shared_gpu.total("rollout") <= target.nbytes
         if room and plan.engine.kv_cache >= 0 and plan.engine.full_sequences >= 1:
             return tensor
     return None
@@ -116,9 +115,9 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
 
 def _cuts(world: int, experts: int) -> Iterator[tuple[int, int, int, int, int]]:
     # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
-    for tensor in range(1, min(world, NODE) + 1):
+    for tensor in range(1, min(world, GPUS_PER_NODE) + 1):
         for pipeline in range(1, world // tensor + 1):
-            for context in range(1, min(world // (tensor * pipeline), NODE) + 1):
+            for context in range(1, min(world // (tensor * pipeline), GPUS_PER_NODE) + 1):
                 if world % (tensor * pipeline * context):
                     continue
                 for expert in range(1, min(experts, world // pipeline) + 1):

@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rpg_megatron.commands.plan.colocated import SharedCard, Turn
+from rpg_megatron.commands.plan.colocated import SharedGpu, Turn
 from rpg_megatron.commands.plan.engine_memory import SERVER
-from rpg_megatron.commands.plan.experts import active_parameters, expert_replicas
-from rpg_megatron.commands.plan.gpu_count import NODE, Gpus
+from rpg_megatron.commands.plan.experts import expert_replicas
+from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE, Gpus
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, gib
 from rpg_megatron.commands.plan.sweep import Candidate
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, recomputation
@@ -24,8 +24,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_facts(plan))
     console.print(_trainer_table(plan))
     console.print(_engine_table(plan))
-    if plan.card is not None:
-        console.print(_card_table(plan, plan.card))
+    if plan.shared_gpu is not None:
+        console.print(_shared_gpu_table(plan, plan.shared_gpu))
     if plan.target.device == "cuda":
         console.print(_host_table(plan))
 
@@ -40,7 +40,7 @@ def print_verdict(plan: Plan, console: Console, lighter: Plan | None = None) -> 
     if lighter is not None:
         console.print(
             f"[yellow]note[/] memory.recompute={recomputation(lighter.settings)} also fits and leaves "
-            f"{gib(lighter.left)}: less is recomputed",
+            f"{gib(lighter.left)}: less recomputation",
             highlight=False,
         )
     for problem in plan.problems:
@@ -55,7 +55,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
     experts = any(c.plan.shape.experts for c in candidates)
     for name in ("", "TP", "PP", "CP", "DP", "SP", *(["EP"] if experts else [])):
         table.add_column(name, justify="right")
-    for name in ("a rank", "left", "passes", "idle"):
+    for name in ("per rank", "left", "passes", "idle"):
         table.add_column(name, justify="right")
     for candidate in candidates[:most]:
         p = candidate.plan
@@ -80,7 +80,7 @@ def print_sweep(candidates: Sequence[Candidate], console: Console, most: int = 2
     if any(c.plan.fits and c.plan.tight for c in candidates):
         console.print(
             f"tight: less than {gib(ROOM)} of a GPU left, within the error of these estimates; "
-            "ranked after all others that fit",
+            "ranked after all other layouts that fit",
             highlight=False,
         )
     best = candidates[0] if candidates else None
@@ -166,11 +166,11 @@ def _describe(plan: Plan) -> dict[str, Any]:
         ],
         "rank_bytes": plan.rank_total,
         "card": None
-        if plan.card is None
+        if plan.shared_gpu is None
         else {
-            "shares": [vars(share) for share in plan.card.shares],
-            "rollout": plan.card.total("rollout"),
-            "update": plan.card.total("update"),
+            "shares": [vars(share) for share in plan.shared_gpu.shares],
+            "rollout": plan.shared_gpu.total("rollout"),
+            "update": plan.shared_gpu.total("update"),
         },
         "machine_bytes": plan.machine_total if plan.target.device == "cpu" else None,
         "recompute": recomputation(plan.settings),
@@ -204,17 +204,17 @@ def _facts(plan: Plan) -> Table:
     if (e := shape.experts) is not None:
         table.add_row(
             "experts",
-            f"{e.count} of {e.ffn_hidden_size} columns in {len(e.layers)} layers, {e.per_token} a token: "
-            f"{count(active_parameters(shape))} active parameters; EP {parallel.expert}, ETP "
-            f"{parallel.expert_tensor}: {e.count // parallel.expert} experts a rank, each on "
-            f"{expert_replicas(parallel)} of a stage's ranks",
+            f"{e.count} of {e.ffn_hidden_size} columns in {len(e.layers)} layers, {e.per_token} per token: "
+            f"{count(sum(shape.matmul_parameters))} active parameters; EP {parallel.expert}, ETP "
+            f"{parallel.expert_tensor}: {e.count // parallel.expert} experts per rank, "
+            f"{expert_replicas(parallel)} replicas",
         )
     table.add_row(
         "policy",
         f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' if parallel.sequence else ''}, PP "
         f"{parallel.pipeline}{f' x VPP {parallel.virtual}' if parallel.virtual > 1 else ''}, "
-        f"CP {parallel.context}, DP {parallel.data}; {of_layers} layers a "
-        f"stage, {shape.num_heads // parallel.tensor} heads a rank",
+        f"CP {parallel.context}, DP {parallel.data}; {of_layers} layers per "
+        f"stage, {shape.num_heads // parallel.tensor} heads per rank",
     )
     table.add_row("layers", _layers(plan))
     table.add_row("engines", f"{engine.replicas} x TP {engine.tensor}")
@@ -228,7 +228,7 @@ def _facts(plan: Plan) -> Table:
     )
     table.add_row(
         "update",
-        f"{batch.sequences_per_rank:,} responses a replica, up to {batch.longest:,} tokens: at most "
+        f"{batch.sequences_per_rank:,} responses per replica, up to {batch.longest:,} tokens: at most "
         f"{batch.microbatches:,} {pieces} of {batch.tokens_per_microbatch:,} tokens"
         + (", gradients accumulated" if batch.microbatches > 1 else "")
         + (f"; pipeline idle {batch.pipeline_idle:.0%}" if parallel.pipeline > 1 else ""),
@@ -246,13 +246,13 @@ def _layers(plan: Plan) -> str:
 
 def _gpus(gpus: Gpus) -> str:
     """Number of GPUs in total, by role and by node."""
-    told = f"{gpus.total}: {gpus.trainer} for trainer ranks, {gpus.engines} for engine workers"
+    total = f"{gpus.total}: {gpus.trainer} for trainer ranks, {gpus.engines} for engine workers"
     if gpus.colocated:
-        told = f"{gpus.total}, by turns for {gpus.trainer} trainer ranks and {gpus.engines} engine workers"
+        total = f"{gpus.total}, shared by {gpus.trainer} trainer ranks and {gpus.engines} engine workers"
     if gpus.why:
-        return f"{told}; not on nodes of {NODE}: {gpus.why}"
+        return f"{total}; not on nodes of {GPUS_PER_NODE}: {gpus.why}"
     parts = [f"{gpus.nodes.count(kind)} of {' + '.join(_held(kind))}" for kind in dict.fromkeys(gpus.nodes)]
-    return f"{told}; {'1 node' if len(gpus.nodes) == 1 else f'{len(gpus.nodes)} nodes'}: {', '.join(parts)}"
+    return f"{total}; {'1 node' if len(gpus.nodes) == 1 else f'{len(gpus.nodes)} nodes'}: {', '.join(parts)}"
 
 
 def _held(kind: tuple[int, int]) -> list[str]:
@@ -309,18 +309,18 @@ def _engine_table(plan: Plan) -> Table:
             table.add_row(part.name, gib(part.nbytes), part.basis, "always")
         total = f"[bold]{gib(plan.machine_total)}[/]"
         table.add_row(
-            "[bold]all processes[/]", total, f"of {gib(plan.target.nbytes)}", f"{gib(SERVER)} a server"
+            "[bold]all processes[/]", total, f"of {gib(plan.target.nbytes)}", f"{gib(SERVER)} per server"
         )
     return table
 
 
-def _card_table(plan: Plan, card: SharedCard) -> Table:
+def _shared_gpu_table(plan: Plan, gpu: SharedGpu) -> Table:
     table = _table("GPU shared by a trainer rank and an engine worker")
     for turn in get_args(Turn):
-        for share in card.shares:
+        for share in gpu.shares:
             if share.turn == turn:
                 table.add_row(share.name, gib(share.nbytes), share.basis, turn)
-        total = card.total(turn)
+        total = gpu.total(turn)
         table.add_row(f"[bold]{turn}[/]", f"[bold]{gib(total)}[/]", _of(plan, total), "")
         table.add_section()
     return table

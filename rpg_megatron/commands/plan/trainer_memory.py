@@ -1,4 +1,4 @@
-"""Memory of a trainer rank by part, bytes. ``docs/plan.md`` has the source of each number."""
+"""Memory of a trainer rank by part, in bytes. ``docs/plan.md`` gives the source of each number."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ MALLOC = 0.07
 measurements of 2% to 16%; 0 if every tensor had its own pages.
 """
 MALLOC_EXPERTS = 0.15
-"""The same for a mixture of experts, whose tensors are smaller and of sizes that change with the routes.
-Fitted to measurements of 6% to 29%.
+"""The same for a mixture of experts, whose tensors are smaller and vary in size with the routing. Fitted to
+measurements of 6% to 29%.
 """
 
 LARGEST_KEPT = 32 * 1024**2
@@ -136,7 +136,7 @@ def rank_memory(
     distributed = settings.optimizer.distributed
     weights, gradients, _ = state_bytes(dtype, distributed=distributed, replicas=1)
     state = sum(n * state_bytes(dtype, distributed=distributed, replicas=r)[2] for n, r in groups)
-    # Beside the replica that publishes the rest, the first holders of experts publish those.
+    # One replica publishes the rest; the first ranks that hold an expert publish it.
     published = count if publishes else in_experts if parallel.expert * parallel.expert_tensor > 1 else 0
     parts = [
         MemoryPart("parameters", round(weights * count), "exact"),
@@ -144,7 +144,7 @@ def rank_memory(
         MemoryPart("gradients", round(gradients * count), "exact"),
         MemoryPart("optimizer", round(state * (1 - settings.memory.offload_optimizer)), "exact"),
         *_offloaded_parts(settings, state),
-        *_parked_parts(settings, state, device),
+        *_sleep_offload_parts(settings, state, device),
         *_bridge_parts(settings, round(weights * published), device=device),
     ]
     if settings.anchor.type != "old":
@@ -172,8 +172,8 @@ def rank_memory(
             MemoryPart("optimizer's temporaries", 2 * 4 * largest // share, "estimated", "optimizer")
         )
         if replicas > 1 and distributed:
-            # gloo's reduce-scatter copies the whole buffer, also one of experts that no other rank has. The
-            # copy has pages of its own, beside those of the backward pass, which malloc keeps.
+            # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
+            # copy has its own pages, besides those of the backward pass, which malloc keeps.
             parts.append(MemoryPart("copy of the gradients", 4 * count, "estimated", "reduce"))
         tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
         if replicas > 1 and distributed:
@@ -202,7 +202,7 @@ def _offloaded_parts(settings: Settings, state: float) -> list[MemoryPart]:
     return [MemoryPart("optimizer off the GPU", round(share * state * 16 / 12), "estimated", host=True)]
 
 
-def _parked_parts(settings: Settings, state: float, device: str) -> list[MemoryPart]:
+def _sleep_offload_parts(settings: Settings, state: float, device: str) -> list[MemoryPart]:
     """Host memory for the optimizer state while engines use the GPU; not released in between."""
     if not settings.engine.colocated:
         return []
@@ -226,7 +226,7 @@ def saved_by_layer(
     experts: bool = False,
     routes: Routes = "even",
 ) -> float:
-    """Bytes that one layer saves of one micro-batch.
+    """Bytes that one layer saves for one micro-batch.
 
     fp8: whether this layer computes in FP8; experts: whether it has experts; routes: how tokens choose them.
     """
@@ -253,7 +253,7 @@ def activation_bytes(
     device: str,
     routes: Routes = "even",
 ) -> int:
-    """Bytes that a rank saves of all micro-batches in flight. routes: how tokens choose experts."""
+    """Bytes that a rank saves for all micro-batches in flight. routes: how tokens choose experts."""
     parallel, fp8 = settings.parallel, settings.precision.fp8
     w = widths(shape, parallel, settings.precision.dtype)
     layers = [n for part in layers_of(shape, parallel, stage) for n in part]
@@ -278,7 +278,7 @@ def _working(
     device: str,
     routes: Routes = "even",
 ) -> int:
-    """Bytes of the largest backward pass of one layer, with what is recomputed of it."""
+    """Bytes of the largest backward pass of one layer, including its recomputed activations."""
     parallel, recompute = settings.parallel, recomputation(settings)
     w = widths(shape, parallel, settings.precision.dtype, routes)
     tokens, fused = -(-sum(lengths) // parallel.context), uses_fused_layers(settings, device)
@@ -292,7 +292,7 @@ def _working(
     return round(most)
 
 
-def worst_routes(
+def worst_case_routing_bytes(
     settings: Settings,
     shape: ModelShape,
     stage: int,
@@ -300,7 +300,7 @@ def worst_routes(
     microbatches: int,
     device: str,
 ) -> int:
-    """Bytes that a rank needs more in an update if all tokens choose its experts; 0 for a dense model."""
+    """Additional bytes of a rank in an update if all tokens choose its experts; 0 for a dense model."""
     if shape.experts is None:
         return 0
 
@@ -320,9 +320,9 @@ def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
 
 
 def _bridge_parts(settings: Settings, published: int, *, device: str) -> list[MemoryPart]:
-    """Memory for publishing weights. published: bytes that this rank sends where one replica publishes.
+    """Memory for publishing weights. published: bytes that this rank sends if one replica publishes.
 
-    Over ``process_group`` all ranks send.
+    With ``process_group`` all ranks send.
     """
     bridge, parallel, engine = settings.bridge, settings.parallel, settings.engine
     if bridge.transport == "process_group":
@@ -339,8 +339,8 @@ def _bridge_parts(settings: Settings, published: int, *, device: str) -> list[Me
 
 
 def engines_of_a_replica(engines: float, parallel: ParallelSettings, data: float | None = None) -> int:
-    """The most engines that read from one data- and context-parallel replica over ``process_group``.
+    """Maximum number of engines that read from one data- and context-parallel replica (``process_group``).
 
-    They take turns: engine e reads from replica e modulo their number. data: instead of ``parallel.data``.
+    Engine e reads from replica e modulo the number of replicas. data: overrides ``parallel.data``.
     """
     return math.ceil(engines / max(1.0, (data or parallel.data) * parallel.context))

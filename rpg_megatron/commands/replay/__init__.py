@@ -1,4 +1,4 @@
-"""``rpg-megatron replay``: train a step again from its rollouts."""
+"""``rpg-megatron replay``: repeats the training of a step from its saved rollouts."""
 
 REQUEST, REPORT = "replay_request.json", "replay.json"
 """Files in the replay's folder: what the launcher asks for, and what rank 0 found."""

@@ -21,7 +21,7 @@ from rpg_megatron.launcher.summary import shown
 from rpg_megatron.launcher.supervisor import StopSignals
 
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Differences due to another order of summation."""
+"""Maximum differences due to another order of summation."""
 _ORDER = (
     *("parallel", "device", "precision", "model.vocab_multiple", "optimizer.overlap"),
     *("training.tokens_per_microbatch", "training.logprob_chunk", "memory.offload_optimizer"),
@@ -30,10 +30,10 @@ _ORDER = (
 
 
 def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSignals) -> dict[str, Any]:
-    """Replay a step of a run, and the steps since the newest checkpoint before it; returns the report.
+    """Replay a step of a run, after the steps since the newest checkpoint before it; returns the report.
 
     overrides: settings to change, such as the layout. Raises UserError, RunFailed or Interrupted as
-    ``commands.train`` does. Leaves no files, unless one of its processes died.
+    ``commands.train`` does. Leaves no files, unless a process died.
     """
     settings, request = plan_replay(folder, step, overrides)
     signals.raising = False  # from here on, resources must be cleaned up
@@ -49,9 +49,7 @@ def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSi
 
 
 def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[Settings, dict[str, Any]]:
-    """Settings of a replay and its request (``rank.py``). Raises UserError if something that it needs is
-    missing.
-    """
+    """Settings and request of a replay. Raises UserError if a file that it needs is missing."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: holds no {CONFIG}; give the folder of a run")
     _check_row(folder, step)
@@ -62,12 +60,13 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
         start = shown(checkpoint) if checkpoint else "the beginning"
         listed = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
         raise UserError(
-            f"{folder}: the rollouts of step {listed} are missing ({rollouts_file(folder, missing[0])}), and "
-            f"are needed to replay step {step} from {start}; choose a step after a checkpoint"
+            f"{folder}: the rollouts of step {listed} are missing ({rollouts_file(folder, missing[0])}); to "
+            f"replay step {step} from {start} they are needed; choose a step after a checkpoint"
         )
     settings = load_settings(settings_file(folder, step), overrides)
-    check_parallel(settings, check_model(settings.model.path))
-    check_batch(settings, check_model(settings.model.path))
+    shape = check_model(settings.model.path)
+    check_parallel(settings, shape)
+    check_batch(settings, shape)
     if settings.training.router_replay != "off":
         _check_routes(folder, range(done + 1, step + 1))
     made = {settings_file(folder, s) for s in range(done + 1, step + 1)}
@@ -91,22 +90,22 @@ def _check_row(folder: Path, step: int) -> None:
         raise UserError(f"{folder / METRICS} cannot be read ({e}); a replay is compared with it") from None
     if step not in steps:
         have = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no step"
-        raise UserError(f"--step {step}: {folder / METRICS} has no row of that step's training; {have}")
+        raise UserError(f"--step {step}: {folder / METRICS} has no row of this step; {have}")
 
 
 def _check_routes(folder: Path, steps: range) -> None:
     without = [step for step in steps if not has_routes(rollouts_file(folder, step))]
     if without:
         raise UserError(
-            f"{rollouts_file(folder, without[0])}: holds no routes (rollout.journal_routes does not name the "
-            "step); the run replayed them (training.router_replay), so all steps that are trained here, "
-            f"{steps[0]} to {steps[-1]}, need theirs. Choose a step soon after a checkpoint with routes in "
-            "between, or add training.router_replay=off to use the trainer's own, which gives other numbers"
+            f"{rollouts_file(folder, without[0])}: has no routes (rollout.journal_routes does not include "
+            "the step). The run used training.router_replay, so the replay needs the routes of steps "
+            f"{steps[0]} to {steps[-1]}. Choose a step soon after a checkpoint, with routes in between, or "
+            "add training.router_replay=off to use the trainer's routers, which gives different results"
         )
 
 
 def _start(folder: Path, step: int) -> Path | None:
-    """The newest complete checkpoint before the step; None: the run's initial model."""
+    """The newest complete checkpoint before the step; None: the initial model of the run."""
     for done, checkpoint in list_steps(folder).items():
         if done < step and not find_problems(checkpoint):
             return checkpoint.absolute()
@@ -115,8 +114,8 @@ def _start(folder: Path, step: int) -> Path | None:
         return None
     if problems := find_problems(Path(origin)):
         raise UserError(
-            f"{folder}: started from {origin}, missing or damaged ({'; '.join(problems[:3])}), and has "
-            f"no checkpoint of its own before step {step}; choose a later step"
+            f"{folder}: started from {origin}, which is missing or damaged ({'; '.join(problems[:3])}), and "
+            f"has no checkpoint of its own before step {step}; choose a later step"
         )
     return Path(origin)
 

@@ -1,7 +1,7 @@
-"""Rank side of ``rpg-megatron replay``: train a step again from its saved rollouts, without engines.
+"""The ranks' part of ``rpg-megatron replay``: repeats the training of a step from its saved rollouts.
 
-Log-probs, advantages, loss, gradient norm and all else that a step reports are compared with what the run
-wrote down. The steps between the checkpoint and the one that is asked for are trained as well, and compared.
+Log-probs, advantages, loss, gradient norm and the other metrics of the step are compared with those that the
+run saved. The steps between the checkpoint and the requested step are also trained and compared.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ReplayRequest:
     """Folder of the run."""
     step: int
     checkpoint: str | None
-    """Where to start; None: from the model that the run started from."""
+    """Where to start; None: from the initial model of the run."""
     tolerance: float
-    """Largest difference that still counts as a match: absolute, and relative to numbers beyond 1."""
+    """Maximum difference of a match: absolute, and relative for numbers above 1."""
 
 
 def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
@@ -51,11 +51,11 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
         if first:
             events.phase(f"replaying step {step} of {request.step}", 0, 1)
         file = rollouts_file(run, step)
-        source = JournalSource(file) if trainer.mesh.leads else None
+        source = SavedRollouts(file) if trainer.mesh.leads else None
         batch = trainer.prepare_batch(index_of(iter_rollouts(file)) if first else None, source)
         trainer.compute_log_probs(batch)
         trainer.update(step, batch, lambda done, total: None)
-        gaps = gather_on_first(measure_gaps(source.journalled, batch.mine) if source else None)
+        gaps = gather_on_first(measure_gaps(source.saved, batch.mine) if source else None)
         if first:
             largest = join_gaps([g for g in gaps if g is not None])
             row = rows.get(step, {})
@@ -65,17 +65,18 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
         atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
 
 
-class JournalSource:
-    """Gives the trajectories of a step as the sampler handed them over, out of the step's rollouts."""
+class SavedRollouts:
+    """``TrajectorySource`` that reads the saved rollouts of a step, without what the trainer added."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.journalled: list[Trajectory] = []
-        """Those that were fetched last, with all that the run wrote down."""
+        self.saved: list[Trajectory] = []
+        """The trajectories of the last ``fetch``, with everything that the run saved."""
 
     def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
-        """As ``TrajectorySource`` says; tickets are those of ``index_of``. Raises UserError as
-        ``iter_rollouts`` does.
+        """See ``TrajectorySource``; tickets are those of ``index_of``.
+
+        Raises UserError as ``iter_rollouts`` does.
         """
         places = {numbers: place for place, numbers in enumerate(zip(ticket, sample, strict=True))}
         found = {
@@ -83,42 +84,42 @@ class JournalSource:
             for t in iter_rollouts(self._file)
             if (place := places.get((t.group, t.sample))) is not None
         }
-        self.journalled = [found[place] for place in range(len(places))]
-        return [_unscored(t) for t in self.journalled]
+        self.saved = [found[place] for place in range(len(places))]
+        return [_unscored(t) for t in self.saved]
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Largest differences between a step of the run and its replay."""
+    """Maximum differences between a step of the run and its replay."""
 
     tokens: int
-    """Response tokens that were compared."""
+    """Number of response tokens compared."""
     old: float
     anchor: float
     advantage: float
 
 
-def measure_gaps(journalled: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> Gaps:
-    """Compare trajectories, in the same order."""
+def measure_gaps(saved: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> Gaps:
+    """Compare trajectories; both sequences have the same order."""
 
     def largest(name: str) -> float:
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(journalled, replayed, strict=True)]
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(saved, replayed, strict=True)]
         return max((_gap(a, b) for a, b in pairs), default=0.0)
 
-    tokens = sum(len(t.response) for t in journalled)
+    tokens = sum(len(t.response) for t in saved)
     return Gaps(tokens, largest("old"), largest("anchor"), largest("advantage"))
 
 
 def join_gaps(gaps: Sequence[Gaps]) -> Gaps:
-    """Those of all leaders."""
+    """Combine the gaps of all leaders."""
     old, anchor, advantage = (max(getattr(g, name) for g in gaps) for name in ("old", "anchor", "advantage"))
     return Gaps(sum(g.tokens for g in gaps), old, anchor, advantage)
 
 
 def compare(gaps: Gaps, row: dict[str, Any], metrics: dict[str, float], tolerance: float) -> dict[str, Any]:
-    """Compare one step of the run with its replay: numbers, and whether they match.
+    """Report of one step of the run and its replay, for JSON.
 
-    match: all differences are within the tolerance; exact: there are none, to the last bit.
+    match: all differences are within the tolerance; exact: the results are bitwise equal.
     """
     differences = {
         "old log-probs": gaps.old,
@@ -150,7 +151,7 @@ def compare(gaps: Gaps, row: dict[str, Any], metrics: dict[str, float], toleranc
 
 
 def _gap(a: Any, b: Any) -> float:
-    """Largest difference; infinite if one of the two is NaN, or the lengths differ."""
+    """Maximum difference; infinite if a value is NaN or the lengths differ."""
     a, b = np.atleast_1d(np.asarray(a, np.float64)), np.atleast_1d(np.asarray(b, np.float64))
     if a.shape != b.shape:
         return math.inf
@@ -158,12 +159,12 @@ def _gap(a: Any, b: Any) -> float:
 
 
 def _plain(gap: float) -> float | None:
-    """For JSON, which has no infinity."""
+    """The gap, or None for infinity, which JSON does not have."""
     return gap if math.isfinite(gap) else None
 
 
 def _unscored(t: Trajectory) -> Trajectory:
-    """As the sampler handed it over."""
+    """The trajectory as received from the sampler."""
     nothing = np.zeros(0, np.float32)
     return replace(t, old=nothing, anchor=nothing, advantage=0.0)
 
@@ -171,6 +172,6 @@ def _unscored(t: Trajectory) -> Trajectory:
 def _read_rows(run: Path) -> dict[int, dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows: dict[int, dict[str, Any]] = {}
-    for row in map(json.loads, lines):  # the last step may have a second row, of its checkpoint
+    for row in map(json.loads, lines):  # the last step may have a second row, for its checkpoint
         rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
     return rows

@@ -1,4 +1,4 @@
-"""How accuracy and reward changed in a run, and whether the change is larger than the noise of sampling."""
+"""Changes of accuracy and reward during a run, and whether they exceed the sampling noise."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Literal, NamedTuple
 from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
 
 _Z = 2.0
-"""Standard errors in an interval: about 95%."""
+"""Number of standard errors in an interval: about 95%."""
 
 
 class Interval(NamedTuple):
-    """Where a measured value may truly be."""
+    """Confidence interval of a measured value."""
 
     low: float
     high: float
 
     @property
     def margin(self) -> float:
-        """Half of its width."""
+        """Half of the width."""
         return (self.high - self.low) / 2
 
 
@@ -33,11 +33,11 @@ class Change:
     before: float
     after: float
     ranges: tuple[Interval, Interval] | None
-    """Intervals of both values; None if nothing is known about their noise."""
+    """Intervals of both values; None if their noise is unknown."""
 
     @property
     def margin(self) -> float | None:
-        """Error of the difference, on the side of no change (Newcombe's method); None if unknown."""
+        """Margin of error of the difference, towards no change (Newcombe's method); None if unknown."""
         if self.ranges is None:
             return None
         before, after = self.ranges
@@ -47,7 +47,7 @@ class Change:
 
     @property
     def verdict(self) -> Literal["up", "down", "flat", "unknown"]:
-        """Direction of the change; flat: it is within its error."""
+        """Direction of the change; flat: within its margin of error."""
         change, margin = self.after - self.before, self.margin
         if margin is None:
             return "unknown"
@@ -79,7 +79,7 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
 
 
 def wilson(share: float, number: float) -> Interval:
-    """Wilson's score interval of a share measured on ``number`` independent cases."""
+    """Wilson's score interval of a proportion measured on ``number`` independent cases."""
     weight = _Z**2 / number
     centre = (share + weight / 2) / (1 + weight)
     half = _Z / (1 + weight) * math.sqrt(share * (1 - share) / number + weight / (4 * number))
@@ -87,7 +87,7 @@ def wilson(share: float, number: float) -> Interval:
 
 
 def _training_interval(run: RunFiles, key: str, part: Sequence[tuple[int, float]]) -> Interval | None:
-    """Interval of the mean of a few steps: from the number of their prompts, and from their scatter."""
+    """Interval of the mean over a few steps: the wider one by number of prompts or by variance of steps."""
     values = [value for _, value in part]
     found = []
     prompts = run.config.get("rollout.prompts_per_step")
@@ -110,7 +110,7 @@ def _around(value: float, error: float) -> Interval:
 
 
 def change_as_plain(change: Change) -> dict[str, Any]:
-    """As a dict for JSON, with verdict and margins."""
+    """The change as a dict for JSON, with verdict and margins."""
     margins = [interval.margin for interval in change.ranges] if change.ranges else [None, None]
     plain = {"name": change.name, "before": change.before, "after": change.after, "margin": change.margin}
     return plain | {"margins": margins, "verdict": change.verdict}

@@ -6,7 +6,7 @@ const MARGIN = { left: 54, right: 10, top: 8, bottom: 22 };
 const DASHES = ["", "5 3", "1.5 3", "8 2 2 2", "3 6"];
 const tooltip = element("div", { id: "tooltip", hidden: true });
 
-// A box beside the pointer: [color, label, value, another value, whether it has the focus] of each row.
+// A box beside the pointer. A row is [color, label, value, second value, whether it has the focus].
 function showTooltip(event, name, rows, head = []) {
   tooltip.replaceChildren(element("b", {}, name), element("table", {},
     element("tr", {}, head.map((text) => element("th", {}, text))),
@@ -66,7 +66,7 @@ class Chart {
   draw() {
     this.figure.hidden = view.hidden.has(this.spec.stack);
     const width = this.place.clientWidth, height = Math.round(Math.min(190, 100 + width / 5));
-    if (!width) return;  // in a part that is folded away
+    if (!width) return;  // inside a closed <details>
     this.size = [width, height];
     this.range = stepRange();
     const lines = this.spec.stack ? this.areas() : this.lines();
@@ -103,7 +103,7 @@ class Chart {
     return found;
   }
 
-  // Each series on top of those before it: `base` is where it begins. What is missing counts as nothing.
+  // Each series on top of the previous ones; `base`: its lower edge. Missing values count as 0.
   areas() {
     const run = this.spec.stack, keys = this.keys().map(([key]) => key);
     const number = (key, i) => (typeof run.metrics[key]?.[i] === "number" ? run.metrics[key][i] : null);
@@ -120,7 +120,7 @@ class Chart {
   domain(lines) {
     const [from, to] = this.range;
     let low = Infinity, high = -Infinity;
-    // Areas of several runs stand side by side, so they have the same scale.
+    // Stacked charts of several runs are shown side by side, so they have the same scale.
     const all = this.spec.stack ? view.runs.map((run) => seriesOf(run, "time/step")) : [];
     for (const { steps, values } of [...lines, ...all]) {
       // From the last point before the range to the first one after it: the line runs there.
@@ -244,7 +244,7 @@ class Chart {
     svg.addEventListener("pointerleave", () => setCursor(null));
   }
 
-  // The pointer is at this step: the run whose line is nearest gets the focus in all charts.
+  // Moves the cursor to this step; the run with the nearest line gets the focus in all charts.
   point(step, y, event) {
     let nearest = null, least = Infinity;
     for (const run of this.runs()) {
@@ -273,7 +273,7 @@ class Chart {
       for (const run of runs) for (const [key] of this.keys()) {
         const value = valueAt(run, key, step, "smooth"), { steps } = seriesOf(run, key);
         if (typeof value !== "number") continue;
-        const cx = this.x(steps[indexAt(steps, step)]);  // what is measured now and then was measured before
+        const cx = this.x(steps[indexAt(steps, step)]);  // the last step that has this metric
         shape(this.cursorLayer, "circle", { r: 3.2, cx, cy: this.yOf(value), class: run.color });
       }
     }
@@ -282,7 +282,7 @@ class Chart {
       this.values(run, step)) : "");
   }
 
-  // Without a cursor a single run's last value is told.
+  // Without a cursor, the last value of a single run is shown.
   last() {
     const runs = this.runs();
     return runs.length === 1 && runs[0].step.length ? element("span", { class: "last" },
@@ -298,7 +298,7 @@ class Chart {
     return keys.map(([key]) => formatValue(valueAt(run, key, step), this.spec.kind)).join(" · ");
   }
 
-  // [color, label, what was measured, the same smoothed, whether it has the focus], the largest first.
+  // [color, label, value, smoothed value, whether it has the focus], largest first.
   tooltipRows(step) {
     const keys = this.keys(), { kind, series, stack, title } = this.spec;
     if (stack) {

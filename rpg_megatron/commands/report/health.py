@@ -1,4 +1,4 @@
-"""Health checks of a run's metrics: short statements, each with a verdict.
+"""Health checks of a run's metrics: each has a short text and a verdict.
 
 Bounds are rules of thumb, except those of the mismatch guard. ``docs/report.md`` lists them.
 """
@@ -29,7 +29,7 @@ class HealthCheck:
 
 
 def check_health(run: RunFiles) -> list[HealthCheck]:
-    """The checks that this run's metrics allow, failures first."""
+    """The checks for which the run has metrics, failures first."""
     order = {"bad": 0, "warn": 1, "good": 2}
     return sorted(_checks(run), key=lambda check: order[check.verdict])
 
@@ -74,9 +74,11 @@ def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
     if not largest or not means:
         return
     dtype = str(run.config.get("precision.dtype", "bfloat16"))
-    fields = {k: run.config.get(f"guards.{k}") for k in GuardSettings.model_fields}
+    known = {k: f"guards.{k}" for k in GuardSettings.model_fields}
     try:
-        guards = GuardSettings.model_validate({k: v for k, v in fields.items() if v is not None})
+        guards = GuardSettings.model_validate(
+            {k: run.config[key] for k, key in known.items() if key in run.config}
+        )
     except ValidationError:
         guards = GuardSettings.model_validate({})
     bounds = guards.thresholds(dtype)
@@ -92,9 +94,7 @@ def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
     text = f"mean {average:.2g} (bound {bounds[1]:.2g}), max {worst:.2g}{bound} nats"
     if differs and not over:
         number, ratio = max(differs, key=_value)
-        text += (
-            f"; at step {number:.0f} one engine's probes are {ratio:.0f} times further off than the others'"
-        )
+        text += f"; at step {number:.0f} the mismatch of one engine is {ratio:.0f} times that of the others"
     yield HealthCheck(
         "mismatch", "bad" if over or differs else "good", text + (f"; worst at step {step}" if over else "")
     )
@@ -118,12 +118,12 @@ def _check_truncation(run: RunFiles) -> Iterator[HealthCheck]:
     values = [value for _, value in run.series("response/truncated_frac")]
     if values:
         last = mean(run_ends(values)[1])
-        text = f"{last:.1%} of the last responses were cut off at the limit"
+        text = f"{last:.1%} of the last responses were truncated"
         yield HealthCheck("length", "warn" if last > _TRUNCATED else "good", text)
 
 
 def _steps_without_signal(run: RunFiles) -> set[int]:
-    """Steps in which all rewards of each group, or of the batch, were equal: no advantage differs from 0."""
+    """Steps in which all rewards of each group, or of the batch, were equal: all advantages are 0."""
     silent = {step for step, value in run.series("reward/std") if value == 0}
     if _compares_within_groups(run):
         silent |= {step for step, value in run.series("groups/equal_rewards") if value == 1}
@@ -152,7 +152,7 @@ def _check_signal(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
 
 
 def _check_gradient(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
-    # Where no reward differs, the gradient is that of the KL alone; others are no spikes beside it.
+    # Without steps where all rewards are equal: their gradient is that of the KL only, and much smaller.
     norms = [(step, value) for step, value in run.series("policy/grad_norm") if step not in silent]
     if not norms:
         return

@@ -8,7 +8,7 @@ const UNITS = {
   number: [[1, ""]],
 };
 
-// The unit for a value of this size: [what one is worth, its name]. Time is told in minutes from two on.
+// The unit for a value of this size: [factor, name]. Minutes and hours are used from two on.
 function unitFor(size, kind) {
   const reach = kind === "seconds" ? 2 : 1;
   const units = UNITS[kind] ?? UNITS.number;
@@ -24,7 +24,7 @@ function plainNumber(value) {
   return value.toLocaleString("en", { maximumFractionDigits: digits }).replace("-", "−");
 }
 
-// One decimal, ties to even as Python has it, so that page and terminal show the same percentage.
+// One decimal, ties to even as in Python, so that page and terminal show the same percentage.
 function oneDecimal(value) {
   const tie = Number.isInteger(value * 4) && Math.abs(value * 10 % 2) === 0.5;
   return (tie ? Math.trunc(value * 10) / 10 : value).toFixed(1);
@@ -34,7 +34,7 @@ function formatValue(value, kind) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
   const [worth, name] = unitFor(Math.abs(value), kind);
-  const scaled = kind === "percent" ? value * 100 : value / worth;  // 100 times, as Python has it
+  const scaled = kind === "percent" ? value * 100 : value / worth;  // times 100, as in Python
   if (kind === "count" && name) return scaled.toFixed(1) + name;
   if (kind === "percent") {
     const small = scaled !== 0 && Math.abs(scaled) < 1;
@@ -44,7 +44,7 @@ function formatValue(value, kind) {
     : plainNumber(scaled)) + name;
 }
 
-// A long time as people say it.
+// A duration in readable units.
 function formatDuration(seconds) {
   if (seconds === null || seconds < 120) return formatValue(seconds, "seconds");
   if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
@@ -63,7 +63,7 @@ function niceTicks(low, high, wanted) {
   return [ticks, width];
 }
 
-// As many digits as tell it from its neighbours.
+// With as many digits as are needed to distinguish neighbouring ticks.
 function exactTick(value, width) {
   if (value === 0) return "0";
   const digits = [0, 1, 2, 3, 4, 5].find((n) => Math.abs(Number(value.toExponential(n)) - value) < width * 1e-6);
@@ -72,7 +72,7 @@ function exactTick(value, width) {
 
 function linearTicks(low, high, kind) {
   const [worth, name] = unitFor(Math.max(Math.abs(low), Math.abs(high)), kind);
-  const wanted = kind === "count" ? Math.min(4.5, (high - low) / worth) : 4.5;  // there is no half of one
+  const wanted = kind === "count" ? Math.min(4.5, (high - low) / worth) : 4.5;  // counts are integers
   const [ticks, width] = niceTicks(low / worth, high / worth, wanted);
   const largest = Math.max(Math.abs(low), Math.abs(high)) / worth;
   const fine = [0, 1, 2, 3, 4, 5, 6, 7].find((n) =>

@@ -48,7 +48,7 @@ function checkList(run) {
 }
 
 const VERDICTS = { up: ["good", "yes"], down: ["bad", "it got worse"], flat: ["warn", "no clear change"],
-  unknown: ["warn", "too little is measured to tell"] };
+  unknown: ["warn", "not enough measurements"] };
 
 function learnPanel(run) {
   const [main, ...rest] = run.changes;
@@ -88,7 +88,7 @@ function lastNumber(run, key, kind) {
   return values.length ? formatValue(values.at(-1), kind) : "–";
 }
 
-// Over all steps, as the run's closing words say it.
+// Mean over all steps, as in the run's summary.
 function tokensPerSecond(run) {
   const { values } = seriesOf(run, "throughput/tokens_per_second");
   const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
@@ -185,7 +185,7 @@ function evalCharts() {
 const PHASES = [["time/rollout", "rollout"], ["time/reward", "reward"], ["time/logprobs", "log-probs"],
   ["time/update", "update"], ["time/sync", "sync"], ["time/rest", "rest"]];
 
-// What a step took beyond its phases, so that the areas add up to the step.
+// Time of a step outside its phases, so that the areas sum to the step time.
 function addRest(run) {
   const number = (value) => (typeof value === "number" ? value : 0);
   const phases = PHASES.slice(0, -1).map(([key]) => run.metrics[key] ?? []);
@@ -194,19 +194,19 @@ function addRest(run) {
     (step, i) => (typeof step === "number" ? Math.max(0, step - inPhases(i)) : null));
 }
 
-// The correction's metrics for tokens of each age.
+// The metrics of the correction by age of the weights.
 function byLag(name) {
   const age = (key) => Number(/lag_(\d+)/.exec(key)[1]);
   return allKeys().filter((key) => /^correction\/lag_\d+\//.test(key) && key.endsWith(`/${name}`))
     .sort((a, b) => age(a) - age(b)).map((key) => [key, `age ${age(key)}`]);
 }
 
-// The terms of the reward, if there are several, and what functions of the user count in a step.
+// The terms of the reward, if there are several, and counters of the user's functions.
 function rewardCharts(one) {
   const ours = ["mean", "std", "accuracy", "correctness", "timeouts", "crashes", "out_of_memory", "errors"];
   const keys = allKeys().filter((key) => key.startsWith("reward/")).map((key) => key.slice("reward/".length));
   return keys.filter((key) => !ours.includes(key))
-    .map((key) => one(key, `reward/${key}`, "number", { note: key.includes("/") ? "a step, sum" : "mean" }));
+    .map((key) => one(key, `reward/${key}`, "number", { note: key.includes("/") ? "sum per step" : "mean" }));
 }
 
 function catalogue() {
@@ -217,41 +217,41 @@ function catalogue() {
     ["Learning", [...heldOut, one("Training accuracy", "reward/accuracy", "percent"),
       one("Training reward", "reward/mean", "number", { note: "mean" }), ...more]],
     ["Rewards", rewardCharts(one)],
-    ["Policy", [one("Entropy", "policy/entropy", "number", { note: "nats a token" }),
+    ["Policy", [one("Entropy", "policy/entropy", "number", { note: "nats per token" }),
       many("KL", "number", [["kl/anchor", "to the anchor"], ["kl/old", "to the old policy"]],
-        { note: "nats a token" }),
+        { note: "nats per token" }),
       many("Clipped tokens", "percent", [["policy/clip_frac_high", "high"], ["policy/clip_frac_low", "low"],
         ["policy/clip_frac_c", "dual (c)"]]),
       one("Ratio, mean", "ratio/mean", "number", { note: "π / π old" }),
       one("Ratio, largest", "ratio/max", "number", { log: true }),
       one("Gradient norm", "policy/grad_norm", "number", { note: "mean of the updates" }),
       one("Loss", "policy/loss", "number"), one("Learning rate", "lr", "number", { exact: true }),
-      ...allKeys().filter((key) => key.startsWith("objective/"))  // metrics of a loss of the user
+      ...allKeys().filter((key) => key.startsWith("objective/"))  // metrics of a user's own loss
         .map((key) => one(key.slice("objective/".length), key, "number"))]],
     ["Sampled batches", [one("Response length", "response/length_mean", "count", { note: "tokens, mean" }),
-      one("Cut off at the limit", "response/truncated_frac", "percent"),
+      one("Truncated responses", "response/truncated_frac", "percent"),
       one("Reward spread", "reward/std", "number", { note: "standard deviation" }),
       many("Groups without signal", "percent", [["groups/equal_rewards", "equal rewards"],
-        ["groups/all_right", "all right"], ["groups/all_wrong", "all wrong"]])]],
+        ["groups/all_right", "all correct"], ["groups/all_wrong", "all wrong"]])]],
     ["Asynchronous rollouts", [
       many("Age of the batch", "number", [["async/lag_max", "oldest token"], ["async/lag_mean", "mean"]],
         { note: "weight updates" }),
       many("Older weights", "percent", [["async/stale_tokens", "tokens"],
         ["async/mixed_responses", "responses of several versions"]]),
       many("Waiting", "seconds", [["async/trainer_waited", "trainer, for a batch"],
-        ["async/sampler_held", "sampler, at its bound"]], { note: "a step" }),
-      many("Groups", "count", [["async/ready", "ready"], ["async/in_flight", "under way"]],
+        ["async/sampler_held", "sampler, at its bound"]], { note: "per step" }),
+      many("Groups", "count", [["async/ready", "ready"], ["async/in_flight", "in flight"]],
         { note: "when a batch is taken" }),
       one("Prefilled again", "async/recomputed_tokens", "count", { note: "tokens" }),
-      one("Segments", "async/segments", "number", { note: "a response, mean" }),
+      one("Segments", "async/segments", "number", { note: "mean per response" }),
       many("Correction ratio", "number", byLag("ratio_mean"), { note: "mean, by age" }),
-      many("Correction at its bound", "percent", byLag("hit_frac"), { note: "by age" })]],
+      many("Corrections at the bound", "percent", byLag("hit_frac"), { note: "by age" })]],
     ["Engine against trainer", [many("Mismatch", "number",
       [["mismatch/logp_max", "max"], ["mismatch/logp_p99", "99th percentile"],
       ["mismatch/logp_mean", "mean"], ["mismatch/logp_engine_mean", "mean of the worst engine"]], { note: "nats", log: true }),
       many("Engines", "count", [["engine/restarts", "restarts"],
         ["engine/requests_resent", "requests sent again"],
-        ["engine/preemptions", "requests preempted"]], { note: "a step", exact: true,
+        ["engine/preemptions", "requests preempted"]], { note: "per step", exact: true,
         whenNonzero: true }),
       one("Tokens of older weights", "mismatch/stale_tokens", "count", { whenNonzero: true })]],
     ["Experts", [many("Busiest expert", "number", [["moe/load_max", "most uneven layer"],
@@ -259,10 +259,10 @@ function catalogue() {
       many("Entropy of the shares", "number", [["moe/entropy_min", "most uneven layer"],
         ["moe/entropy_mean", "mean of the layers"]], { note: "1: even" }),
       one("Auxiliary loss", "moe/aux_loss", "number", { note: "1: even load" }),
-      one("Dead experts", "moe/dead_experts", "count", { note: "without a token, all layers", whenNonzero: true })]],
+      one("Dead experts", "moe/dead_experts", "count", { note: "without tokens, all layers", whenNonzero: true })]],
     ["Speed and memory", [
       ...data.runs.map((run) => many("Time by phase", "seconds", PHASES,
-        { note: several ? run.name : "a step", stack: run })),
+        { note: several ? run.name : "per step", stack: run })),
       ...(several ? [one("Step time", "time/step", "seconds")] : []),
       one("Throughput", "throughput/tokens_per_second", "count", { note: "tokens/s" }),
       one("Engines' tokens", "engine/tokens_per_second", "count", { note: "tokens/s, all engines" }),

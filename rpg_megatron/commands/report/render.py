@@ -28,11 +28,11 @@ from rpg_megatron.launcher.run_dir import REPORT
 from rpg_megatron.system.files import atomic_write
 
 _ROWS = 8000
-"""Rows of metrics on a page, of all runs: about 3 MB."""
+"""Maximum rows of metrics on a page, for all runs together: about 3 MB."""
 _ROOM = 4_000_000
-"""Bytes of responses on a page, of all runs."""
+"""Maximum bytes of responses on a page, for all runs together."""
 _READ = 400_000_000
-"""Bytes of decompressed rollouts and evaluations that are read for a page, of all runs."""
+"""Maximum bytes of decompressed rollouts and evaluations to read, for all runs together."""
 
 _SCRIPTS = ("series.js", "numbers.js", "charts.js", "timeline.js", "responses.js", "page.js")
 

@@ -1,14 +1,14 @@
-// Responses to read: filters, cards, pairs of before and after.
+// Responses: filters, cards, pairs of before and after.
 
 const PAGE = 8;
 const byReward = (item) => item.reward ?? Number(item.right);
 const chosen = { run: 0, set: null, filter: null, step: "", words: "", most: PAGE };
 const FILTERS = [
-  ["learnt", "Learnt", "wrong early, right later"], ["forgotten", "Forgotten", "right early, wrong later"],
+  ["learnt", "Learnt", "wrong early, correct later"], ["forgotten", "Forgotten", "correct early, wrong later"],
   ["best", "Best", "highest reward first", (a, b) => byReward(b) - byReward(a) || b.step - a.step],
   ["worst", "Worst", "lowest reward first", (a, b) => byReward(a) - byReward(b) || b.step - a.step],
   ["longest", "Longest", "most tokens first", (a, b) => (b.tokens ?? 0) - (a.tokens ?? 0)],
-  ["cut", "Cut off", "ended at the limit"], ["all", "All", "by step"],
+  ["cut", "Truncated", "ended at the length limit"], ["all", "All", "by step"],
 ];
 
 const problemOf = (item) => `${item.set}/${item.id}`;
@@ -36,7 +36,7 @@ function verdicts(key) {
   const marks = samplesOf().verdicts[key] ?? [];
   return element("span", { class: "verdicts" }, marks.length > 1 ? marks.map(([step, right, count]) =>
     element("span", { class: 2 * right >= count ? "good" : "bad",
-      title: `step ${step}: ${right} of ${count} right` }, `${right}/${count}`)) : null);
+      title: `step ${step}: ${right} of ${count} correct` }, `${right}/${count}`)) : null);
 }
 
 function signed(name, value) {
@@ -46,14 +46,14 @@ function signed(name, value) {
 function responseBox(item) {
   const facts = [`step ${item.step}`, item.tokens ? plural(item.tokens, "token") : null,
     signed("reward", item.reward), signed("advantage", item.advantage),
-    item.finish === "length" ? "cut off" : null];
+    item.finish === "length" ? "truncated" : null];
   return element("div", { class: "response" }, element("p", {},
-    badge(item.right ? "good" : "bad", item.right ? "right" : "wrong"),
+    badge(item.right ? "good" : "bad", item.right ? "correct" : "wrong"),
     element("span", { class: "facts" }, facts.filter(Boolean).join(" · "))),
       item.versions ? segmentBar(item.versions) : null, element("pre", { tabindex: 0 }, item.text));
 }
 
-// Which weights sampled how many of a response's tokens, from the first token to the last.
+// Segments of a response by the version of the weights that sampled them.
 function segmentBar(segments) {
   return element("div", { class: "segments" }, segments.map(([version, tokens], i) => {
     const part = element("span", { class: `part${i % 2}`, title: `${plural(tokens, "token")} of weights ${version}` },
@@ -71,7 +71,7 @@ function problemCard(key, items) {
   element("div", { class: items.length > 1 ? "pair" : "" }, items.map(responseBox)));
 }
 
-// A response of the first step and one of the last, each with the verdict that most had then.
+// A response of the first and one of the last step, each with the verdict of the majority.
 function beforeAndAfter(items) {
   const pick = (step, right) => {
     const there = items.filter((item) => item.step === step);

@@ -27,7 +27,7 @@ class RunFiles:
 
     folder: Path
     rows: list[Row]
-    """Numbers of each step by name, in the order of steps; ``step`` is one of them. NaN and inf are kept."""
+    """Metrics of each step by key, in the order of steps; includes ``step``. NaN and inf are kept."""
     config: dict[str, Any]
     """Every setting by its dotted key; empty if the file cannot be read."""
     summary: dict[str, Any]
@@ -41,7 +41,7 @@ class RunFiles:
 
     @property
     def steps(self) -> int:
-        """Training steps done."""
+        """Number of completed training steps."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     @property
@@ -132,7 +132,7 @@ def _merge(rows: list[Row]) -> Row:
 
 
 def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
-    """Rows by step. A step that stands there twice was done twice: what the later row holds counts."""
+    """Rows by step. If a step has several rows, the values of later rows replace those of earlier ones."""
     try:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:

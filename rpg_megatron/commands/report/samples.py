@@ -24,11 +24,11 @@ _PROBLEMS = 20
 """Problems shown per kind of change."""
 _ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, UserError)
 _TOKEN_BYTES = 16
-"""Numbers of a response's token in a rollout file."""
+"""Bytes of a response token in a rollout file, besides the text."""
 
 Item = dict[str, Any]
-"""One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage, the name of the
-held-out set, and the segments of a response that several versions of the weights sampled.
+"""One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage, name of the
+held-out set, and, if several versions of the weights sampled it, its segments (``versions``).
 """
 
 
@@ -38,12 +38,12 @@ class Samples:
 
     items: list[Item] = field(default_factory=list)
     prompts: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Text and reference answer, if known."""
+    """``text`` and reference ``answer`` of each problem, if known."""
     verdicts: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    """(step, right responses, responses) of a problem, for each step that was read."""
+    """(step, correct responses, responses) of a problem, for each step that was read."""
     changes: dict[str, str] = field(default_factory=dict)
-    """``learnt``: fewer than half of the responses right at first and at least half at last; ``forgotten``:
-    the reverse."""
+    """``learnt``: fewer than half of the responses correct in the first step, at least half in the last;
+    ``forgotten``: the reverse."""
     changed: dict[str, int] = field(default_factory=dict)
     """Number of held-out problems that changed in each direction, including those not shown."""
     read: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Samples:
     problems: int | None = None
     """Number of held-out problems of all sets, if one evaluation was read completely."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Likewise for each held-out set, by name."""
+    """The same for each held-out set, by name."""
 
 
 def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
@@ -153,7 +153,7 @@ def _choose(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list
 
 
 def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
-    """The responses of one evaluation within the budget; with several sets, each by its set."""
+    """The responses of one evaluation within the budget; with several sets, ``set`` includes the name."""
     with file.open("rb") as raw:
         data = raw.read(budget)
     rows = [json.loads(line) for line in _lines(data, len(data) == budget)]
@@ -192,7 +192,7 @@ def _rollout_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
 
 
 def _segments(versions: Any) -> list[tuple[int, int]]:
-    """(version of the weights, tokens) of each part of a response that one version sampled."""
+    """(version, tokens) of each segment of a response that was sampled by one version of the weights."""
     return [(int(version), len(list(tokens))) for version, tokens in groupby(versions.tolist())]
 
 

@@ -1,7 +1,6 @@
 "use strict";
-// Charts of steps as SVG. All of them share one range of steps, one cursor, one smoothing and one set of
-// visible
-// runs: the object `view`. A run is {name, color, step: [...], metrics: {key: [number | null | "nan" ...]}}.
+// Data of the charts. All charts share the range of steps, cursor, smoothing and visible runs in `view`.
+// A run is {name, color, step: [...], metrics: {key: [number | null | "nan" ...]}}.
 
 const view = {
   runs: [], charts: [], hidden: new Set(), focus: null, cursor: null, from: null, to: null, smoothing: 0,
@@ -31,14 +30,13 @@ function shape(parent, name, attributes, text) {
 
 // -- series -------------------------------------------------------------------------------------------------
 
-// What was measured of a metric: steps, values, smoothed values; a value that is no finite number is in
-// `odd`.
+// A metric of a run: steps, values, smoothed values; values that are not finite are in `odd`.
 function seriesOf(run, key) {
   run.series ??= Object.create(null);  // a metric may have any name
   if (!(key in run.series)) {
     const steps = [], values = [], odd = [];
     (run.metrics[key] ?? []).forEach((value, i) => {
-      if (key === "sync/seconds" && run.step[i] === 0) return;  // that one waited for the engines to start
+      if (key === "sync/seconds" && run.step[i] === 0) return;  // includes the start of the engines
       if (typeof value === "number") { steps.push(run.step[i]); values.push(value); }
       else if (value !== null) odd.push([run.step[i], value]);
     });
@@ -52,9 +50,9 @@ function seriesOf(run, key) {
   return series;
 }
 
-const FEW = 30;  // fewer values, evaluations for one, are shown as they are
+const FEW = 30;  // fewer values, such as evaluations, are not smoothed
 
-// Exponential mean whose weights sum to one from the first value on, so that it does not lean towards zero.
+// Exponential moving average with bias correction.
 function smoothed(values, weight) {
   if (!weight || values.length < FEW) return values;
   let sum = 0, total = 0;
@@ -75,7 +73,7 @@ function indexAt(steps, step) {
   return low;
 }
 
-// A run's value at a step: what was measured there, or last before; none after the run's end.
+// The value of a run at a step, or the last one before it; null after the end of the run.
 function valueAt(run, key, step, which = "values") {
   if (!run.step.length || step > run.step.at(-1)) return null;
   const series = seriesOf(run, key);

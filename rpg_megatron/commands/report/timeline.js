@@ -1,5 +1,5 @@
-// The trainer's phases and the engines' requests of the last steps, over time. Built like a chart, but its
-// axis is time, so it has neither the charts' range nor their cursor.
+// The trainer's phases and the engines' requests in the last steps, over time. Like a chart, but its axis is
+// time, so it does not use the charts' range and cursor.
 
 const TRAINER_PHASES = [["collect", "collect (waits for rollouts)", 5], ["logprobs", "log-probs", 2],
   ["update", "update", 3], ["sync", "sync", 4], ["handover", "handover", 1],
@@ -86,7 +86,7 @@ class TimelineFigure {
     }
   }
 
-  // Each poll stands for the time around it, up to halfway to its neighbours; no answer is a gap.
+  // Each poll covers the time halfway to its neighbours; a poll without an answer is a gap.
   area(values, top, most) {
     const bottom = top + LANE.engine, { polls, seconds } = this.data;
     return values.map((value, i) => {
@@ -114,7 +114,7 @@ class TimelineFigure {
     showTooltip(event, `after ${formatValue(at, "seconds")}`, rows);
   }
 
-  showCursor() {}  // that one is at a step
+  showCursor() {}  // the charts' cursor is at a step
 }
 
 function buildTimelines() {

@@ -12,18 +12,18 @@ from rpg_megatron.system.timeline import EARLIER, TIMELINE
 _STEPS = 6
 """Steps shown."""
 _READ = 4_000_000
-"""Bytes that are read: hours, even of many engines."""
+"""Maximum bytes to read: hours, even with many engines."""
 _POLLS = 600
-"""Most polls on a page; of more, every second, third, ... is shown."""
+"""Maximum polls on a page; if there are more, only every n-th is shown."""
 _LANES = 16
-"""Of more engines, the page shows sums."""
+"""Maximum engines shown separately; with more, the page shows sums."""
 
 
 def last_steps(run: RunFiles) -> dict[str, Any] | None:
     """The last steps since the newest start, for JSON; None without a finished phase.
 
-    Times are in seconds since the beginning of the first of these steps. ``shares``: the trainer's in
-    ``collect`` and ``sync``, and the share of polls in which an engine had no running request.
+    Times are in seconds since the start of the first of these steps. ``shares``: fraction of time that the
+    trainer spent in ``collect`` and ``sync``; fraction of polls in which an engine had no running request.
     """
     rows = _read_rows(run)
     starts = [i for i, row in enumerate(rows) if "start" in row]
@@ -63,7 +63,7 @@ def last_steps(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _lanes(polls: list[dict[str, Any]], engines: int) -> list[dict[str, Any]]:
-    """What is drawn of the engines: name; for each poll a number or None; and the upper end of the scale."""
+    """The lanes of the engines: name; for each poll a number or None; maximum of the scale."""
     known = [[n for n in row["running"] if n is not None] for row in polls]
     if engines <= _LANES:
         most = max((n for some in known for n in some), default=0)
@@ -95,14 +95,14 @@ def _read_rows(run: RunFiles) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # the first one may be cut, the last one in writing
+            continue  # the first line may be truncated, the last one incomplete
         if _is_row(row):
             rows.append(row)
     return rows
 
 
 def _is_row(row: Any) -> bool:
-    """Whether a row has the types that are read here; another version may have written others."""
+    """Whether a row has the expected types; another version may have written other rows."""
     if not isinstance(row, dict):
         return False
     if "phase" in row:

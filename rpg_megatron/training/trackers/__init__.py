@@ -1,1 +1,1 @@
-"""Trackers: metrics, settings and responses of a run, logged live. Each has a process of its own."""
+"""Experiment trackers, which log metrics, settings and responses of a run. Each has its own process."""

@@ -1,7 +1,7 @@
-"""Rank 0's side of the trackers: a bounded queue and a thread for each, which talks to the tracker's process.
+"""Trackers on rank 0: for each a bounded queue and a thread, which sends rows to the tracker's process.
 
-Nothing here blocks or fails the training: rows are dropped when a tracker is slow, and counted; a process
-that dies or hangs is started again.
+A tracker never blocks or fails the training: if it is slow, rows are dropped and counted; if its process dies
+or hangs, it is restarted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rpg_megatron.system.parent_death import with_parent_death_signal
 from rpg_megatron.training.trackers.tracker import file_name
 
 _QUEUED = 256
-"""Rows that wait for a slow tracker; beyond that the oldest is dropped."""
+"""Maximum rows in the queue of a tracker; then the oldest row is dropped."""
 _WAITS = (2.0, 10.0, 60.0)
-"""Seconds before a row is sent again; after the last one it is dropped."""
+"""Seconds before each retry of a row; then it is dropped."""
 _START_WAITS = (10.0, 60.0, 300.0)
-"""Seconds before a tracker is started again; the last one is repeated."""
+"""Seconds before each restart of a tracker; the last one is repeated."""
 _SILENT = 60.0
-"""Seconds without an answer after which a warning says so."""
+"""Seconds without a response after which a warning is shown."""
 _HUNG = 600.0
-"""Seconds without an answer after which its process is killed and started again."""
+"""Seconds without a response after which the process is killed and restarted."""
 _HINTS = {
     "wandb": "check the network and WANDB_API_KEY (or `wandb login`), or set offline: true",
     "mlflow": "check the server of trackers.uri or MLFLOW_TRACKING_URI",
@@ -43,21 +43,21 @@ _HINTS = {
 
 
 class TrackerClient:
-    """One tracker, by place in ``settings.trackers``."""
+    """One tracker; index: in ``settings.trackers``."""
 
-    def __init__(self, run_dir: Path, place: int, kind: str, warn: Callable[[str], None]) -> None:
-        """Start it, without waiting. warn: told once of problems, from a thread, and once at the end."""
+    def __init__(self, run_dir: Path, index: int, kind: str, warn: Callable[[str], None]) -> None:
+        """Start it, without waiting. warn: called from a thread with the first problem, and at the end."""
         self.kind = kind
         self._command = [
             *(sys.executable, "-P", "-m", "rpg_megatron.training.trackers.process"),
-            *(str(run_dir), str(place)),
+            *(str(run_dir), str(index)),
         ]
         self._log, self._warn = run_dir / "logs" / f"tracker_{file_name(kind)}.log", warn
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._given_up = False
-        """Whether no process may be there any more."""
+        """Whether no process may be started any more."""
         self._given, self._delivered, self._dropped, self._told = 0, 0, 0, 0
         self._warned = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,7 +65,7 @@ class TrackerClient:
         self._thread.start()
 
     def put(self, item: dict[str, Any]) -> None:
-        """Hand over a row, which must not change afterwards. Never blocks or raises."""
+        """Queue a row, which must not change afterwards. Never blocks or raises."""
         with self._changed:
             self._given += 1
             if len(self._waiting) >= _QUEUED:
@@ -81,17 +81,17 @@ class TrackerClient:
         return new
 
     def begin_to_close(self) -> None:
-        """Ask it to deliver what waits, without further retries, and to end."""
+        """Start closing: send the queued rows without further retries, then end."""
         with self._changed:
             self._closing.set()
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Wait for that, at most so long; then end its process. Warns of rows that were not delivered."""
+        """Close within ``seconds``, then end the process. Warns if rows were not delivered."""
         self.begin_to_close()
         self._thread.join(seconds)
         late = self._thread.is_alive()
-        self._given_up = True  # first: a process that is being started now is ended by the thread
+        self._given_up = True  # set first: the thread then ends a process that it is just starting
         self._end_process()
         self._thread.join(1.0)
         lost = self._given - self._delivered
@@ -102,7 +102,7 @@ class TrackerClient:
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._keep_starting()  # at once, so that its problems are known before the first row
+        self._ensure_started()  # at once, to report problems before the first row
         while (item := self._next()) is not None:
             done = self._deliver(item)
             with self._changed:
@@ -114,16 +114,16 @@ class TrackerClient:
             self._end_process(patience=5.0)
 
     def _next(self) -> dict[str, Any] | None:
-        """The oldest row; None at the end."""
+        """Wait for the oldest row; None when closing and the queue is empty."""
         with self._changed:
             while not self._waiting and not self._closing.is_set():
                 self._changed.wait()
             return self._waiting.popleft() if self._waiting else None
 
     def _deliver(self, item: dict[str, Any]) -> bool:
-        """Send a row, a few times if need be; returns whether it was taken."""
+        """Send a row, with retries; returns whether it was delivered."""
         for wait in (*_WAITS, None):
-            if not self._keep_starting():
+            if not self._ensure_started():
                 return False
             problem = self._ask(item)
             if problem is None:
@@ -133,8 +133,8 @@ class TrackerClient:
                 break
         return False
 
-    def _keep_starting(self) -> bool:
-        """Start the process unless it is there; False if the run ends before that succeeds."""
+    def _ensure_started(self) -> bool:
+        """Start the process if there is none, with retries; False if the run ends before that succeeds."""
         waits = iter(_START_WAITS)
         while self._process is None:
             problem = self._start()
@@ -149,7 +149,7 @@ class TrackerClient:
     def _start(self) -> str | None:
         try:
             with self._open_log() as log:
-                # From this thread, which outlives it: the signal is sent when the thread ends.
+                # The signal is sent when the thread that started the process ends: this one outlives it.
                 self._process = subprocess.Popen(
                     with_parent_death_signal(self._command, SIGKILL),
                     stdin=subprocess.PIPE,
@@ -170,20 +170,20 @@ class TrackerClient:
             return Path("/dev/null").open("ab")
 
     def _ask(self, item: Any) -> str | None:
-        """Send a line and wait for the answer; returns what is wrong."""
+        """Send a line and wait for the response; returns an error message or None."""
         process = self._process
         if process is None:
-            return "it has ended"
+            return "its process has ended"
         began = time.monotonic()
         answer = bytearray()
         try:
             for _ in self._exchange(process, json.dumps(item).encode() + b"\n", answer):
                 seconds = time.monotonic() - began
                 if seconds > _SILENT:
-                    self._report(f"no answer for {_SILENT:.0f} seconds")
+                    self._report(f"no response for {_SILENT:.0f} seconds")
                 if seconds > _HUNG:
                     self._end_process()
-                    return f"no answer for {_HUNG:.0f} seconds"
+                    return f"no response for {_HUNG:.0f} seconds"
         except OSError:
             answer.clear()
         if not answer.endswith(b"\n"):
@@ -194,10 +194,10 @@ class TrackerClient:
         return problem
 
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes, answer: bytearray) -> Iterator[None]:
-        """Send the line and fill the answer; yields about once a second until it is whole."""
+        """Send the line and read the response; yields about once a second until it is complete."""
         assert process.stdin is not None
         assert process.stdout is not None
-        os.set_blocking(process.stdin.fileno(), False)  # a tracker that hangs does not read either
+        os.set_blocking(process.stdin.fileno(), False)  # a hung tracker does not read either
         while not answer.endswith(b"\n"):
             writing = [process.stdin] if line else []
             readable, writable, _ = select.select([process.stdout], writing, [], 1.0)
@@ -211,7 +211,7 @@ class TrackerClient:
             yield
 
     def _end_process(self, patience: float = 0.0) -> None:
-        """End the process; patience: seconds to wait for it to end by itself."""
+        """End the process. patience: seconds to wait for it to exit by itself first."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -226,10 +226,10 @@ class TrackerClient:
         if self._warned or self._closing.is_set():
             return
         self._warned = True
-        hint = _HINTS.get(self.kind, f"correct {self.kind}")
+        hint = _HINTS.get(self.kind, f"fix {self.kind}")
         self._warn(
-            f"trackers: {self.kind}: {problem}; {hint}. Training continues, and it is tried again; "
-            f"{self._log.parent.name}/{self._log.name} has more"
+            f"trackers: {self.kind}: {problem}; {hint}. Training continues, and the tracker is retried; "
+            f"details: {self._log.parent.name}/{self._log.name}"
         )
 
 
@@ -237,9 +237,9 @@ class Trackers:
     """The trackers of a run besides TensorBoard."""
 
     def __init__(self, settings: Settings, run_dir: Path, warn: Callable[[str], None]) -> None:
-        """Start them, without waiting."""
+        """Start them, without waiting. warn: see ``TrackerClient``."""
         chosen = [(i, t) for i, t in enumerate(settings.trackers) if not isinstance(t, TensorBoardSettings)]
-        self._clients = [TrackerClient(run_dir, place, t.type, warn) for place, t in chosen]
+        self._clients = [TrackerClient(run_dir, index, t.type, warn) for index, t in chosen]
         self._counts = [
             t.responses if isinstance(t, WandbSettings | MLflowSettings) else RESPONSES for _, t in chosen
         ]
@@ -250,20 +250,20 @@ class Trackers:
         self._responses = sample_responses(trajectories, max(self._counts, default=0))
 
     def put(self, row: dict[str, Any]) -> None:
-        """Hand over a row of metrics, with its ``step``. Never blocks or raises."""
+        """Queue a row of metrics, with its ``step``. Never blocks or raises."""
         responses, self._responses = self._responses, []
         metrics = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
         for client, count in zip(self._clients, self._counts, strict=True):
             client.put({"step": row["step"], "metrics": metrics, "responses": spread(responses, count)})
 
     def metrics(self) -> dict[str, float]:
-        """``trackers/dropped``: rows dropped since the last call; nothing without trackers."""
+        """``trackers/dropped``: rows dropped since the last call; empty without trackers."""
         if not self._clients:
             return {}
         return {"trackers/dropped": float(sum(client.pop_dropped() for client in self._clients))}
 
     def close(self, seconds: float) -> None:
-        """Deliver what is left, at most so long for all together."""
+        """Send the remaining rows and close all trackers within ``seconds``."""
         end = time.monotonic() + seconds
         for client in self._clients:
             client.begin_to_close()
@@ -273,14 +273,14 @@ class Trackers:
 
 
 def spread[T](items: Sequence[T], count: int) -> list[T]:
-    """At most ``count`` items, evenly spread over them."""
+    """At most ``count`` of the items, evenly spaced."""
     if len(items) <= count:
         return list(items)
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def sample_responses(trajectories: Sequence[Trajectory], count: int) -> list[dict[str, Any]]:
-    """Rows of the table of responses, of at most ``count`` trajectories; ``prompt`` as token ids."""
+    """Rows of the table of responses, for at most ``count`` trajectories; ``prompt`` as token ids."""
     return [
         {
             "prompt": t.prompt.tolist(),

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The MLflow tracker."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rpg_megatron.config.trackers import MLflowSettings
 from rpg_megatron.training.trackers.tracker import COLUMNS, TrackedRun
 
 _LONGEST = 500
-"""Characters of a parameter's value: the limit of older servers."""
+"""Maximum characters of a parameter's value: the limit of older servers."""
 _AT_ONCE = 100
-"""Parameters in a request: MLflow's limit."""
+"""Maximum parameters in a request: MLflow's limit."""
 _FORBIDDEN = re.compile(r"[^\w\-. /:]")
-"""Characters that MLflow refuses in names, after ``@``."""
+"""Characters that MLflow does not allow in names; ``@`` is replaced before."""
 
 
 class MLflowTracker:
-    """A run of MLflow; see ``Tracker``. Settings are its parameters and the artifact ``config.json``."""
+    """A run in MLflow; see ``Tracker``. Settings are logged as parameters and as artifact ``config.json``."""
 
     def __init__(self, run: TrackedRun, settings: MLflowSettings) -> None:
-        """Start or resume it. Raises what the package raises: no connection, no permission."""
+        """Start or resume the run. Raises the package's exceptions: no connection, no permission."""
         uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
         uri = uri or f"sqlite:///{run.folder.parent.absolute() / 'mlflow.db'}"
         mlflow.set_tracking_uri(uri)
@@ -36,7 +36,7 @@ class MLflowTracker:
         experiment = self._experiment(settings.experiment, uri)
         where = f"{uri} {settings.experiment}"
         known = run.known_id(where)
-        # The fluent interface for its thread of system metrics only; all else names the run.
+        # The fluent API, only because it logs system metrics; all other calls pass the run's id.
         started = mlflow.start_run(
             run_id=known,
             experiment_id=None if known else experiment,
@@ -47,18 +47,18 @@ class MLflowTracker:
         self._id = started.info.run_id
         run.keep_id(self._id, where)
         self._client.log_dict(self._id, run.config, "config.json")
-        # A parameter cannot be changed: those of the first start stay.
+        # A parameter cannot be changed: those of the first start are kept.
         missing = {key: value for key, value in _flat(run.config).items() if key not in started.data.params}
         parameters = [Param(key, value) for key, value in missing.items()]
         for start in range(0, len(parameters), _AT_ONCE):
             self._client.log_batch(self._id, params=parameters[start : start + _AT_ONCE])
 
     def _experiment(self, name: str, uri: str) -> str:
-        """Id of the experiment, which is created if need be."""
+        """Id of the experiment; creates it if it does not exist."""
         found = self._client.get_experiment_by_name(name)
         if found is None:
             file = urlsplit(uri).path.removeprefix("/") if uri.startswith("sqlite:") else ""
-            # By default a file's artifacts would be in the working directory.
+            # With a database file, artifacts would by default go to the working directory.
             artifacts = (Path(file).absolute().parent / "mlartifacts").as_uri() if file else None
             try:
                 return str(self._client.create_experiment(name, artifact_location=artifacts))
@@ -74,7 +74,7 @@ class MLflowTracker:
         values = [Metric(metric_name(key), value, now, step) for key, value in metrics.items()]
         self._client.log_batch(self._id, metrics=values)
         if responses:
-            # The form of MLflow's log_table, which would append the rows of a step that is repeated.
+            # The format of MLflow's log_table, which would append the rows of a repeated step.
             rows = [[row[column] for column in COLUMNS] for row in responses]
             table = {"columns": list(COLUMNS), "data": rows}
             self._client.log_dict(self._id, table, f"responses/step_{step:06d}.json")
@@ -85,7 +85,7 @@ class MLflowTracker:
 
 
 def metric_name(key: str) -> str:
-    """A key of metrics.jsonl in the characters that MLflow allows: ``avg@4`` becomes ``avg_at_4``."""
+    """A key of metrics.jsonl in characters that MLflow allows: ``avg@4`` becomes ``avg_at_4``."""
     return _FORBIDDEN.sub("_", key.replace("@", "_at_"))
 
 

@@ -1,7 +1,7 @@
-"""The process of one tracker: ``python -m rpg_megatron.training.trackers.process RUN_DIR NUMBER``.
+"""The process of one tracker: ``python -m rpg_megatron.training.trackers.process RUN_DIR INDEX``.
 
-NUMBER: place in ``trackers``. Reads JSON lines from stdin: null starts the tracker, an object logs a step,
-``"close"`` ends. Answers each line with null or the text of an error. What the tracker's package prints goes
+INDEX: in ``trackers``. Reads JSON lines from stdin: null starts the tracker, an object logs a step,
+``"close"`` closes it. Answers each line with null or an error message. Output of the tracker's package goes
 to stderr. Imports no torch.
 """
 
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.trackers import MLflowSettings, OwnTrackerSettings, WandbSettings
+from rpg_megatron.config.trackers import ImportedTrackerSettings, MLflowSettings, WandbSettings
 from rpg_megatron.data.tokenizer_file import FileTokenizer, open_tokenizer
 from rpg_megatron.system.own_code import Wanted, load_own
 from rpg_megatron.training.trackers.tracker import FOLDER, TrackedRun, Tracker
 
 _LONGEST = 8000
-"""Characters of a text in the table of responses; longer ones lose their middle."""
+"""Maximum characters of a text in the table of responses; the middle of longer ones is removed."""
 _DEFAULTS = {
-    # MLflow would otherwise try for a quarter of an hour before it raises.
+    # MLflow would otherwise retry for a quarter of an hour before it raises.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
@@ -33,9 +33,9 @@ _DEFAULTS = {
 }
 
 
-def open_tracker(settings: Settings, place: int, folder: Path) -> Tracker:
-    """Start or resume the tracker at a place of ``trackers``. Raises whatever its package raises."""
-    chosen = settings.trackers[place]
+def open_tracker(settings: Settings, index: int, folder: Path) -> Tracker:
+    """Start or resume ``settings.trackers[index]``. Raises the exceptions of its package."""
+    chosen = settings.trackers[index]
     run = TrackedRun(folder.name, folder, settings.model_dump(mode="json"), chosen.type)
     if isinstance(chosen, WandbSettings):
         from rpg_megatron.training.trackers.wandb_tracker import WandbTracker
@@ -45,12 +45,12 @@ def open_tracker(settings: Settings, place: int, folder: Path) -> Tracker:
         from rpg_megatron.training.trackers.mlflow_tracker import MLflowTracker
 
         return MLflowTracker(run, chosen)
-    assert isinstance(chosen, OwnTrackerSettings)
-    return cast(Tracker, load_own(Wanted(f"trackers[{place}]", chosen.type, chosen.keywords, 1))(run))
+    assert isinstance(chosen, ImportedTrackerSettings)
+    return cast(Tracker, load_own(Wanted(f"trackers[{index}]", chosen.type, chosen.keywords, 1))(run))
 
 
 class _Texts:
-    """Decodes prompts, and makes texts short and valid UTF-8."""
+    """Decodes prompts, shortens texts and makes them valid UTF-8."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer: FileTokenizer | None = open_tokenizer(model, chat=False)
@@ -69,14 +69,14 @@ def _short(text: str) -> str:
 
 
 def main() -> None:
-    """Serve stdin until it ends."""
+    """Serve requests from stdin until it is closed."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler's warning reaches all: the rank ends this process
+        signal.signal(number, signal.SIG_IGN)  # schedulers signal all processes; the rank ends this one
     for key, value in _DEFAULTS.items():
         os.environ.setdefault(key, value)
-    folder, place = Path(sys.argv[1]), int(sys.argv[2])
+    folder, index = Path(sys.argv[1]), int(sys.argv[2])
     tracker: Tracker | None = None
     texts: _Texts | None = None
     for line in sys.stdin:
@@ -87,7 +87,7 @@ def main() -> None:
                 settings = load_settings(folder / "config.yaml")
                 (folder / FOLDER).mkdir(exist_ok=True)
                 texts = _Texts(settings.model.path)
-                tracker = open_tracker(settings, place, folder)
+                tracker = open_tracker(settings, index, folder)
             elif item == "close":
                 if hasattr(tracker, "close"):
                     tracker.close()

@@ -1,4 +1,4 @@
-"""What a tracker is, and what it is told of a run. Without torch: it runs in a process of its own."""
+"""Interface of a tracker, and the run as a tracker sees it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, Protocol
 from rpg_megatron.system.files import atomic_write_text
 
 FOLDER = "trackers"
-"""In the run's folder: ids, and what trackers write themselves."""
+"""Subfolder of the run's folder for the ids of runs, and for files of the trackers."""
 
 
 def file_name(kind: str) -> str:
-    """Name of a tracker's files, from its ``type``."""
+    """File name of a tracker, from its ``type``."""
     return kind.replace(":", ".")
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run, as a tracker is told of it when it starts."""
+    """The run, passed to a tracker when it starts."""
 
     name: str
-    """Name of the run's folder, such as math-001."""
+    """Name of the run and its folder, such as math-001."""
     folder: Path
     """The run's folder. A tracker writes to ``folder / "trackers"`` only."""
     config: dict[str, Any]
-    """All settings, as nested plain values."""
+    """All settings, as nested dicts of plain values."""
     kind: str
     """``type`` of the tracker."""
 
     def known_id(self, where: str = "") -> str | None:
-        """The id that an earlier start of this run kept for ``where``; None: it is the first."""
+        """The id that an earlier start of this run saved for ``where``; None: this is the first start."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8")).get(where)
         except (OSError, ValueError, AttributeError):
@@ -40,7 +40,7 @@ class TrackedRun:
         return None if found is None else str(found)
 
     def keep_id(self, number: str, where: str = "") -> None:
-        """Keep the tracker's id of this run, for ``known_id`` of later starts. Raises OSError.
+        """Save the tracker's id of this run, for ``known_id`` in later starts. Raises OSError.
 
         where: server or project that the id belongs to.
         """
@@ -57,18 +57,18 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Logs a run somewhere. Called by one thread; it may block and raise, training does not notice."""
+    """Logs a run. Called by one thread; it may block or raise without affecting the training."""
 
     def log(self, step: int, metrics: dict[str, float], responses: list[dict[str, Any]]) -> None:
         """Log a step; called again with the same values if it raises.
 
         metrics: a row of metrics.jsonl, without ``step``. A resumed run repeats the steps after its
-        checkpoint. responses: some of the step's responses, or none; the keys are those of ``COLUMNS``.
+        checkpoint. responses: some of the step's responses, or none, with the keys ``COLUMNS``.
         """
         ...
 
     def close(self) -> None:
-        """Deliver what is left; killed if it takes too long."""
+        """Send the remaining data; the process is killed if this takes too long."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The Weights & Biases tracker."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rpg_megatron.training.trackers.tracker import COLUMNS, FOLDER, TrackedRun
 
 
 class WandbTracker:
-    """A run of Weights & Biases; see ``Tracker``. The key ``step`` is the x axis of all metrics.
+    """A run in Weights & Biases; see ``Tracker``. The key ``step`` is the x axis of all metrics.
 
-    Their own step counter only grows, and would refuse the steps that a resumed run repeats.
+    The package's own step counter cannot go back, as needed for the steps that a resumed run repeats.
     """
 
     def __init__(self, run: TrackedRun, settings: WandbSettings) -> None:
-        """Start or resume it. Raises what the package raises: no key, no connection."""
-        # Chosen here and kept first: a run that is killed while it connects continues the same one.
+        """Start or resume the run. Raises the package's exceptions: no key, no connection."""
+        # Created and saved first, so that a start that is killed while it connects resumes the same run.
         number = run.known_id() or uuid.uuid4().hex[:8]
         run.keep_id(number)
         self._run = wandb.init(
@@ -48,5 +48,5 @@ class WandbTracker:
         self._run.log(values)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self._run.finish()
