@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rpg_megatron.config.data import SourceSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import open_regular, parse_json
-from rpg_megatron.data.own_source import own_rows
+from rpg_megatron.data.custom_source import custom_rows
 from rpg_megatron.data.presets import Preset
 
 Row = tuple[int, str, dict[str, Any] | UserError]
@@ -33,7 +33,7 @@ def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") 
     than on disk.
     """
     if source.source is not None:
-        rows = own_rows(source.source, source.limit, f"{key}.source")
+        rows = custom_rows(source.source, source.limit, f"{key}.source")
     elif source.path is None:
         rows = _hub_rows(source, preset, key)
     elif (source.path / "dataset_info.json").is_file():

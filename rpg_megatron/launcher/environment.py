@@ -48,7 +48,7 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(file.read_text(encoding="utf-8"))
         starts = found if isinstance(found, list) else []
-    now = own_code_digests(settings)
+    now = custom_code_digests(settings)
     then: dict[str, str] = {}
     with contextlib.suppress(LookupError, TypeError, AttributeError):  # starts of earlier versions have none
         then = dict(starts[-1]["own_code"])
@@ -63,7 +63,7 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
     ]
 
 
-def own_code_digests(settings: Settings) -> dict[str, str]:
+def custom_code_digests(settings: Settings) -> dict[str, str]:
     """SHA-256 of the files of all modules that settings name by import path, by file name.
 
     Modules are looked for in the working directory and on PYTHONPATH, as in ``system/import_path``. What they

@@ -29,15 +29,15 @@ from rpg_megatron.config.trackers import PACKAGES, OwnTrackerSettings, WandbSett
 from rpg_megatron.data.problems import Problem, read_counted
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.rewards.pool import start_function
+from rpg_megatron.rewards.pool import start_custom_reward
+from rpg_megatron.system.custom_code import CustomCode
 from rpg_megatron.system.dtypes import ITEM_BYTES
-from rpg_megatron.system.own_code import Wanted
 
 _MEASURED = 5000
 """Prompts whose length is measured; of more, as many spread over them."""
 _MANY = 0.1
 """Share of prompts that are too long above which a warning says so."""
-OWN_CODE_SECONDS = 300
+CUSTOM_CODE_SECONDS = 300
 """Time limit for importing the user's modules; importing torch from a busy network disk may take a minute."""
 
 
@@ -71,7 +71,7 @@ def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
     checks: list[Callable[[], list[str] | None]] = [lambda: check_disk(settings, shape)]
     if all(s.source is not None or (s.path is not None and s.path.exists()) for s in sources):
         checks.append(lambda: check_data(settings))
-    checks += [lambda: check_reward(settings.reward), lambda: check_own_code(settings)]
+    checks += [lambda: check_reward(settings.reward), lambda: check_custom_code(settings)]
     for check in checks:
         try:
             found += check() or []
@@ -127,28 +127,28 @@ def check_reward(reward: RewardSettings) -> None:
     for term in reward.all_terms.values():
         if term.own:
             try:
-                start_function(reward, term).close()
+                start_custom_reward(reward, term).close()
             except UserError as e:
                 problems.append(str(e))
     if problems:
         raise UserError("\n".join(problems))
 
 
-def check_own_code(settings: Settings) -> None:
-    """Check ``own_code``; another process imports it, since it may need torch. Raises UserError."""
-    wanted = list(own_code(settings))
+def check_custom_code(settings: Settings) -> None:
+    """Check ``list_custom_code``; another process imports it, since it may need torch. Raises UserError."""
+    wanted = list(list_custom_code(settings))
     if not wanted:
         return
-    command = [sys.executable, "-P", "-m", "rpg_megatron.system.own_code"]
+    command = [sys.executable, "-P", "-m", "rpg_megatron.system.custom_code"]
     asked = json.dumps([item._asdict() for item in wanted])
     names = ", ".join(item.path for item in wanted)
     try:
         done = subprocess.run(
-            command, input=asked, capture_output=True, text=True, check=False, timeout=OWN_CODE_SECONDS
+            command, input=asked, capture_output=True, text=True, check=False, timeout=CUSTOM_CODE_SECONDS
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"importing {names} has not ended after {OWN_CODE_SECONDS} s; do slow work in the first call, "
+            f"importing {names} has not ended after {CUSTOM_CODE_SECONDS} s; do slow work in the first call, "
             "not in the import"
         ) from None
     if done.returncode or not done.stdout:
@@ -158,23 +158,25 @@ def check_own_code(settings: Settings) -> None:
         raise UserError("\n".join(problems))
 
 
-def own_code(settings: Settings) -> Iterator[Wanted]:
+def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
     """The code of the user that settings name by import path, except rewards and sources of prompts."""
     if isinstance(settings.objective, ImportedSettings):
         objective, reserved = settings.objective, tuple(ImportedLossSettings.model_fields)
-        yield Wanted("objective", objective.type, objective.keywords, 0, makes=True, reserved=reserved)
+        yield CustomCode(
+            "objective", objective.type, objective.keywords, 0, instantiate=True, reserved=reserved
+        )
     if isinstance(settings.advantage, ImportedSettings):
-        yield Wanted("advantage", settings.advantage.type, settings.advantage.keywords, 3)
+        yield CustomCode("advantage", settings.advantage.type, settings.advantage.keywords, 3)
     schedule, steps = settings.optimizer.schedule, settings.training.steps
     if isinstance(schedule, ImportedSettings):
-        tries = tuple((step, steps) for step in range(1, steps + 1))
-        yield Wanted("optimizer.schedule", schedule.type, schedule.keywords, 2, tries=tries)
+        trial_calls = tuple((step, steps) for step in range(1, steps + 1))
+        yield CustomCode("optimizer.schedule", schedule.type, schedule.keywords, 2, trial_calls=trial_calls)
     for place, tracker in enumerate(settings.trackers):
         if isinstance(tracker, OwnTrackerSettings):
-            yield Wanted(f"trackers[{place}]", tracker.type, tracker.keywords, 1)
+            yield CustomCode(f"trackers[{place}]", tracker.type, tracker.keywords, 1)
     if settings.rollout.dynamic is not None and ":" in settings.rollout.dynamic.type:
         dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)
-        yield Wanted("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
+        yield CustomCode("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
 
 
 def check_trackers(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -20,9 +20,9 @@ from pathlib import Path
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.launcher.input_checks import (
+    check_custom_code,
     check_data,
     check_disk,
-    check_own_code,
     check_reward,
     check_trackers,
 )
@@ -73,7 +73,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
         warnings = [*check_disk(settings, shape), *check_data(settings)]
         warnings += check_trackers(settings)
         check_reward(settings.reward)
-        check_own_code(settings)
+        check_custom_code(settings)
     finally:
         slow.cancel()
     for text in warnings:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rpg_megatron.config import UserError
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
-from rpg_megatron.system.own_code import Wanted, load_own, name_errors
+from rpg_megatron.system.custom_code import CustomCode, load_custom, name_errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +40,8 @@ def keeps(settings: RolloutSettings, scores: GroupScores) -> bool:
 
 @functools.cache
 def _load_filter(path: str, keywords: str) -> Callable[..., object]:
-    wanted = Wanted("rollout.dynamic", path, json.loads(keywords), 1)
-    return name_errors(load_own(wanted), wanted.where, path)
+    code = CustomCode("rollout.dynamic", path, json.loads(keywords), 1)
+    return name_errors(load_custom(code), code.where, path)
 
 
 class DynamicSampler:
