@@ -118,7 +118,7 @@ async def measure(folder: Path, a: argparse.Namespace) -> None:
     for version in range(a.repeat + 1):
         cpu.append(-time.process_time())
         wall.append(-time.monotonic())
-        result = await pool.sync(manifest, version, again=False)
+        result = await pool.sync(manifest, version, resync=False)
         cpu[-1] += time.process_time()
         wall[-1] += time.monotonic()
         assert len(result.reports) == a.engines, result.refused

@@ -219,7 +219,7 @@ def open_publisher(
 
 def _sync(manifest: Manifest, version: int, again: bool, sampler: SamplerClient) -> SyncResult:
     """Over the sampler's socket, to ``EnginePool.sync`` in the sampler process."""
-    return sampler.sync(manifest, version, again=again)
+    return sampler.sync(manifest, version, resync=again)
 
 
 def _broadcast(publish: bool, stopped: bool) -> bool:

@@ -407,7 +407,7 @@ def test_a_core_that_hangs_is_told_from_one_that_works(engine: Engine) -> None:
     async def probe(timeout: float) -> tuple[bool, bool]:
         client = EngineClient(0, engine.process.socket, engine.token, timeout=120)
         try:
-            return await client.health(), await client.progresses(timeout)
+            return await client.health(), await client.is_progressing(timeout)
         finally:
             await client.close()
 

@@ -24,7 +24,7 @@ from rpg_megatron.launcher import input_checks
 from rpg_megatron.launcher.input_checks import check_custom_code
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.schedules import build_schedule
-from rpg_megatron.rollout.dynamic_sampling import keeps
+from rpg_megatron.rollout.dynamic_sampling import passes_filter
 from rpg_megatron.rollout.groups import GroupScores
 from rpg_megatron.system.custom_code import CustomCode, find_problem, load_custom
 from rpg_megatron.training.advantages import build_advantages
@@ -264,10 +264,13 @@ def test_a_filter_of_the_user_sees_dense_rewards() -> None:
     own = make("rollout.dynamic.type=own_module_of_test:varied").rollout
     dense = GroupScores([1, 1], [0.2, 0.9], [False, False], [False, False], {})
     equal = GroupScores([1, 1], [0.2, 0.2], [True, False], [False, False], {})
-    assert [keeps(own, scores) for scores in (dense, equal)] == [True, False]
+    assert [passes_filter(own, scores) for scores in (dense, equal)] == [True, False]
     strict = make("rollout.dynamic={type: 'own_module_of_test:varied', least: 0.8, rounds: 3}").rollout
-    assert [keeps(strict, scores) for scores in (dense, equal)] == [False, False]
-    assert [keeps(make("rollout.dynamic={}").rollout, scores) for scores in (dense, equal)] == [False, True]
+    assert [passes_filter(strict, scores) for scores in (dense, equal)] == [False, False]
+    assert [passes_filter(make("rollout.dynamic={}").rollout, scores) for scores in (dense, equal)] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(

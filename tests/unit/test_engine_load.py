@@ -45,7 +45,7 @@ class Engine:
     async def wait_ready(self, timeout: float) -> None:
         pass
 
-    async def progresses(self, timeout: float) -> bool:
+    async def is_progressing(self, timeout: float) -> bool:
         return True
 
     async def metrics(self, timeout: float) -> dict[str, float]:
@@ -71,7 +71,7 @@ def test_a_row_for_the_step_and_a_line_for_each_engine(tmp_path: Path) -> None:
 
     async def scene() -> None:
         pool = EnginePool(EngineSettings(health_timeout=0.1), engines, tmp_path, file)
-        pool.expect(None)
+        pool.require_version(None)
         async with asyncio.timeout(20):
             while any(
                 engine.refused < 2 for engine in engines

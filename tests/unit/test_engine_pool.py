@@ -75,7 +75,7 @@ class Engine:
     async def health(self, timeout: float = 5.0) -> bool:
         return self.up
 
-    async def progresses(self, timeout: float) -> bool:
+    async def is_progressing(self, timeout: float) -> bool:
         if self.up and self.core_answers:
             return True
         await asyncio.sleep(timeout if self.up else 0)  # nobody listens, or nobody answers
@@ -108,7 +108,7 @@ def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fleet_module, "sync_engine", sync_engine)
     monkeypatch.setattr(fleet_module, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(fleet_module, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(fleet_module, "_RESTART_WAIT_SECONDS", 0.05)
 
 
 def build(work: Path, count: int, restarts: int = 3) -> tuple[EnginePool, list[Engine]]:
@@ -159,7 +159,7 @@ def play(scene: Callable[[], Awaitable[None]]) -> None:
 def test_the_others_finish_what_a_lost_engine_began(tmp_path: Path) -> None:
     async def scene() -> None:
         fleet, engines = build(tmp_path, 2)
-        assert len((await fleet.sync(NOTHING, 5, again=False)).reports) == 2
+        assert len((await fleet.sync(NOTHING, 5, resync=False)).reports) == 2
         engines[1].fail = lambda request: "gone" if request > 3 else None
         assert await sample(fleet) == expected(5)
         assert take_request(tmp_path, 1, 0) == "engine 1 is gone"
@@ -181,7 +181,7 @@ def test_engines_that_share_gpus_are_put_to_sleep_or_lost(tmp_path: Path) -> Non
 
     async def scene() -> None:
         fleet, engines = build(tmp_path, 3)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         await fleet.sleep(1)
         await fleet.wake()
         assert [e.posted for e in engines] == [["/sleep?level=1&mode=abort", "/wake_up"]] * 3
@@ -195,7 +195,7 @@ def test_engines_that_share_gpus_are_put_to_sleep_or_lost(tmp_path: Path) -> Non
             "engine 2 is gone",
         ]
         assert [r.version for r in fleet.replicas] == [None] * 3
-        assert len((await fleet.sync(NOTHING, 6, again=False)).reports) == 1
+        assert len((await fleet.sync(NOTHING, 6, resync=False)).reports) == 1
 
     play(scene)
 
@@ -205,7 +205,7 @@ def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_g
 
     async def scene() -> None:
         fleet, engines = build(tmp_path, 3)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         assert not is_trainers_turn(tmp_path)
         for engine in engines[1:]:
             engine.up = False
@@ -220,7 +220,7 @@ def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_g
         engines[1].up = True
         await sleeping
         assert [len(e.posted) for e in engines] == [1, 1, 0]
-        await fleet.sync(NOTHING, 6, again=False)
+        await fleet.sync(NOTHING, 6, resync=False)
         assert not is_trainers_turn(tmp_path)
 
     play(scene)
@@ -229,16 +229,16 @@ def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_g
 def test_what_nobody_can_do_waits_until_the_engine_is_back_and_synced(tmp_path: Path) -> None:
     async def scene() -> None:
         fleet, engines = build(tmp_path, 1)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         engines[0].fail = lambda request: "gone" if request > 3 else None
         sampling = asyncio.create_task(sample(fleet))
         await until(lambda: take_request(tmp_path, 0, 0) is not None)
         engines[0].restart()
-        await until(lambda: fleet.returned.is_set())
+        await until(lambda: fleet.restarted.is_set())
         asked = engines[0].asked
         await asyncio.sleep(0.1)
         assert engines[0].asked == asked, "an engine without weights was asked for samples"
-        assert len((await fleet.sync(NOTHING, 5, again=True)).reports) == 1
+        assert len((await fleet.sync(NOTHING, 5, resync=True)).reports) == 1
         assert await sampling == expected(5)
 
     play(scene)
@@ -249,14 +249,14 @@ def test_an_answer_of_the_next_life_is_not_taken(tmp_path: Path) -> None:
 
     async def scene() -> None:
         fleet, engines = build(tmp_path, 1)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         engines[0].slow = 0.1
         sampling = asyncio.create_task(sample(fleet))
         await until(lambda: engines[0].asked > 0)
         engines[0].restart()
         await until(lambda: fleet.replicas[0].needs_weights)
         engines[0].slow = 0.0
-        await fleet.sync(NOTHING, 5, again=True)
+        await fleet.sync(NOTHING, 5, resync=True)
         assert await sampling == expected(5)
 
     play(scene)
@@ -265,17 +265,17 @@ def test_an_answer_of_the_next_life_is_not_taken(tmp_path: Path) -> None:
 def test_engines_that_do_not_take_weights(tmp_path: Path) -> None:
     async def scene() -> None:
         fleet, engines = build(tmp_path, 3)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         engines[0].sync_error = CheckFailed("version 6 refused: norm.weight")
         engines[1].sync_error = ApplyFailed("version 6: out of memory; restart the engine")
-        result = await fleet.sync(NOTHING, 6, again=False)
+        result = await fleet.sync(NOTHING, 6, resync=False)
         assert result.refused == ["engine 0: version 6 refused: norm.weight"]
         assert [r.version for r in result.reports] == [6]
         assert [r.version for r in fleet.replicas] == [5, None, 6]
         assert "out of memory" in (take_request(tmp_path, 1, 0) or "")
         assert await sample(fleet) == expected(6)  # by the one that is left
         # Published once more: the first takes them now, the second is still away.
-        result = await fleet.sync(NOTHING, 6, again=True)
+        result = await fleet.sync(NOTHING, 6, resync=True)
         assert (len(result.reports), result.refused) == (1, [])
         assert [r.version for r in fleet.replicas] == [6, None, 6]
 
@@ -287,15 +287,15 @@ def test_an_engine_that_was_restarted_between_steps(tmp_path: Path) -> None:
 
     async def scene() -> None:
         fleet, engines = build(tmp_path, 1)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         engines[0].restart()
-        assert len((await fleet.sync(NOTHING, 6, again=False)).reports) == 1
+        assert len((await fleet.sync(NOTHING, 6, resync=False)).reports) == 1
         assert await sample(fleet) == expected(6)
         engines[0].restart()
-        fleet.expect(6)
+        fleet.require_version(6)
         sampling = asyncio.create_task(sample(fleet))
         await until(lambda: fleet.replicas[0].needs_weights)
-        await fleet.sync(NOTHING, 6, again=True)
+        await fleet.sync(NOTHING, 6, resync=True)
         assert await sampling == expected(6)
         assert fleet.pop_counts()["engine/restarts"] == 2
 
@@ -305,14 +305,14 @@ def test_an_engine_that_was_restarted_between_steps(tmp_path: Path) -> None:
 def test_without_restarts_the_first_loss_is_an_error(tmp_path: Path) -> None:
     async def scene() -> None:
         fleet, engines = build(tmp_path, 2, restarts=0)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         engines[1].up = False
         with pytest.raises(EngineError, match="engine 1 is gone"):
             await sample(fleet)
         with pytest.raises(EngineError, match="cannot start a weight update"):
-            await fleet.sync(NOTHING, 6, again=False)
+            await fleet.sync(NOTHING, 6, resync=False)
         with pytest.raises(EngineError, match="weights 4"):
-            fleet.expect(4)
+            fleet.require_version(4)
 
     play(scene)
 
@@ -321,11 +321,11 @@ def test_a_silent_engine_is_lost(tmp_path: Path) -> None:
     async def scene() -> None:
         engines = [Engine(0, tmp_path)]
         fleet = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         await asyncio.sleep(0.2)
         assert take_request(tmp_path, 0, 0) is None
         engines[0].up = False
-        await until(lambda: fleet.replicas[0].is_away)
+        await until(lambda: fleet.replicas[0].is_restarting)
         assert "engine.health_timeout" in (take_request(tmp_path, 0, 0) or "")
 
     play(scene)
@@ -340,18 +340,18 @@ def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, 
             engines = [Engine(int(synced), tmp_path)]
             fleet = EnginePool(EngineSettings(health_timeout=0.05, restarts=restarts), engines, tmp_path)
             if synced:
-                await fleet.sync(NOTHING, 5, again=False)
+                await fleet.sync(NOTHING, 5, resync=False)
             else:
-                fleet.expect(None)
+                fleet.require_version(None)
             await asyncio.sleep(0.2)
-            assert not fleet.replicas[0].is_away
+            assert not fleet.replicas[0].is_restarting
             engines[0].core_answers = False
-            await until(lambda fleet=fleet: fleet.replicas[0].is_away)
+            await until(lambda fleet=fleet: fleet.replicas[0].is_restarting)
             reason = take_request(tmp_path, int(synced), 0) or ""
             assert reason.startswith(f"engine {int(synced)} hangs: its core did not answer for 0 s")
             engines[0].core_answers = True
             engines[0].restart()
-            await until(lambda fleet=fleet: not fleet.replicas[0].is_away)
+            await until(lambda fleet=fleet: not fleet.replicas[0].is_restarting)
 
     play(scene)
 
@@ -359,7 +359,7 @@ def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, 
 def test_a_worker_may_wait_for_a_trainer_as_long_as_the_transport_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "_LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(fleet_module, "_MIN_PROBE_SECONDS", 0.01)
     links = Manifest("process_group", {"timeout": 1.0}, 0, (), {})
 
     async def sync_engine(post: Any, manifest: Manifest, **_: Any) -> SyncReport:
@@ -374,10 +374,10 @@ def test_a_worker_may_wait_for_a_trainer_as_long_as_the_transport_allows(
     async def scene() -> None:
         engines = [Engine(0, tmp_path)]
         fleet = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
-        assert len((await fleet.sync(links, 5, again=False)).reports) == 1
+        assert len((await fleet.sync(links, 5, resync=False)).reports) == 1
         assert take_request(tmp_path, 0, 0) is None
-        syncing = asyncio.create_task(fleet.sync(NOTHING, 6, again=False))  # weights in shared memory
-        await until(lambda: fleet.replicas[0].is_away)
+        syncing = asyncio.create_task(fleet.sync(NOTHING, 6, resync=False))  # weights in shared memory
+        await until(lambda: fleet.replicas[0].is_restarting)
         syncing.cancel()
 
     play(scene)
@@ -389,7 +389,7 @@ def test_a_sampler_that_was_stopped_itself_asks_again(
     monkeypatch.setattr(fleet_module, "_LATE_SECONDS", 0.2)
 
     class Stopped(Engine):
-        async def progresses(self, timeout: float) -> bool:
+        async def is_progressing(self, timeout: float) -> bool:
             self.asked += 1
             if self.asked == 1:
                 time.sleep(timeout + 0.3)  # the whole process; its time is up before it sees the answer
@@ -399,7 +399,7 @@ def test_a_sampler_that_was_stopped_itself_asks_again(
     async def scene() -> None:
         engines = [Stopped(0, tmp_path)]
         fleet = EnginePool(EngineSettings(health_timeout=0.1), engines, tmp_path)
-        await fleet.sync(NOTHING, 5, again=False)
+        await fleet.sync(NOTHING, 5, resync=False)
         await until(lambda: engines[0].asked > 2)
         assert take_request(tmp_path, 0, 0) is None
 
@@ -417,12 +417,12 @@ def test_each_life_that_came_up_is_noted(tmp_path: Path) -> None:
     async def scene() -> None:
         fleet, engines = build(tmp_path, 1)
         assert not has_answered(tmp_path, 0, 0)
-        await fleet.sync(NOTHING, 1, again=False)
+        await fleet.sync(NOTHING, 1, resync=False)
         assert has_answered(tmp_path, 0, 0)
         engines[0].restart()
         fleet.refresh()
         assert not has_answered(tmp_path, 0, 1)
-        await until(lambda: not fleet.replicas[0].is_away)
+        await until(lambda: not fleet.replicas[0].is_restarting)
         assert has_answered(tmp_path, 0, 1)
 
     play(scene)
@@ -446,7 +446,7 @@ def test_a_carried_group_that_cannot_be_read_again_is_told(tmp_path: Path) -> No
         dispatcher, lost = Dispatcher(fleet, [worker], 4), []
         dispatcher.on_lost = lost.append
         assert len(await dispatcher.load(draws(3), tmp_path / "carried")) == 3
-        dispatcher.restore(0)
+        dispatcher.restore_worker(0)
         await until(lambda: bool(lost))
         assert [str(e) for e in lost] == ["the file is damaged"]
         assert worker.loads == 2  # a file is read once, whatever number of groups is in it

@@ -198,7 +198,7 @@ class Caller(threading.Thread):
 
 def test_a_request_is_sent_again_to_the_successor(address: str) -> None:
     with serving(address):
-        client = Client(address, "secret", name="worker", timeout=20, again=True)
+        client = Client(address, "secret", name="worker", timeout=20, reconnect=True)
     call = Caller(client, "touch", Path("/a"))
     time.sleep(0.3)
     assert call.is_alive()

@@ -107,7 +107,7 @@ class Engine:
     async def health(self, timeout: float = 5.0) -> bool:
         return self.up
 
-    async def progresses(self, timeout: float) -> bool:
+    async def is_progressing(self, timeout: float) -> bool:
         return True
 
     def restart(self) -> None:
@@ -129,7 +129,7 @@ def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine_pool, "sync_engine", sync_engine)
     monkeypatch.setattr(engine_pool, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(engine_pool, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "_RESTART_WAIT_SECONDS", 0.05)
 
 
 class Run:
