@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
 
 SERVED_NAME = "policy"
 """Name under which an engine serves the model."""
-TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
-"""Environment variable with the bearer token; never on a command line, which other users can read."""
-BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
-"""Environment variable with the folder that the trainers publish weights in."""
+
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable with the number of a GPU's hardware queues that a process uses."""
 KEEP_ALIVE_SECONDS = 600

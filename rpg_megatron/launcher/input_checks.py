@@ -26,7 +26,7 @@ from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, OwnTrackerSettings, WandbSettings
-from rpg_megatron.data.problems import Problem, read_counted
+from rpg_megatron.data.problems import Problem, read_problems_with_counts
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rewards.pool import start_custom_reward
@@ -53,7 +53,7 @@ def check_data(settings: Settings) -> list[str]:
                 f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
-        problems, *_ = read_counted(data, where)
+        problems, *_ = read_problems_with_counts(data, where)
         warnings += check_prompt_lengths(problems, data, settings.model.path, where)
         wanted = settings.rollout.prompts_per_step
         if where == "data" and len(problems) < wanted:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpg_megatron.config import Settings
-from rpg_megatron.config.cluster import ADDRESS_VARIABLE, RENDEZVOUS_VARIABLE
-from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE, RENDEZVOUS_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.engine.command import CONNECTIONS_VARIABLE
 from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
 
 RANK = "rpg_megatron.training.rank"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import UserError, load_settings
-from rpg_megatron.data.problems import read_counted
+from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.launcher.progress import clock
 from rpg_megatron.launcher.run_dir import CONFIG, LOGS, METRICS, REPORT, SUMMARY
 
@@ -89,7 +89,7 @@ def _sample_prompt(run: Path) -> str:
     try:
         settings = load_settings(run / CONFIG)
         data = settings.evaluation.heldout[0].data if settings.evaluation else settings.data
-        problems, *_ = read_counted(data.model_copy(update={"limit": 1}))
+        problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}))
         return data.template.replace("{prompt}", problems[0].text)
     except UserError:
         return "1 + 1 ="

@@ -20,7 +20,7 @@ from typing import Any
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.cluster import ADDRESS_VARIABLE
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from rpg_megatron.data.prompts import (
     decoder_of,
     load_prompts,
@@ -28,7 +28,6 @@ from rpg_megatron.data.prompts import (
     save_decoder,
     without_torch,
 )
-from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.carried_groups import CarriedGroups

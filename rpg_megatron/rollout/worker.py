@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.prompts import load_decoder
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, EngineGone, Sample
-from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
 from rpg_megatron.rewards.reward import Response, Score, Scorer

@@ -29,10 +29,10 @@ from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
-from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for

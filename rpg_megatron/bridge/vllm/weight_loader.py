@@ -78,8 +78,11 @@ class ModelPlan:
             return [(name, Box.whole(shape)) for name, _, shape in self.signature]
         return [(copy.hf_name, copy.box) for plan in self.layers for _, copy in plan.copies]
 
-    def begin_at(self, fraction: float) -> None:
-        """Load layers in another cyclic order, so that engines do not all read from the same ranks first."""
+    def rotate_layers(self, fraction: float) -> None:
+        """Start at another layer, in cyclic order, so that engines do not all read from the same ranks first.
+
+        fraction: position of the first layer, 0 to 1.
+        """
         if self.layers is not None:
             first = int(fraction * len(self.layers))
             self.layers = self.layers[first:] + self.layers[:first]

@@ -20,7 +20,7 @@ from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
-from rpg_megatron.data.problems import read_counted
+from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.launcher.input_checks import check_prompt_lengths, check_reward
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.launcher.preflight import (
@@ -190,7 +190,7 @@ def check_request(settings: Settings) -> None:
     assert settings.evaluation is not None
     for part in settings.evaluation.heldout:
         try:
-            problems, *_ = read_counted(part.data)
+            problems, *_ = read_problems_with_counts(part.data)
         except UserError as e:  # KEY=VALUE sets keys of data, but not its place
             raise UserError(str(e).replace("data.path: ", "--data: ", 1)) from None
         for text in check_prompt_lengths(problems, part.data, settings.model.path, "data"):
