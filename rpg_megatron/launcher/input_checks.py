@@ -1,7 +1,8 @@
-"""Checks of a run's inputs before anything is started: data, lengths of prompts, reward function and other
-code of the user, trackers, disk space.
+"""Checks of a run's inputs before anything is started: data, prompt lengths, reward functions and other
+custom code, trackers, disk space.
 
-They import no torch. Each raises UserError for what would end the run, and returns warnings for the rest.
+They import no torch. Each raises UserError for problems that would end the run, and returns other problems as
+warnings.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from rpg_megatron.rewards.pool import start_custom_reward
 from rpg_megatron.system.custom_code import CustomCode
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
-_MEASURED = 5000
-"""Prompts whose length is measured; of more, as many spread over them."""
+_MAX_MEASURED = 5000
+"""Maximum number of prompts whose length is measured; of a larger set, evenly spaced ones."""
 _MANY = 0.1
-"""Share of prompts that are too long above which a warning says so."""
+"""Fraction of prompts that are too long from which a warning is given."""
 CUSTOM_CODE_SECONDS = 300
-"""Time limit for importing the user's modules; importing torch from a busy network disk may take a minute."""
+"""Time limit for importing custom code; importing torch from a busy network disk may take a minute."""
 
 
 def check_data(settings: Settings) -> list[str]:
@@ -65,7 +66,7 @@ def check_data(settings: Settings) -> list[str]:
 
 
 def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
-    """What the checks above and below say, errors as well, of the inputs that this machine has."""
+    """Errors and warnings of all checks in this file, for those inputs that exist on this machine."""
     sources = [source for data in (settings.data, *_heldout(settings)) for source in data.sources]
     found: list[str] = []
     checks: list[Callable[[], list[str] | None]] = [lambda: check_disk(settings, shape)]
@@ -89,14 +90,14 @@ def _heldout(settings: Settings) -> list[DataSettings]:
 def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Path, where: str) -> list[str]:
     """Check that not all prompts are too long; returns a warning if many are.
 
-    where: key of ``data`` in the settings. Checks nothing if the tokenizer needs transformers.
+    where: key of ``data`` in the settings. Does nothing if the tokenizer needs transformers.
     """
     from rpg_megatron.data.prompts import fit_prompts  # needs numpy, which a login node may lack
 
     tokenizer = open_tokenizer(model, chat=data.chat)
     if tokenizer is None:
         return []
-    measured = problems[:: math.ceil(len(problems) / _MEASURED)]
+    measured = problems[:: math.ceil(len(problems) / _MAX_MEASURED)]
     _, too_long = fit_prompts(measured, data, tokenizer, where)
     if too_long < _MANY * len(measured):
         return []
@@ -120,8 +121,8 @@ def _group_warnings(settings: Settings) -> list[str]:
 
 
 def check_reward(reward: RewardSettings) -> None:
-    """Check that the user's reward functions can be imported, and have the settings that they are given;
-    other processes import them. Raises UserError, a line for each problem.
+    """Check that custom reward functions can be imported and accept their settings; other processes import
+    them. Raises UserError, one line for each problem.
     """
     problems = []
     for term in reward.all_terms.values():
@@ -135,16 +136,16 @@ def check_reward(reward: RewardSettings) -> None:
 
 
 def check_custom_code(settings: Settings) -> None:
-    """Check ``list_custom_code``; another process imports it, since it may need torch. Raises UserError."""
-    wanted = list(list_custom_code(settings))
-    if not wanted:
+    """Check ``list_custom_code`` in another process, since it may import torch. Raises UserError."""
+    items = list(list_custom_code(settings))
+    if not items:
         return
     command = [sys.executable, "-P", "-m", "rpg_megatron.system.custom_code"]
-    asked = json.dumps([item._asdict() for item in wanted])
-    names = ", ".join(item.path for item in wanted)
+    request = json.dumps([item._asdict() for item in items])
+    names = ", ".join(item.path for item in items)
     try:
         done = subprocess.run(
-            command, input=asked, capture_output=True, text=True, check=False, timeout=CUSTOM_CODE_SECONDS
+            command, input=request, capture_output=True, text=True, check=False, timeout=CUSTOM_CODE_SECONDS
         )
     except subprocess.TimeoutExpired:
         raise UserError(
@@ -159,7 +160,7 @@ def check_custom_code(settings: Settings) -> None:
 
 
 def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
-    """The code of the user that settings name by import path, except rewards and sources of prompts."""
+    """Custom code that the settings name by import path, except rewards and prompt sources."""
     if isinstance(settings.objective, ImportedSettings):
         objective, reserved = settings.objective, tuple(ImportedLossSettings.model_fields)
         yield CustomCode(
@@ -180,7 +181,7 @@ def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
 
 
 def check_trackers(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Check that the trackers' packages are installed; returns a warning if a key seems to be missing."""
+    """Check that the trackers' packages are installed; returns a warning if an API key may be missing."""
     for place, tracker in enumerate(settings.trackers):
         package = PACKAGES.get(tracker.type)
         if package is not None and importlib.util.find_spec(package) is None:
@@ -229,7 +230,9 @@ def check_disk(settings: Settings, shape: ModelShape) -> list[str]:
 
 
 def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = None) -> int:
-    """Bytes of checkpoints and export. checkpoints: None for those kept and the one being written."""
+    """Bytes of checkpoints and exports. checkpoints: their number; None: those kept and the one being
+    written.
+    """
     numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
     item = ITEM_BYTES[settings.precision.dtype]
     one = numbers * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy

@@ -15,6 +15,11 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def boot_id() -> str:
+    """Identifies this machine since it was booted."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
 def _stat_fields(pid: int | str) -> list[str]:
     """Fields of /proc/PID/stat from the state on (the name before it may contain spaces); [] if it ended."""
     try:

@@ -31,7 +31,7 @@ from rpg_megatron.launcher.preflight import (
     check_packages,
 )
 from rpg_megatron.launcher.run_dir import CONFIG
-from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.models.registry import check_layout
 
 _SECTIONS = ("data", "reward", "engine", "precision")
@@ -226,7 +226,7 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
     if checkpoint is not None:
         raise UserError(
             f"MODEL: {path} is not a Hugging Face checkpoint, which engines need; convert it with\n"
-            f"  rpg-megatron convert megatron-to-hf --megatron {shown(checkpoint)} --out DIR\n"
+            f"  rpg-megatron convert megatron-to-hf --megatron {display_path(checkpoint)} --out DIR\n"
             "and evaluate DIR"
         )
     raise UserError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rpg_megatron.commands.plan.batch import BatchPlan
 from rpg_megatron.commands.plan.trainer_memory import Basis, RankMemory
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launcher.nodes import NodeAssignment, share_of
+from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
 
 NODE = 8
 """GPUs per node."""
@@ -54,7 +54,7 @@ def count_gpus(settings: Settings) -> Gpus:
     why = ""
     for count in range(-(-total // NODE), 2 * -(-total // NODE) + 1):
         try:
-            nodes = [_cards(share_of(settings, node, count), settings) for node in range(count)]
+            nodes = [_cards(assign_node(settings, node, count), settings) for node in range(count)]
         except UserError as e:
             why = why or str(e)
             continue
