@@ -1,4 +1,4 @@
-"""A judge as a reward: asks any OpenAI-compatible server (``/chat/completions``) for a score of a response.
+"""LLM judge as a reward: an OpenAI-compatible server (``/chat/completions``) scores responses.
 
 ``reward.type: rpg_megatron.rewards.judge:Judge``; it runs in a process of the async rewards (``async_pool``).
 """
@@ -19,16 +19,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = 4 * 1024**2
-"""Bytes of an answer that are read."""
-_LONGEST_WAIT = 30.0
-"""Seconds between two requests, at most."""
+_MAX_ANSWER_BYTES = 4 * 1024**2
+"""Size of the largest valid answer."""
+_MAX_WAIT_SECONDS = 30.0
+"""Longest wait before a retry."""
 _COUNTS = (
     *("requests", "failures", "skipped", "timeouts", "errors", "garbage", "unreadable"),
     *("tokens", "cost"),
 )
 _RETRIED = (408, 409, 425, 429)
-"""Statuses below 500 after which a request is made again."""
+"""Status codes below 500 after which a request is retried."""
 
 
 class JudgeSettings(BaseModel):
@@ -110,8 +110,8 @@ class _NoAnswer(Exception):
     """A request without a usable answer."""
 
     def __init__(self, count: str, detail: str, *, again: bool = True, wait: float = 0.0):
-        """count: the metric it adds to. again: whether another request may help. wait: seconds that the
-        server wants to be left alone.
+        """count: the metric that it adds to. again: whether a retry may help. wait: seconds that the server
+        asks to wait before a retry.
         """
         super().__init__(detail)
         self.count, self.again, self.wait = count, again, wait
@@ -121,9 +121,9 @@ class Judge:
     """Scores one response a call; a response without a score has no reward (``reward.failed``)."""
 
     def __init__(self, settings: JudgeSettings):
-        """Raises ValueError if the environment has no key or URL that the settings name."""
+        """Raises ValueError if an environment variable that the settings name is not set."""
         self._server = settings.url
-        """As the settings name it, for the log."""
+        """The URL as in the settings, for the log."""
         if settings.url.startswith("$"):
             url = _variable(settings.url[1:])
             settings = JudgeSettings.model_validate(settings.model_dump() | {"url": url})
@@ -132,16 +132,16 @@ class Judge:
         self._key = "" if settings.key_variable is None else _variable(settings.key_variable)
         self._http: aiohttp.ClientSession | None = None
         self._failures = 0
-        """Responses in a row without an answer."""
+        """Number of consecutive responses without an answer."""
         self._down_until = 0.0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     async def __call__(
         self, response: str, answer: str, prompt: str
     ) -> tuple[float | None, dict[str, float]]:
-        """The reward, None if there is no score, and counts: ``requests``, ``failures`` (responses without a
-        score, of which ``skipped`` while the judge was down), requests that ended in ``timeouts``, ``errors``
-        or ``garbage``, texts that are ``unreadable``, ``tokens`` and ``cost``.
+        """The reward (None if there is no score) and counts: ``requests``; ``failures``, responses without a
+        score; ``skipped``, those of them while the judge was down; ``timeouts``, ``errors`` and ``garbage``,
+        failed requests; ``unreadable``, answers without a score; ``tokens``; and ``cost``.
         """
         counts = dict.fromkeys(_COUNTS, 0.0)
         score = None
@@ -166,7 +166,7 @@ class Judge:
                 self._warn_once(str(e))
                 if not e.again or attempt == s.retries:
                     break
-                await asyncio.sleep(min(max(wait * random.uniform(0.5, 1.5), e.wait), _LONGEST_WAIT))
+                await asyncio.sleep(min(max(wait * random.uniform(0.5, 1.5), e.wait), _MAX_WAIT_SECONDS))
                 wait *= 2
                 continue
             self._failures = 0
@@ -187,12 +187,12 @@ class Judge:
 
     async def _ask(self, body: dict[str, Any], counts: dict[str, float]) -> str:
         """The judge's text. Raises _NoAnswer."""
-        if self._http is None:  # needs the event loop
+        if self._http is None:  # created here, because it needs the event loop
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             self._http = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
         limit = aiohttp.ClientTimeout(total=self._settings.timeout)
         try:
-            # No redirects: the key goes to the server that the settings name, and to no other.
+            # No redirects: the key must only be sent to the server that the settings name.
             async with self._http.post(
                 f"{self._settings.url}/chat/completions", json=body, timeout=limit, allow_redirects=False
             ) as answer:
@@ -236,19 +236,19 @@ class Judge:
         return score
 
     def _warn_once(self, problem: str) -> None:
-        """Log a kind of failure the first time: counts do not tell a wrong key from a server that is down."""
-        if problem not in self._told:
-            self._told.add(problem)
+        """Log each kind of failure once: counts do not distinguish a wrong key from a server that is down."""
+        if problem not in self._warned:
+            self._warned.add(problem)
             logger.warning("judge %s: %s (later ones are only counted)", self._server, problem)
 
 
 async def _read_all(content: aiohttp.StreamReader) -> bytes:
-    """Raises ValueError if there is more than ``_LARGEST``."""
+    """The whole content. Raises ValueError if it is larger than ``_MAX_ANSWER_BYTES``."""
     parts, size = [], 0
     async for part in content.iter_chunked(65536):
         parts.append(part)
         size += len(part)
-        if size > _LARGEST:
+        if size > _MAX_ANSWER_BYTES:
             raise ValueError
     return b"".join(parts)
 
