@@ -119,7 +119,7 @@ class Manifest:
         return list(self.tensors), np.array(sums, np.uint64), np.array(nbytes, np.uint64)
 
     def to_json(self) -> str:
-        """JSON for ``parse_manifest``, without ``place``, which the reader knows already."""
+        """JSON for ``parse_manifest``; without ``place``, which the reader already has."""
         tensors = {
             name: {
                 "dtype": t.dtype,

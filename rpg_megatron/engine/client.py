@@ -31,7 +31,7 @@ class EngineError(ExpectedError):
     """A request to an engine failed; the message names the engine."""
 
 
-class EngineGone(EngineError):
+class EngineUnavailable(EngineError):
     """The engine is dead, hung or broken: retry after a restart, or on another engine."""
 
 
@@ -49,7 +49,7 @@ class Sample:
     """Finish reason: "stop" (end of sequence), "length" (truncated at the limit), or "abort" (interrupted by
     a weight update)."""
     version: int | None = None
-    """Version of the weights that sampled the tokens, if the engine tells it."""
+    """Version of the weights that sampled the tokens, if the engine reports it."""
     routes: Routes = field(default_factory=lambda: NO_ROUTES)
     """The experts chosen for each token but the last, from ``routes_from`` on: uint8 or int16 [tokens, layers
     with experts, experts per token]. Empty if not requested.
@@ -136,9 +136,9 @@ class EngineClient:
         Log-probs are those of the distribution after top_k, top_p and min_p. stop: texts that end a response;
         its tokens include them. Response i uses seed + i, so a group may be split over several requests.
         temperature 0 is greedy. interruptible: a weight update may end responses early; their finish reason
-        is then "abort". routes_from: number of prompt tokens whose routes are not returned. Raises EngineGone
-        if the engine fails, has died, aborts the request, or exceeds the client's timeout; EngineError if it
-        refuses the request or its answer is invalid.
+        is then "abort". routes_from: number of prompt tokens whose routes are not returned. Raises
+        EngineUnavailable if the engine fails, has died, aborts the request, or exceeds the client's timeout;
+        EngineError if it refuses the request or its answer is invalid.
         """
         sampling: dict[str, Any] = {
             "n": n,
@@ -232,7 +232,9 @@ class EngineClient:
 
     def _check_finish_reason(self, finish: str, tokens: int, interruptible: bool) -> None:
         if finish not in ("stop", "length") and not (interruptible and finish == "abort"):
-            raise EngineGone(f"engine {self.index} ended a response with {finish!r} after {tokens} tokens")
+            raise EngineUnavailable(
+                f"engine {self.index} ended a response with {finish!r} after {tokens} tokens"
+            )
 
     def _logprobs(self, choice: _Choice) -> Floats:
         content = choice.logprobs.content if choice.logprobs else []
@@ -242,7 +244,7 @@ class EngineClient:
         return np.array([entry.logprob for entry in content], np.float32)
 
     async def post(self, path: str, json: Any | None = None, timeout: float | None = None) -> tuple[int, str]:
-        """POST to any route; returns (status, text). Raises EngineGone if there is no answer."""
+        """POST to any route; returns (status, text). Raises EngineUnavailable if there is no answer."""
         status, answer = await self._send("POST", path, json, self._timeout if timeout is None else timeout)
         return status, answer.decode(errors="replace")
 
@@ -283,7 +285,7 @@ class EngineClient:
     async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> bytes:
         status, answer = await self._send(method, path, body, timeout)
         if status != 200:
-            kind = EngineGone if status >= 500 else RouteMissing if status == 404 else EngineError
+            kind = EngineUnavailable if status >= 500 else RouteMissing if status == 404 else EngineError
             raise kind(f"engine {self.index} answered {path} with status {status}: {_message(answer)}")
         return answer
 
@@ -302,7 +304,7 @@ class EngineClient:
             problem = f"did not answer {path} within {timeout:.0f} s; see its log"
         except aiohttp.ClientError as e:
             problem = f"aborted {path} ({type(e).__name__}: {e}); see its log"
-        raise EngineGone(f"engine {self.index} {problem}")
+        raise EngineUnavailable(f"engine {self.index} {problem}")
 
     def _session(self) -> aiohttp.ClientSession:
         """The HTTP session, created with the first request because it needs the event loop."""

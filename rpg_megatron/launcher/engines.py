@@ -120,9 +120,9 @@ class Engines:
 
     def _unresponsive(self) -> Collection[int]:
         """Indices of engines that were up and do not answer."""
-        asked = [e for e in self._engines if e.index in self._healthy and e.alive()]
-        answers = call_all(asked, lambda e: e.healthy(_LONG_ANSWER_SECONDS))
-        return {engine.index for engine, well in zip(asked, answers, strict=True) if not well}
+        probed = [e for e in self._engines if e.index in self._healthy and e.alive()]
+        answers = call_all(probed, lambda e: e.healthy(_LONG_ANSWER_SECONDS))
+        return {engine.index for engine, ok in zip(probed, answers, strict=True) if not ok}
 
     def _restart(self, failed: dict[int, str]) -> None:
         """Restart engines, which append to their logs. failed: index -> reason. Raises RunFailed if the limit
@@ -172,13 +172,13 @@ class Engines:
         """Probe starting engines. Those that ended or took too long are restarted, or raise UserError."""
         starting = [e for e in self._engines if e.index not in self._healthy | self._deferred]
         since = {e.index: time.monotonic() - self._started[e.index] for e in starting}
-        asked = [e for e in starting if since[e.index] <= self._start_timeout and e.alive()]
-        answers = call_all(asked, lambda e: e.healthy(_ANSWER_SECONDS))
-        note_segments(e for e in asked if isinstance(e, EngineProcess))
-        up = [engine for engine, well in zip(asked, answers, strict=True) if well]
+        probed = [e for e in starting if since[e.index] <= self._start_timeout and e.alive()]
+        answers = call_all(probed, lambda e: e.healthy(_ANSWER_SECONDS))
+        note_segments(e for e in probed if isinstance(e, EngineProcess))
+        up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
         failed = {}
         for engine in starting:
-            if engine not in asked:
+            if engine not in probed:
                 if reason := self._failed_start(engine):
                     failed[engine.index] = reason
                 else:

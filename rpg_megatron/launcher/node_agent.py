@@ -250,9 +250,9 @@ class NodeAgent:
     def _probe(self) -> None:
         """Register the shared memory of engines that are up with the reaper."""
         self._probed = time.monotonic()
-        asked = [e for index, e in self._engines.items() if index not in self._healthy and e.alive()]
-        answers = call_all(asked, lambda engine: engine.healthy(_ANSWER_SECONDS))
-        note_segments(asked)
-        up = [engine for engine, well in zip(asked, answers, strict=True) if well]
+        probed = [e for index, e in self._engines.items() if index not in self._healthy and e.alive()]
+        answers = call_all(probed, lambda engine: engine.healthy(_ANSWER_SECONDS))
+        note_segments(probed)
+        up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
         self._healthy |= {engine.index for engine in up}
         self._supervisor.guard_shared_memory(up)

@@ -303,10 +303,10 @@ def _resolve(name: str | None) -> str | None:
 def _address_known_to_slurm(name: str) -> str | None:
     """The address in ``scontrol``: a node's name may be unknown to the name service."""
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             ["scontrol", "show", "node", name], capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"\bNodeAddr=(\S+)", told.stdout)
+    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
     return found[1] if found else None

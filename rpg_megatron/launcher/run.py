@@ -217,7 +217,7 @@ class RunLauncher:
         self._check_children()
 
     def discard(self) -> None:
-        """Remove the run's folder at the end; it holds nothing of further use."""
+        """Remove the run's folder at the end, because nothing in it is needed."""
         self._discard = True
 
     def explain(self, stop: Interrupted) -> None:

@@ -9,7 +9,7 @@ killed worker is cheap. The server reads a socket: each byte carries a file desc
 worker that serves it (``worker_process``).
 
 No process outlives the pool's, not even after kill -9: the server ends when its socket is closed or its
-parent has changed, and the kernel kills the workers when the server is gone.
+parent has changed, and the kernel kills the workers when the server has ended.
 """
 
 from __future__ import annotations

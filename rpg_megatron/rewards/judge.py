@@ -32,47 +32,47 @@ _RETRIED = (408, 409, 425, 429)
 
 
 class JudgeSettings(BaseModel):
-    """The server, the question, and what to do when there is no answer."""
+    """The judge's server, the question, and what to do without an answer."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     url: str
-    """Where the server's routes begin, such as http://host:8001/v1; or $NAME: an environment variable holds
-    it, which may differ when a run is resumed."""
+    """Base URL of the server, such as http://host:8001/v1; or $NAME, an environment variable with the URL,
+    which may differ when a run is resumed."""
     model: str
-    """Name of the model at the server."""
+    """Name of the model on the server."""
     question: str
-    """What the judge is asked; {prompt}, {response} and {answer} (the reference) are replaced."""
+    """The judge's prompt; {prompt}, {response} and {answer} (the reference) are replaced."""
     system: str | None = None
     """System message; null: none."""
     pattern: str = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match in the judge's text has the score as its first group."""
+    """Regular expression; the first group of its last match in the judge's text is the score."""
     lowest: float = 0.0
     """Score that becomes the reward 0."""
     highest: float = 10.0
-    """Score that becomes the reward 1. One outside of both is no score."""
+    """Score that becomes the reward 1. Scores below ``lowest`` or above ``highest`` are invalid."""
     max_tokens: int = Field(512, ge=1)
     """Maximum tokens of the judge's text."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of the judge; 0: greedy."""
     body: dict[str, Any] = {}
-    """More keys of the request, as the server knows them."""
+    """Further keys of the request, such as sampling parameters of the server."""
     key_variable: str | None = None
-    """Environment variable that holds the server's key; null: the server needs none."""
+    """Environment variable with the server's API key; null: the server needs none."""
     timeout: float = Field(60.0, gt=0)
     """Time limit for one request, in seconds."""
     retries: int = Field(3, ge=0)
-    """Further requests after one that timed out, failed, or had an answer that is no JSON of a chat."""
+    """Number of retries of a request that timed out, failed, or returned no chat completion."""
     backoff: float = Field(1.0, ge=0)
-    """Seconds before the first of these; twice as many before each next one, at most 30."""
+    """Seconds before the first retry; doubles before each further one, up to 30."""
     rest_after: int = Field(8, ge=1)
-    """After so many responses in a row without an answer the judge counts as down."""
+    """Number of consecutive responses without an answer after which the judge counts as down."""
     rest: float = Field(30.0, ge=0)
-    """Seconds for which a judge that is down is not asked: responses get the score of a failure at once."""
+    """Seconds for which a judge that is down gets no requests; responses then fail at once."""
     prompt_cost: float = Field(0.0, ge=0)
-    """Cost of a million tokens that the judge reads, for the metric."""
+    """Cost of a million prompt tokens, for the metric ``cost``."""
     output_cost: float = Field(0.0, ge=0)
-    """Cost of a million tokens that it writes."""
+    """Cost of a million completion tokens."""
 
     @field_validator("url")
     @classmethod

@@ -16,7 +16,7 @@ from typing import Any
 
 from rpg_megatron.rollout.engine_pool import EnginePool, Replica
 from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask, GroupWorker
-from rpg_megatron.rollout.remote_worker import WorkerGone
+from rpg_megatron.rollout.remote_worker import WorkerDied
 
 OVERSUBSCRIPTION = 1.25
 """Responses requested from an engine, relative to those that it decodes at once, so that it is never idle."""
@@ -99,7 +99,7 @@ class Dispatcher:
                     break
                 scores = await self._worker(state).score(task.ticket)
                 await self._back_up(state, scores)
-            except WorkerGone:
+            except WorkerDied:
                 continue
             state.busy = False
             return scores
@@ -110,7 +110,7 @@ class Dispatcher:
         while True:
             try:
                 return await self._worker(self._groups[task.ticket]).answers(task.ticket)
-            except WorkerGone:  # its successor generates the group again
+            except WorkerDied:  # its successor generates the group again
                 await asyncio.sleep(0.1)
 
     async def forget(self, tickets: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ class Dispatcher:
             if mine:
                 try:
                     await worker.drop(mine)
-                except WorkerGone:  # its groups are gone too
+                except WorkerDied:  # its groups are gone too
                     continue
 
     async def save(self, tickets: Sequence[int], name: Callable[[int], Path]) -> dict[int, Path]:
@@ -140,7 +140,7 @@ class Dispatcher:
                 try:
                     await self._workers[number].save([state.task.ticket for state in mine], name(number))
                     break
-                except WorkerGone:
+                except WorkerDied:
                     await asyncio.sleep(0.1)
             for state in mine:
                 state.file = name(number)
@@ -171,7 +171,7 @@ class Dispatcher:
         for worker in self._workers:
             try:
                 counts = await worker.counts()
-            except WorkerGone:
+            except WorkerDied:
                 continue
             total |= {key: total.get(key, 0.0) + value for key, value in counts.items()}
         return total
@@ -247,7 +247,7 @@ class Dispatcher:
                 self._pool.mark_failed(replica, incarnation, done.failure)
             elif done.resent:
                 self._pool.is_current(replica, incarnation)
-        except WorkerGone:
+        except WorkerDied:
             self._enqueue(state)
         except Exception as e:
             self._fail(state, e)
@@ -272,7 +272,7 @@ class Dispatcher:
         try:
             scores = await self._worker(state).score(state.task.ticket)
             await self._back_up(state, scores)
-        except WorkerGone:
+        except WorkerDied:
             self._enqueue(state)
         except Exception as e:
             self._fail(state, e)
@@ -293,7 +293,7 @@ class Dispatcher:
     async def _reload(self, states: Sequence[_GroupState], file: Path) -> None:
         try:
             await self._worker(states[0]).load([state.task.ticket for state in states], file)
-        except WorkerGone:  # its restart calls ``restore_worker`` again
+        except WorkerDied:  # its restart calls ``restore_worker`` again
             pass
         except Exception as e:
             self._fail(states[0], e)

@@ -22,7 +22,7 @@ _DEATHS = 3
 """A worker that dies this often without finishing a group ends the run."""
 
 
-class WorkerGone(RuntimeError):
+class WorkerDied(RuntimeError):
     """The worker died during a call; it is restarted, without its groups."""
 
 
@@ -143,7 +143,7 @@ class RemoteWorker:
             code = await ended
             hello.cancel()
             self._up.clear()
-            self._client.fail(WorkerGone(f"sampler worker {self.number} died"))
+            self._client.fail(WorkerDied(f"sampler worker {self.number} died"))
             self._client.close()
             self._deaths += 1
             logger.warning("sampler worker %d ended with code %d; restarting it", self.number, code)

@@ -24,7 +24,7 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.prompts import load_decoder
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.client import EngineClient, EngineError, EngineGone, Sample
+from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
 from rpg_megatron.rewards.reward import Response, Score, Scorer
@@ -125,7 +125,7 @@ class Worker:
                     # The last previous token is computed now, by the weights that sample the next one.
                     routes_from=len(task.prompt) + start - 1 if start else 0,
                 )
-            except EngineGone as e:
+            except EngineUnavailable as e:
                 failure = failure or str(e)
                 resent += 1
                 return

@@ -43,7 +43,7 @@ class ExpectedError(RuntimeError):
     """An error whose message is sufficient: a client gets it without a traceback."""
 
 
-class PeerGone(RuntimeError):
+class ConnectionLost(RuntimeError):
     """The server's process has ended or closed the connection."""
 
 
@@ -285,7 +285,7 @@ class Client:
     def call(self, method: str, returns: Any, *arguments: Any) -> Any:
         """Call a method of the server; returns its result, of type ``returns``.
 
-        Raises UserError and RuntimeError with the server's message, PeerGone if the server has died.
+        Raises UserError and RuntimeError with the server's message, ConnectionLost if the server has died.
         """
         self._number += 1
         number = self._number.to_bytes(8, "big")
@@ -310,7 +310,7 @@ class Client:
                 if got == number:
                     return _result(kind, value, returns)
             self._handle_events(0)
-        raise PeerGone(f"the {self._name} is gone (while waiting for {method}); see its log")
+        raise ConnectionLost(f"the {self._name} has ended (while waiting for {method}); see its log")
 
     def close(self) -> None:
         """Disconnect."""

@@ -161,7 +161,7 @@ def test_stale_versions_and_foreign_folders_are_refused(rig, tmp_path):
         rig.engine.sync(21)
     shutil.copytree(rig.engine.bridge, tmp_path / "copy")
     manifest = read_manifest(tmp_path / "copy" / "manifest.json")
-    with pytest.raises(CheckFailed, match="lies outside"):
+    with pytest.raises(CheckFailed, match="is outside"):
         rig.engine.sync(20, manifest)
     assert rig.error(6) < TOLERANCE
 

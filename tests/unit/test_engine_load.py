@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rpg_megatron.config.rollout import EngineSettings
-from rpg_megatron.engine.client import EngineGone
+from rpg_megatron.engine.client import EngineUnavailable
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING, read_metrics
 from rpg_megatron.rollout.engine_load import EngineLoad, EngineTimeline
 from rpg_megatron.rollout.engine_pool import EnginePool
@@ -51,7 +51,7 @@ class Engine:
     async def metrics(self, timeout: float) -> dict[str, float]:
         if not self.samples:
             self.refused += 1
-            raise EngineGone("no answer")
+            raise EngineUnavailable("no answer")
         return self.samples.pop(0)
 
 

@@ -26,7 +26,7 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.rollout import OwnDynamicSamplingSettings
 from rpg_megatron.data.prompts import decoder_of
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.client import EngineError, EngineGone, Sample
+from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.restarts import begin_incarnation, incarnation_of
 from rpg_megatron.rollout import engine_pool
 from rpg_megatron.rollout.engine_pool import EnginePool
@@ -78,7 +78,7 @@ class Engine:
             while not finish:
                 await asyncio.sleep(0.0005 * self.rng.random())
                 if not self.up:
-                    raise EngineGone(f"engine {self.index} is gone")
+                    raise EngineUnavailable(f"engine {self.index} is gone")
                 if self.closed:
                     finish = "abort"
                     break

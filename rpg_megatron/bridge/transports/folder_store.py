@@ -29,7 +29,7 @@ class FolderStore:
         self._folder = folder
 
     def set(self, key: str, value: str) -> None:
-        """Set a key. Raises RuntimeError, as torch's stores do, if the folder is gone."""
+        """Set a key. Raises RuntimeError, as torch's stores do, if the folder was removed."""
         try:
             atomic_write_text(self._path(key), value)
         except OSError as e:
@@ -47,7 +47,7 @@ class FolderStore:
             raise RuntimeError(f"{self._folder}: {e.strerror or e}") from None
 
     def queue_push(self, key: str, value: str) -> None:
-        """Append to a queue; safe with several writers. Raises RuntimeError if the folder is gone."""
+        """Append to a queue; safe with several writers. Raises RuntimeError if the folder was removed."""
         queue = self._path(key)
         name = f"{time.monotonic_ns():020d}-{secrets.token_hex(4)}"  # in the order of this writer's messages
         try:
@@ -70,7 +70,7 @@ class FolderStore:
     def queue_pop(self, key: str) -> bytes:
         """Remove and return the first message of a queue; waits for one. For one reader.
 
-        Raises RuntimeError if the folder is gone.
+        Raises RuntimeError if the folder was removed.
         """
         began = time.monotonic()
         while not (messages := self._messages(key)):

@@ -67,7 +67,7 @@ class Reader(Protocol):
         ...
 
     def whole(self, name: str) -> torch.Tensor:
-        """A full HF tensor, as a copy of its own."""
+        """A full HF tensor, as a copy."""
         ...
 
     def end(self) -> ReadSums:
@@ -138,7 +138,7 @@ class ShardReader:
         path = self.root / str(place.get("manifest", ""))  # an absolute path replaces the root
         real = path.resolve()
         if not real.is_relative_to(self.root):
-            raise ShardError(f"{path}: lies outside {self.root}, the engine's RPG_BRIDGE_DIR")
+            raise ShardError(f"{path}: is outside {self.root}, the engine's RPG_BRIDGE_DIR")
         try:
             manifest = parse_manifest(real.read_text(encoding="utf-8"), place)
         except (OSError, ValueError) as e:
@@ -223,7 +223,7 @@ class ShardReader:
                 yield self._view(name, box, common), common
 
     def whole(self, name: str) -> torch.Tensor:
-        """A full HF tensor, as a copy of its own."""
+        """A full HF tensor, as a copy."""
         tensor = self._opened().tensors[name]
         device = self._files[0].device
         out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)

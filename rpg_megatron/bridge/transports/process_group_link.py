@@ -96,7 +96,7 @@ class Rendezvous:
         return cls(place, store)
 
     def send_request(self, inbox: str, request: dict[str, Any]) -> None:
-        """Queue a signed request. Raises RuntimeError if the store is gone."""
+        """Queue a signed request. Raises RuntimeError if the store has closed."""
         body = json.dumps(request)
         self.store.queue_push(inbox, json.dumps([body, self._sign(inbox, body)]))
 
@@ -110,7 +110,7 @@ class Rendezvous:
     def wait_request(self, inbox: str) -> dict[str, Any]:
         """Wait for the next request, without a time limit; blocks this connection.
 
-        Raises RuntimeError if the store is gone.
+        Raises RuntimeError if the store has closed.
         """
         self.store.set_timeout(_UNLIMITED)
         while (request := self._verified(inbox, self.store.queue_pop(inbox))) is None:

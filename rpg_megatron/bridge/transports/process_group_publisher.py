@@ -144,7 +144,7 @@ class GroupPublisher:
             try:
                 self._rendezvous.send_request(inbox(self._listening, self.coordinates.rank), {"kind": "stop"})
             except RuntimeError:
-                self._threads.pop(0)  # the store is gone, so there are no more requests
+                self._threads.pop(0)  # the store has closed, so there are no more requests
         self._listening = None
         while self._threads:
             self._threads.pop().join()

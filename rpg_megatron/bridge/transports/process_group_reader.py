@@ -151,7 +151,7 @@ class GroupReader:
             yield values, part.box
 
     def whole(self, name: str) -> torch.Tensor:
-        """A full HF tensor, as a copy of its own."""
+        """A full HF tensor, as a copy."""
         tensor = self._opened().tensors[name]
         out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=self._device)
         for part, box in self.cut(name, Box.whole(tensor.shape)):

@@ -182,7 +182,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         self.unsettled = False
 
     def abort(self) -> None:
-        """Restore every module's own tensors, in whatever state an update was interrupted. Never raises."""
+        """Restore every module's own tensors, wherever an update was interrupted. Never raises."""
         self._checked = None
         for reader in self._readers.values():
             try:

@@ -160,7 +160,7 @@ def load_published(
 
 
 def restore_layers(model: torch.nn.Module) -> None:
-    """Restore every module's own tensors, in whatever state a recording or an update was interrupted."""
+    """Restore every module's own tensors, wherever a recording or an update was interrupted."""
     for module in model.modules():
         info = get_layerwise_info(module)
         if info.kernel_tensors is not None:

@@ -77,13 +77,13 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
 
     try:
         # Nobody restarts an engine here: graded responses are on disk, and rerunning the command resumes.
-        fleet = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
-        dispatcher = Dispatcher(fleet, [worker], settings.engine.max_sequences)
+        pool = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
+        dispatcher = Dispatcher(pool, [worker], settings.engine.max_sequences)
         heldout = HeldOut(settings, dispatcher, prompts)
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             events.phase(PHASE, len(finished), total)
-            fleet.require_version(None)  # engines serve the weights they were started with
+            pool.require_version(None)  # engines serve the weights they were started with
             await heldout.evaluate(keep, skip=frozenset(finished))
     finally:
         worker.close()
