@@ -209,8 +209,8 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
     carried = carried_files(checkpoint)
     if missing := [file for file in sorted(carried) if not file.is_file()]:
         raise UserError(
-            f"--from {source}: {display_path(checkpoint)} needs {display_path(missing[0])} (groups that its step "
-            "carried over), which is missing; copy it too, or choose another checkpoint"
+            f"--from {source}: {display_path(checkpoint)} needs {display_path(missing[0])} (groups that its "
+            "step carried over), which is missing; copy it too, or choose another checkpoint"
         )
     run = _create(settings, origin=str(checkpoint))
     for file in carried:

@@ -227,7 +227,7 @@ def test_an_error_of_the_users_code_names_the_setting_and_the_line() -> None:
     assert line('rewards["a"]') + "IndexError: " in str(error.value)
     keys = "rollout.dynamic={type: 'own_module_of_test:varied', least: 0}"
     with pytest.raises(UserError) as error:
-        keeps(make(keys).rollout, GroupScores([], [], [], [], {}))
+        passes_filter(make(keys).rollout, GroupScores([], [], [], [], {}))
     assert str(error.value).startswith("rollout.dynamic.type: own_module_of_test:varied fails at ")
     assert line("max(scores") + "ValueError: " in str(error.value)
 
