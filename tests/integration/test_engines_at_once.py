@@ -109,7 +109,7 @@ def node(settings: Settings, folder: Path, engines: list[EngineProcess]) -> Node
 def test_64_engines_are_probed_and_put_to_sleep_at_once(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place, name in ((module, "_ANSWER"), (module, "_PATIENT"), (node_agent, "_ANSWER")):
+    for place, name in ((module, "_ANSWER"), (module, "_LONG_ANSWER"), (node_agent, "_ANSWER")):
         monkeypatch.setattr(place, f"{name}_SECONDS", 60.0)  # room for a busy machine
     monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
     processes = build(Listening, settings, tmp_path, 64)
