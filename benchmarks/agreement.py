@@ -17,7 +17,8 @@ from typing import NamedTuple
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.rewards import Grader
-from rpg_megatron.rewards.normalize import as_number, normalise
+from rpg_megatron.rewards.normalize import normalise
+from rpg_megatron.rewards.quantity import as_number
 
 PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
 BEGIN, END = "<!-- table: benchmarks/agreement.py -->", "<!-- end of table -->"

@@ -30,8 +30,8 @@ import msgspec
 import numpy as np
 
 from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file, write_rollouts
-from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from rpg_megatron.config import Settings, load_settings
-from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.engine.process import EngineProcess, engine_socket
 
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from rpg_megatron.bridge.manifest import Manifest, PublishedBox, PublishedTensor, Shard
-from rpg_megatron.bridge.vllm.sync_route import SYNC, StepsDone, add_up
+from rpg_megatron.bridge.vllm.sync_route import SYNC, StepsDone, sum_acks
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.engine.client import EngineClient
@@ -118,7 +118,7 @@ async def measure(folder: Path, a: argparse.Namespace) -> None:
     for version in range(a.repeat + 1):
         cpu.append(-time.process_time())
         wall.append(-time.monotonic())
-        result = await pool.sync(manifest, version, again=False)
+        result = await pool.sync(manifest, version, resync=False)
         cpu[-1] += time.process_time()
         wall[-1] += time.monotonic()
         assert len(result.reports) == a.engines, result.refused
@@ -164,7 +164,7 @@ async def serve(folder: Path, engines: int, workers: int) -> None:
             {step: 0.1 for step in steps}, [{"rank": r, "unsettled": False} for r in range(workers)]
         )
         if steps[0] in ("check", "apply"):
-            done = StepsDone({steps[0]: 0.1}, totals=add_up(acks(steps[0])))
+            done = StepsDone({steps[0]: 0.1}, totals=sum_acks(acks(steps[0])))
         return msgspec.json.encode(done)
 
     answers: dict[str, bytes] = {}

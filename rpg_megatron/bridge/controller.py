@@ -33,7 +33,7 @@ Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 
 _STEPS_DONE = msgspec.json.Decoder(StepsDone)
 _PHASES = {"abort": "start", "reset": "resume", "interrupt": "pause"}
-"""Steps that a report counts to another one."""
+"""Steps whose time a report adds to another phase."""
 
 
 class SyncError(Exception):
@@ -67,7 +67,7 @@ class SyncReport:
     """Wall time by phase: pause, start, check, apply, finish, resume; also wake and wake KV cache.
     """
     workers: tuple[dict[str, Any], ...] = ()
-    """Each worker's acknowledgement of *apply*, without checksums."""
+    """Each worker's acknowledgement of *apply*, without its checksums."""
 
     @property
     def total_seconds(self) -> float:
@@ -88,9 +88,9 @@ async def sync_engine(
     """Move one engine to a published version and let it serve again.
 
     engine_tensor: number of the engine's workers. timeout: seconds for each call. asleep: the engine may be
-    asleep and have no weights: memory for them is allocated first, the KV cache after they are loaded, and
-    nothing is served before. interrupt: end running requests, which return the tokens that they have;
-    otherwise there must be none. Published weights must not change until this returns.
+    asleep without weights: memory for them is allocated first, and the KV cache after they are loaded; until
+    then nothing is served. interrupt: end running requests, which return the tokens that they have; otherwise
+    there must be none. Published weights must not change until this returns.
     Raises CheckFailed (names tensor, rank and file; the engine keeps its old weights), ApplyFailed or
     EngineLost (restart the engine). Run one sync of an engine at a time. If this is cancelled, the engine
     stays paused until the next sync.
@@ -108,7 +108,7 @@ async def sync_engine(
     pause = "interrupt" if interrupt else "pause"
     try:
         started = await call.run([*(["wake"] if asleep else []), pause, "abort", "start"], report)
-        # A controller that died during a sync has left it open, and workers raise on a second start.
+        # A controller that died during a sync left it open, and workers raise on a second start.
         unsettled = any(a.get("unsettled") for a in started.aborted)
     except _CallFailed as e:
         raise EngineLost(f"engine cannot start a weight update: {e}") from None
@@ -116,7 +116,7 @@ async def sync_engine(
     problem: str | None = None
     try:
         checked, totals = await _run_phase(call, "check", info, engine_tensor, report)
-        problem = _failures(checked) or await _verdict(call, manifest, totals)
+        problem = _failures(checked) or await _find_mismatch(call, manifest, totals)
     except _CallFailed as e:
         problem = str(e)
     if problem is not None:
@@ -136,7 +136,7 @@ async def sync_engine(
 
     try:
         done, totals = await _run_phase(call, "apply", info, engine_tensor, report)
-        if wrong := _failures(done) or await _verdict(call, manifest, totals):
+        if wrong := _failures(done) or await _find_mismatch(call, manifest, totals):
             raise _CallFailed(wrong)
         if silent := [
             a["rank"] for a, b in zip(checked, done, strict=True) if not (a["summed"] or b["summed"])
@@ -153,9 +153,7 @@ async def sync_engine(
 
 
 def compare_totals(manifest: Manifest, totals: Totals) -> bool:
-    """Whether an engine's workers together read what was published; the rule is that of
-    ``compare_checksums``.
-    """
+    """Whether an engine's workers together read the published weights; see ``compare_checksums``."""
     names, published, whole = manifest.totals
     sums, nbytes = np.frombuffer(totals.sums, np.uint64), np.frombuffer(totals.nbytes, np.uint64)
     if totals.names != names:
@@ -211,7 +209,7 @@ class _Caller:
     async def run(
         self, steps: Sequence[str], report: SyncReport, info: dict[str, Any] | None = None
     ) -> StepsDone:
-        """Run steps in the engine and add their wall time to the report, that of the call to the first."""
+        """Run steps in the engine and add their wall time to the report; the first one includes overhead."""
         began = time.perf_counter()
         try:
             done = _STEPS_DONE.decode(await self(SYNC, {"steps": steps, "update_info": info or {}}))
@@ -261,28 +259,28 @@ def _failures(acks: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"worker rank {a['rank']}: {a.get('error')}" for a in acks if not a.get("ok"))
 
 
-async def _verdict(call: _Caller, manifest: Manifest, totals: Totals) -> str | None:
-    """How the weights that the workers read differ from the published ones, or None.
+async def _find_mismatch(call: _Caller, manifest: Manifest, totals: Totals) -> str | None:
+    """How the weights that the workers read differ from the published ones; None if they do not.
 
-    Only if they differ, the workers' own checksums are asked for.
+    The workers' individual checksums are requested only if they differ.
     """
     if not totals.names or compare_totals(manifest, totals):
         return None
     acks = _results(await call("/collective_rpc", {"method": "rpg_ack"}))
     wrong = compare_checksums(manifest, acks)
-    return await _describe(manifest, wrong, acks) or "the engine added up the workers' checksums wrongly"
+    return await _describe(manifest, wrong, acks) or "the engine summed the workers' checksums incorrectly"
 
 
 async def _describe(manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]) -> str:
     named = []
     for name, why in list(wrong.items())[:5]:
-        named.append(f"{name}: {why}{await asyncio.to_thread(_blame, manifest, name, acks)}")
+        named.append(f"{name}: {why}{await asyncio.to_thread(_locate_damage, manifest, name, acks)}")
     more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
     return "; ".join(named) + more
 
 
-def _blame(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:
-    """Where a tensor is damaged: the file, found by reading it again, or the trainer ranks read."""
+def _locate_damage(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:
+    """Where a tensor is damaged: the file, found by rereading it, or the trainer ranks that were read."""
     if manifest.transport != "shared_memory":  # a GPU's memory cannot be read from this process
         read = {rank for a in acks for rank in a.get("ranks_read", {}).get(name, ())}
         return f" (from trainer ranks {', '.join(map(str, sorted(read)))})"

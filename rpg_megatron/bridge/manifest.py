@@ -1,7 +1,7 @@
 """The manifest of published weights: which trainer rank holds which box of which HF tensor. No torch.
 
 It is JSON: a file next to the weight files where memory is shared, otherwise a value in the trainers'
-key-value store. Files are named without a folder: the reader decides where it looks.
+key-value store. File names have no folder: the reader decides where to look for them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file or memory allocation of a trainer rank; with ``process_group``, everything that it sends."""
+    """A file or memory allocation of a trainer rank; with ``process_group``, all weights that it sends."""
 
     rank: int
     """Trainer rank that holds it."""
@@ -55,7 +55,7 @@ class Shard:
     """Only ``cuda_ipc``: copies on GPUs, the rank's own and those of the other replicas on its node, by rank.
     """
     replicas: tuple[tuple[int, str], ...] = ()
-    """Only ``process_group``: the ranks that hold the same parameters, itself included, by rank; each with
+    """Only ``process_group``: the ranks that hold the same parameters, itself included, ascending; each with
     its ``node_name`` if engines are colocated, else "".
     """
 
@@ -106,7 +106,7 @@ class Manifest:
     transport: str
     """``shared_memory``, ``cuda_ipc`` or ``process_group``."""
     place: dict[str, Any]
-    """What a reader needs to find the weights; depends on the transport."""
+    """What a reader needs to locate the weights; depends on the transport."""
     version: int
     shards: tuple[Shard, ...]
     tensors: dict[str, PublishedTensor]
@@ -119,7 +119,7 @@ class Manifest:
         return list(self.tensors), np.array(sums, np.uint64), np.array(nbytes, np.uint64)
 
     def to_json(self) -> str:
-        """JSON for ``parse_manifest``, without ``place``, which the reader knows already."""
+        """JSON for ``parse_manifest``; without ``place``, which the reader already has."""
         tensors = {
             name: {
                 "dtype": t.dtype,

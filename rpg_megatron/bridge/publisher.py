@@ -31,8 +31,8 @@ from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.dtypes import dtype_name
 from rpg_megatron.system.files import atomic_write_text
 
-Sums = dict[tuple[str, int], int]
-"""Checksums of one rank's slices, by (HF tensor name, index in ``PublishPlan.owners`` of that tensor)."""
+SliceSums = dict[tuple[str, int], int]
+"""Checksums of one rank's slices: (HF tensor name, index in ``PublishPlan.owners`` of that tensor) -> sum."""
 
 
 class Publisher(Protocol):
@@ -43,7 +43,7 @@ class Publisher(Protocol):
         ...
 
     def retract(self) -> None:
-        """Stop that: from here on the weights may change."""
+        """Stop publishing: from here on the weights may change."""
         ...
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Publisher(Protocol):
 
 @contextmanager
 def published(publisher: Publisher, version: int) -> Iterator[Manifest | None]:
-    """Publish during a block, in which the weights must not change; yields the manifest on rank 0."""
+    """Publish within the block, in which the weights must not change; yields the manifest on rank 0."""
     manifest = publisher.publish(version)
     try:
         yield manifest
@@ -95,7 +95,7 @@ class PublishPlan:
 
     def sum_boxes(
         self, params: Mapping[str, torch.Tensor], dtype: torch.dtype, *, shared: bool = False
-    ) -> Sums:
+    ) -> SliceSums:
         """Checksums of this rank's slices after a cast to ``dtype``; ``shared``: also of those in
         ``self.shared``.
         """
@@ -117,7 +117,7 @@ class PublishPlan:
 def make_publish_plan(
     coordinates: RankCoordinates, params: Mapping[str, torch.Tensor], mapping: ModelMapping, node: str = ""
 ) -> PublishPlan:
-    """Tell all ranks which parameters this one holds, and choose who sends what. Collective over all ranks.
+    """Agree with all ranks on which one sends which slice. Collective over all ranks.
 
     params: parameters by Megatron name, layers numbered through the whole model. node: ranks that pass the
     same string share a plan, so that the engines of a node read from ranks of that node.
@@ -145,7 +145,7 @@ def make_publish_plan(
 def _shared_slices(
     mapping: ModelMapping, owners: Mapping[str, Sequence[SliceOwner]], holders: Sequence[RankShards]
 ) -> dict[tuple[str, int], tuple[SliceOwner, ...]]:
-    """``PublishPlan.shared``. holders: one of the ranks that hold the same parameters each."""
+    """``PublishPlan.shared``. holders: one rank of each set of ranks that hold the same parameters."""
     index = {(name, s.piece.hf): (i, s.rank) for name, found in owners.items() for i, s in enumerate(found)}
     sending = {rank for _, rank in index.values()}
     shared: dict[tuple[str, int], tuple[SliceOwner, ...]] = {}
@@ -171,15 +171,15 @@ def build_manifest(
     dtype: torch.dtype,
     shards: tuple[Shard, ...],
     where: Mapping[tuple[int, str], tuple[int, int]],
-    sums: Mapping[int, Sums],
+    sums: Mapping[int, SliceSums],
     shared: Mapping[tuple[str, int], tuple[int, ...]] | None = None,
-    **found_by: Any,
+    **header: Any,
 ) -> Manifest:
     """The manifest of one published version.
 
     where: (rank, Megatron name) -> (index into ``shards``, byte offset of the parameter in that shard).
     sums: rank -> its ``sum_boxes``. shared: (HF tensor name, index of the slice) -> indices into ``shards``
-    of others that hold the slice. found_by: the manifest's ``transport``, ``place`` and ``version``.
+    of others that hold the slice. header: the manifest's ``transport``, ``place`` and ``version``.
     """
     tensors = {
         name: PublishedTensor(
@@ -199,7 +199,7 @@ def build_manifest(
         )
         for name, shape in mapping.hf_tensors().items()
     }
-    return Manifest(shards=shards, tensors=tensors, **found_by)
+    return Manifest(shards=shards, tensors=tensors, **header)
 
 
 def write_manifest(
@@ -209,7 +209,7 @@ def write_manifest(
     dtype: torch.dtype,
     shards: tuple[Shard, ...],
     where: Mapping[tuple[int, str], tuple[int, int]],
-    sums: Mapping[int, Sums],
+    sums: Mapping[int, SliceSums],
     *,
     transport: str,
     version: int,

@@ -6,6 +6,10 @@ from pydantic import Field
 
 from rpg_megatron.config.base import Section
 
+TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
+"""Environment variable with the run's bearer token; never on a command line, which other users can read."""
+BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
+"""Environment variable of engines with the folder in which the trainers publish weights."""
 RENDEZVOUS_VARIABLE = "RPG_RENDEZVOUS"
 """Set for trainer ranks on a single node: the file in which they find each other."""
 ADDRESS_VARIABLE = "RPG_NODE_ADDRESS"

@@ -1,4 +1,4 @@
-"""What rank 0 knows of a step's trajectories: place, lengths and reward of each, without its tokens."""
+"""Index of a step's trajectories for rank 0: location, lengths and reward of each, without its tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class BatchIndex:
     """One entry per trajectory, [N], in batch order: by group, then by sample."""
 
     worker: NDArray[np.int64]
-    """Where the trajectory is: number of the sampler worker that holds its group."""
+    """Number of the sampler worker that holds the trajectory."""
     ticket: NDArray[np.int64]
-    """Number of the group in the run, unlike ``group`` that in the step."""
+    """Number of the group in the run."""
     group: NDArray[np.int64]
     """Number of the group in the step, from 0."""
     sample: NDArray[np.int64]
@@ -40,19 +40,19 @@ class BatchIndex:
 
 
 class TrajectorySource(Protocol):
-    """Gives trajectories by their place in a ``BatchIndex``."""
+    """Returns trajectories by their location in a ``BatchIndex``."""
 
     def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
-        """The trajectories with these numbers, in this order; the three lists have one length.
+        """The trajectories with these numbers, in this order; the three lists have the same length.
 
         ``group`` and ``advantage`` are not set, ``old`` and ``anchor`` are empty. A trajectory may be fetched
-        again until the next rollout.
+        several times until the next rollout.
         """
         ...
 
 
 def index_of(trajectories: Iterable[Trajectory]) -> BatchIndex:
-    """The index of trajectories that are at hand: worker 0, and the group as ticket."""
+    """The index of local trajectories: the worker is 0, and the ticket is the group."""
     rows = [(t.group, t.sample, len(t.prompt), len(t.response), t.reward) for t in trajectories]
     group, sample, prompt, response, reward = zip(*rows, strict=True) if rows else [()] * 5
     return BatchIndex(

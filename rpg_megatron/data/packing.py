@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 Plan = list[list[list[list[int]]]]
 """[data rank][mini-batch][micro-batch] -> indices of trajectories, ascending."""
 
-_Priced = tuple[float, list[int]]
+_WithCost = tuple[float, list[int]]
 """Cost of a micro-batch, and its trajectories."""
 
 _BALANCED = 1.01
@@ -27,11 +27,11 @@ def plan_batches(
 ) -> Plan:
     """Assign every trajectory to one data rank, mini-batch and micro-batch.
 
-    ``lengths`` (tokens) are in the order of the step's prompts; mini-batches are consecutive equal slices of
-    it. Each is packed into micro-batches of ``budget`` tokens by first-fit-decreasing, including the padding
-    for ``context`` ranks; a trajectory longer than the budget gets a micro-batch of its own. All data ranks
-    get the same number of micro-batches, so that their collectives match: the costliest micro-batches are
-    split in two until there are enough; if none can be split, some ranks get empty ones.
+    ``lengths`` (tokens) are in the order of the step's prompts; mini-batches are consecutive slices of equal
+    size. Each is packed into micro-batches of ``budget`` tokens by first-fit-decreasing, including the
+    padding for ``context`` ranks; a trajectory longer than the budget gets a micro-batch of its own. All data
+    ranks get the same number of micro-batches, so that their collectives match: the costliest micro-batches
+    are split in two until there are enough. If none can be split, some ranks get empty ones.
 
     The cost of a sequence of n tokens is n + n^2 / ``attention_length``. The ranks' costs are balanced per
     micro-batch and in total; costly micro-batches come first.
@@ -40,7 +40,7 @@ def plan_batches(
     if len(lengths) % minibatches:
         raise ValueError(f"{len(lengths)} trajectories do not divide into {minibatches} mini-batches")
     size = len(lengths) // minibatches
-    padded = [fill_length(n, context) for n in lengths]
+    padded = [padded_length(n, context) for n in lengths]
     costs = [n + n * n / attention_length for n in lengths]
     plan: Plan = [[] for _ in range(data)]
     for m in range(minibatches):
@@ -52,11 +52,11 @@ def plan_batches(
 
 
 def pack_rows(lengths: Sequence[int], budget: int, context: int = 1) -> list[list[int]]:
-    """Indices of sequences, packed into rows of ``budget`` tokens by first-fit-decreasing."""
-    return _pack(range(len(lengths)), [fill_length(n, context) for n in lengths], budget)
+    """Pack sequences into rows of ``budget`` tokens by first-fit-decreasing; returns indices per row."""
+    return _pack(range(len(lengths)), [padded_length(n, context) for n in lengths], budget)
 
 
-def fill_length(length: int, context: int) -> int:
+def padded_length(length: int, context: int) -> int:
     """Length of a sequence, padded to a multiple of ``sequence_multiple(context)``."""
     multiple = sequence_multiple(context)
     return -(-length // multiple) * multiple
@@ -70,25 +70,25 @@ def sequence_multiple(context: int) -> int:
 def _pack(indices: Iterable[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
     """First-fit-decreasing bin packing.
 
-    A binary tree with the bins as leaves holds the largest room below each node, so that the first bin with
-    enough room is found without looking at all of them. Empty bins are leaves too, with room ``budget``.
+    Each node of a binary tree, whose leaves are the bins, has the largest free space below it. So the first
+    bin with enough space is found without scanning all bins. Empty bins are leaves with space ``budget``.
     """
     items = sorted(indices, key=lambda i: (-lengths[i], i))
     leaves = 1 << len(items).bit_length()
-    room = [budget] * (2 * leaves)  # node n has the children 2n and 2n + 1
+    space = [budget] * (2 * leaves)  # node n has the children 2n and 2n + 1
     bins: list[list[int]] = []
     for i in items:
         length = lengths[i]
         node = 1 if length <= budget else leaves + len(bins)
         while node < leaves:
             node *= 2
-            node += room[node] < length
+            node += space[node] < length
         if node - leaves == len(bins):
             bins.append([])
         bins[node - leaves].append(i)
-        room[node] -= length
-        while (node := node // 2) and room[node] != (most := max(room[2 * node], room[2 * node + 1])):
-            room[node] = most
+        space[node] -= length
+        while (node := node // 2) and space[node] != (larger := max(space[2 * node], space[2 * node + 1])):
+            space[node] = larger
     return bins
 
 
@@ -97,7 +97,7 @@ def _split_to_multiple(micro_batches: list[list[int]], costs: Sequence[float], d
     if len(micro_batches) % data == 0:
         return
     kept = dict(enumerate(micro_batches))
-    # The costliest first; of equal ones, the first in the list. Halves are put at its end.
+    # The costliest first; if several are equal, the first in the list. Halves are appended to it.
     divisible = [(-_cost(micro, costs), n) for n, micro in kept.items() if len(micro) > 1]
     heapq.heapify(divisible)
     last = len(kept)
@@ -122,11 +122,11 @@ def _split_to_multiple(micro_batches: list[list[int]], costs: Sequence[float], d
 
 
 def _distribute(micro_batches: list[list[int]], costs: Sequence[float], data: int) -> list[list[list[int]]]:
-    """The same number of micro-batches for each rank, of similar cost at each index, then swapped until the
-    ranks' total costs are balanced.
+    """Give each rank the same number of micro-batches, of similar cost at each index; then swap some until
+    the ranks' total costs are balanced.
     """
     ordered = sorted((-_cost(micro, costs), micro) for micro in micro_batches)
-    shares: list[list[_Priced]] = [[] for _ in range(data)]
+    shares: list[list[_WithCost]] = [[] for _ in range(data)]
     load = [0.0] * data
     for start in range(0, len(ordered), data):
         least_loaded_first = sorted(range(data), key=lambda rank: (load[rank], rank))
@@ -138,7 +138,7 @@ def _distribute(micro_batches: list[list[int]], costs: Sequence[float], data: in
     return [[micro for _, micro in sorted(share, key=lambda p: (-p[0], p[1]))] for share in shares]
 
 
-def _exchange(shares: list[list[_Priced]], load: list[float]) -> bool:
+def _exchange(shares: list[list[_WithCost]], load: list[float]) -> bool:
     """Swap a micro-batch of the costliest rank with one of another rank, in place, if the larger of the two
     ranks' costs decreases. Returns whether a swap was made.
 

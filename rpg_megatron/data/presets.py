@@ -35,7 +35,7 @@ class Preset:
     listed: bool = False
     """The answer is the only item of a list."""
     repeated: bool = False
-    """Some copies contain each problem many times; use it once."""
+    """Some copies contain each problem several times; use it once."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -68,9 +68,9 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str, key: str = "data") -> Preset:
-    """The preset of a name. key: where its source is in the config, for messages.
+    """The preset of this name. key: of its source in the settings, for messages.
 
-    Raises UserError with the closest match for an unknown one.
+    Raises UserError with the closest match for an unknown name.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)

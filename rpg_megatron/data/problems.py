@@ -13,7 +13,7 @@ from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.data.boxed import last_box
 from rpg_megatron.data.presets import Preset, find_preset
-from rpg_megatron.data.rows import kind_of, origin, read_rows
+from rpg_megatron.data.rows import read_rows, source_name, type_name
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class Problem(NamedTuple):
     """One row of a data set, not yet tokenized."""
 
     id: int
-    """Its row, from 0; in a mixture, plus the rows of the sources before it."""
+    """Index of its row; in a mixture, plus the number of rows of all earlier sources."""
     prompt: str | tuple[Message, ...]
-    """The problem as in the data, without the template: text or a chat."""
+    """The problem as in the data, before the template is applied: text or a chat."""
     answer: str
     """The reference answer."""
     source: int
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
     where: str
     """File and row, for messages."""
     row: dict[str, Any] | None = None
-    """All columns, if they are kept."""
+    """All columns, if ``rows`` was set."""
 
     @property
     def text(self) -> str:
@@ -50,13 +50,13 @@ class Problem(NamedTuple):
 
 
 def read_problems(settings: DataSettings, key: str = "data", *, rows: bool = False) -> list[Problem]:
-    """Read and validate all sources. A warning counts the rows that are left out.
+    """Read and validate all sources; a warning says how many rows were left out.
 
-    key: where these settings are in the config, for messages. rows: keep all columns.
+    key: of ``settings`` in the configuration, for messages. rows: keep all columns.
     Raises UserError, with file, row (from 1) and fix, for a malformed row unless ``data.malformed`` is
     ``skip``, and for a source without any problem.
     """
-    problems, left_out, first_bad = read_counted(settings, key, rows=rows)
+    problems, left_out, first_bad = read_problems_with_counts(settings, key, rows=rows)
     if left_out:
         counts = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
         example = f"; first malformed row: {first_bad}" if first_bad else ""
@@ -64,13 +64,12 @@ def read_problems(settings: DataSettings, key: str = "data", *, rows: bool = Fal
     return problems
 
 
-def read_counted(
+def read_problems_with_counts(
     settings: DataSettings, key: str = "data", *, rows: bool = False
 ) -> tuple[list[Problem], dict[str, int], UserError | None]:
     """The problems, the number of rows left out by reason, and the error of the first malformed row.
 
-    key: where these settings are in the config, for messages. rows: keep all columns. Raises UserError as
-    ``read_problems`` does.
+    Parameters and errors are those of ``read_problems``.
     """
     if "{prompt}" not in settings.template:
         raise UserError(
@@ -112,7 +111,7 @@ def read_counted(
 def _no_problems(
     source: SourceSettings, preset: Preset | None, rows: int, bad: UserError | None, key: str, at: str
 ) -> UserError:
-    name = origin(source, preset)
+    name = source_name(source, preset)
     if rows:
         hint = f"; {bad}" if bad else f"; check {at}.where and {key}.deduplicate"
         return UserError(f"{name}: none of its {rows} rows can be used{hint}")
@@ -126,7 +125,7 @@ def _no_problems(
 def _read_source(
     source: SourceSettings, preset: Preset | None, number: int, offset: int, key: str, rows: bool
 ) -> Iterator[tuple[int, Problem | UserError | None]]:
-    """Yields the number of rows so far with a problem, the row's error, or None for a row filtered out."""
+    """Yield, for each row, the number of rows so far and: its problem, its error, or None if filtered out."""
     fields: Fields | None = None
     for index, where, row in read_rows(source, preset, key):
         if isinstance(row, UserError):
@@ -147,7 +146,7 @@ def _read_source(
 
 
 class Fields(NamedTuple):
-    """Names of the fields to read, and filters on rows."""
+    """Names of the columns to read, and filters on rows."""
 
     prompt: str
     answer: str
@@ -155,16 +154,16 @@ class Fields(NamedTuple):
     boxed: bool
     where: dict[str, tuple[Any, ...]]
     optional: dict[str, Any]
-    """The preset's filters, for rows that have the field."""
+    """The preset's filters; rows without the column pass."""
     english: bool
     listed: bool
     """An answer may be the only item of a list."""
     key: str
-    """Where the source is in the config, for messages."""
+    """Key of the source in the settings, for messages."""
 
     @classmethod
     def of(cls, source: SourceSettings, preset: Preset | None, row: dict[str, Any], key: str) -> Fields:
-        """The fields of the settings; where not set, the preset's first pair that this row has."""
+        """The columns in the settings; where not set, the preset's first pair that this row has."""
         pairs = preset.fields if preset else (("prompt", "answer"),)
         present = (p for p in pairs if _find(row, p[0]) is not None and _find(row, p[1]) is not None)
         prompt, answer = next(present, pairs[0])
@@ -237,12 +236,12 @@ def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
             f"{where}: {key!r} is a list, but not of chat messages; give each item a role and a content, "
             "both text"
         )
-    raise UserError(f"{where}: {key!r} is a {kind_of(value)}, not text; put it in quotes")
+    raise UserError(f"{where}: {key!r} is a {type_name(value)}, not text; put it in quotes")
 
 
 def _answer(value: Any, key: str, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UserError(f"{where}: {key!r} is a {kind_of(value)}; it must be text or a number")
+        raise UserError(f"{where}: {key!r} is a {type_name(value)}; it must be text or a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}: {key!r} is {value}, which is no answer; fill it in or remove the line")
     try:
@@ -252,7 +251,7 @@ def _answer(value: Any, key: str, where: str) -> str:
 
 
 def _find(row: dict[str, Any], key: str) -> Any:
-    """The field, or for a.b the field b in a; None if there is none."""
+    """The value of a column, or for ``a.b`` of field b in column a; None if there is none."""
     if key in row:
         return row[key]
     outer, dot, inner = key.partition(".")

@@ -27,8 +27,8 @@ from rpg_megatron.data.trajectory import Tokens
 logger = logging.getLogger(__name__)
 
 _RENDER_SECONDS, _RENDER_SECONDS_EACH = 30.0, 0.01
-"""Time for rendering all prompts with a chat template: in total, and more for each prompt. One prompt takes
-less than a millisecond."""
+"""Time limit for rendering all prompts with a chat template: a constant, plus a time per prompt. One prompt
+takes less than a millisecond."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,9 @@ class Prompt:
     """A tokenized prompt."""
 
     id: int
-    """Row of the problem in its data set, from 0; in a mixture, plus the rows of the sources before it."""
+    """``Problem.id``."""
     text: str
-    """The rendered text: the problem in its template."""
+    """The rendered text: the template with the problem."""
     answer: str
     """The reference answer."""
     tokens: Tokens
@@ -46,8 +46,8 @@ class Prompt:
     source: int = 0
     """Index of its source in the mixture."""
     context: str = ""
-    """What reward functions of the user see of it: a JSON object of ``prompt``, the text; ``messages``, the
-    chat of which it was rendered; and ``row``, all columns. Empty if rows were not kept."""
+    """Inputs of custom reward functions, as a JSON object: ``prompt``, the text; ``messages``, the chat that
+    it was rendered from; and ``row``, all columns. Empty if rows were not kept."""
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
@@ -55,16 +55,16 @@ class Prompt:
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Within the block torch cannot be imported: transformers does so for a tokenizer too, in vain.
+    """Within the block torch cannot be imported: transformers imports it even for tokenizers, without need.
 
-    Saves 1.3 s of CPU and 450 MB, unless something else needs torch later. For processes that use no model of
-    transformers: it decides once whether there is torch.
+    Saves 1.3 s of CPU and 450 MB, unless torch is needed later. Only for processes that use no transformers
+    models: transformers checks only once whether torch is installed.
     """
     if "torch" in sys.modules:
         yield
         return
     sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # no warning that torch is missing
     try:
         yield
     finally:
@@ -72,14 +72,14 @@ def without_torch() -> Iterator[None]:
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The tokenizer in a checkpoint's folder. No code of the folder is run.
+    """The tokenizer in a checkpoint's folder. No code in the folder is executed.
 
-    Raises UserError if there is no tokenizer, or none without code of its own.
+    Raises UserError if there is no tokenizer, or if it needs code of its own.
     """
     from transformers import AutoTokenizer  # slow to import
 
     try:
-        # Without an explicit False, a question on the terminal may offer to run the folder's code.
+        # Without an explicit False, transformers may ask on the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RecursionError) as e:
         raise UserError(
@@ -88,9 +88,9 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Token ids to text, without special tokens, as ``tokenizer.decode`` does it.
+    """A function from token ids to text without special tokens, equal to ``tokenizer.decode``.
 
-    The Rust tokenizer's own method, where ``decode`` adds nothing to it but a look at each id.
+    It is the Rust tokenizer's own method if ``decode`` does nothing more, which is faster.
     """
     return partial((_backend(tokenizer) or tokenizer).decode, skip_special_tokens=True)
 
@@ -103,7 +103,7 @@ def save_decoder(tokenizer: Any, file: Path) -> None:
 
 
 def load_decoder(file: Path, model: Path) -> Callable[[list[int]], str]:
-    """``decoder_of`` the tokenizer in a checkpoint's folder, without transformers if ``file`` was written."""
+    """``decoder_of`` the tokenizer in a checkpoint's folder. Needs no transformers if ``file`` exists."""
     if file.exists():
         from tokenizers import Tokenizer
 
@@ -113,7 +113,7 @@ def load_decoder(file: Path, model: Path) -> Callable[[list[int]], str]:
 
 
 def _backend(tokenizer: Any) -> Any | None:
-    """The Rust tokenizer if ``tokenizer.decode`` does nothing else."""
+    """The Rust tokenizer, if ``tokenizer.decode`` only calls it; else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return None
@@ -127,9 +127,9 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read the data and tokenize it with a Hugging Face tokenizer.
 
-    key: where these settings are in the config, for messages. rows: keep the rows, for ``Prompt.context``.
-    Prompts that are too long are left out or truncated (``data.too_long``); a warning counts them. Raises
-    UserError as ``read_problems`` and ``fit_prompts`` do.
+    key: of ``settings`` in the configuration, for messages. rows: keep the rows, for ``Prompt.context``.
+    Prompts that are too long are left out or truncated (``data.too_long``); a warning gives their number.
+    Raises UserError as ``read_problems`` and ``fit_prompts`` do.
     """
     prompts, too_long = fit_prompts(read_problems(settings, key, rows=rows), settings, tokenizer, key)
     if too_long:
@@ -148,8 +148,8 @@ def load_prompts(
 def fit_prompts(
     problems: list[Problem], settings: DataSettings, tokenizer: Any, key: str = "data"
 ) -> tuple[list[Prompt], int]:
-    """Render and tokenize problems; returns prompts of at most ``max_prompt_tokens`` tokens, and how many
-    were longer: left out, or truncated to their last tokens.
+    """Render and tokenize problems; returns prompts of at most ``max_prompt_tokens`` tokens, and the number
+    of longer ones, which are left out or truncated to their last tokens.
 
     Raises UserError if ``chat`` is on and the tokenizer has no chat template or the template fails on a
     problem, if a problem has no tokens, and if no prompt is short enough.
@@ -188,7 +188,7 @@ def fit_prompts(
 
 
 def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
-    """The messages of a prompt; without ``chat`` one, whose content is the prompt."""
+    """The messages of a prompt; without ``chat``, one message with the prompt as content."""
     chat = [Message("user", problem.prompt)] if isinstance(problem.prompt, str) else list(problem.prompt)
     if not settings.chat:
         if len(chat) != 1:
@@ -222,9 +222,9 @@ def _render(problem: Problem, chat: list[Message], settings: DataSettings, token
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError within the block when the time is over. Only the main thread can be interrupted.
+    """Raise TimeoutError within the block after ``seconds``. Works only in the main thread.
 
-    Templates run in a sandbox, which limits what they may call, but not how long they run.
+    Templates run in a sandbox, which limits what they may call but not how long they run.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -234,7 +234,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"the prompts are not rendered after {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, should the first exception be swallowed
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # repeats, in case a template catches the exception
     try:
         yield
     finally:
@@ -248,10 +248,10 @@ def _time_limit(seconds: float) -> Iterator[None]:
 class PromptStream:
     """Endless stream of prompts over shuffled epochs; its position can be saved and restored.
 
-    Each source is shuffled again in each of its epochs. With several sources, the next prompt is from the
-    source that is furthest behind its weight, so that the proportions hold at any time and the state is one
-    count per source. The order depends only on the seed and the data. A prompt may come twice in a batch
-    that spans the end of an epoch or is larger than the data.
+    Each source is reshuffled in each of its epochs. With several sources, the next prompt comes from the
+    source that is furthest behind its weight, so the proportions hold at any time and the state is one count
+    per source. The order depends only on the seed and the data. A batch that spans the end of an epoch, or is
+    larger than the data, may contain a prompt twice.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int, weights: Sequence[float] = (1.0,)):
@@ -345,7 +345,7 @@ def _fingerprint(prompts: list[Prompt]) -> str:
 
 
 def _rows_fingerprint(prompts: list[Prompt]) -> str:
-    """Of what reward functions of the user see of the prompts; empty if no rows were kept."""
+    """Fingerprint of the prompts' ``context``; empty if no rows were kept."""
     if not any(prompt.context for prompt in prompts):
         return ""
     digest = hashlib.blake2b(digest_size=16)

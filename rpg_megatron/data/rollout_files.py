@@ -1,9 +1,10 @@
 """Read and write the rollouts of a run (``rollouts/step_N.parquet``): all trajectories of a step.
 
 A row is a trajectory, a column one of its fields. With several data-parallel replicas, whose leaders write at
-the same time, ``step_N.parquet`` is a folder of one file each, ``part_00000_of_00004.parquet`` and so on:
-readers of Parquet take it as one data set. Files of earlier versions (``step_N.jsonl.zst``, one JSON object a
-line, and Parquet without the column ``ticket``, which then is 0) can be read too.
+the same time, ``step_N.parquet`` is a folder with one file per leader, such as
+``part_00000_of_00004.parquet``; Parquet readers treat it as one data set. Files of earlier versions can also
+be read: ``step_N.jsonl.zst`` with one JSON object per line, and Parquet without the column ``ticket``, which
+is then 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rpg_megatron.data.trajectory import Trajectory, from_row
 from rpg_megatron.system.files import atomic_write
 
 _ROWS = 64
-"""Trajectories that are held in memory at once, in addition to the caller's."""
+"""Number of trajectories in memory at once, in addition to the caller's."""
 _TOKENS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
 _SCHEMA = pa.schema(
@@ -58,24 +59,24 @@ _SCHEMA = pa.schema(
 _PART = re.compile(r"part_\d{5}_of_(\d{5})\.parquet")
 _LISTS = [field.name for field in _SCHEMA if pa.types.is_list(field.type)]
 _PLAIN = [name for name in _SCHEMA.names if name not in _LISTS]
-_DIFFERENT = [f"{name}.list.element" for name in _LISTS if name != "versions"]
-"""Columns whose values rarely repeat. Their bytes compress better when split by position in the number."""
+_BYTE_SPLIT = [f"{name}.list.element" for name in _LISTS if name != "versions"]
+"""Columns whose values rarely repeat. They compress better with byte-stream-split encoding."""
 
 
 def write_rollouts(file: Path, trajectories: Sequence[Trajectory], *, routes: bool = True) -> None:
     """Write a Parquet file, zstd-compressed, atomically; reading returns the same bits.
 
-    file: all rollouts of a step, or a part of them (``part_file``), in batch order. routes: write those of
-    the trajectories, if they have some; all have or none.
-    Raises OSError, and leaves no file then; the run's folder must exist.
+    file: for all rollouts of a step, or a part of them (``part_file``), in batch order. routes: write the
+    trajectories' routes, if they have any; either all have routes or none.
+    Raises OSError, and then leaves no file. The run's folder must exist.
     """
     if file.parent.suffix == ".parquet":  # a part
         file.parent.parent.mkdir(exist_ok=True)
     file.parent.mkdir(exist_ok=True)
     encoding = {
-        # Only where values repeat: elsewhere a dictionary is built and given up.
+        # Only where values repeat: otherwise a dictionary is built and then discarded.
         "use_dictionary": ["finish", "answer", "reason", "versions.list.element"],
-        "use_byte_stream_split": _DIFFERENT,
+        "use_byte_stream_split": _BYTE_SPLIT,
         "compression": "zstd",
         "write_page_checksum": True,
     }
@@ -95,21 +96,21 @@ class RolloutWriter:
         self._current: Future[None] | None = None
 
     def start(self, file: Path, trajectories: Sequence[Trajectory], *, routes: bool) -> None:
-        """Begin to write; the trajectories must not change before ``finish``. Call ``finish`` before.
+        """Start writing; the trajectories must not change until ``finish``, which must follow each ``start``.
 
         routes: see ``write_rollouts``.
         """
         self._current = self._pool.submit(write_rollouts, file, trajectories, routes=routes)
 
     def finish(self) -> None:
-        """Wait until the file is written. Raises OSError, once, if it cannot be."""
+        """Wait until the file is written. Raises OSError, once, if that failed."""
         current, self._current = self._current, None
         if current is not None:
             current.result()
 
 
 def iter_rollouts(file: Path) -> Iterator[Trajectory]:
-    """The trajectories of a step in batch order, bit for bit as they were written, a few in memory at a time.
+    """The trajectories of a step in batch order, with the same bits as written, a few in memory at a time.
 
     Raises UserError if the file, or a part of the folder, is damaged or missing.
     """
@@ -145,7 +146,7 @@ def read_rollouts(file: Path) -> list[Trajectory]:
 
 
 def rollouts_file(run: Path, step: int) -> Path:
-    """Path of a step's rollouts in a run's folder; that of an earlier version if there is one."""
+    """Path of a step's rollouts in a run's folder; of the earlier format if only that exists."""
     file = run / "rollouts" / f"step_{step:06d}.parquet"
     older = file.with_suffix(".jsonl.zst")
     return older if older.is_file() and not file.exists() else file
@@ -157,20 +158,20 @@ def step_of(file: Path) -> int:
 
 
 def part_file(file: Path, number: int, count: int) -> Path:
-    """Path of a part of a step's rollouts; the only one is the file itself."""
+    """Path of part ``number`` of ``count`` of a step's rollouts; a single part is the file itself."""
     return file if count == 1 else file / f"part_{number:05d}_of_{count:05d}.parquet"
 
 
 def rollouts_complete(file: Path) -> bool:
-    """Whether a step's rollouts are written, all parts of them."""
+    """Whether all parts of a step's rollouts are written."""
     if not file.is_dir():
         return file.is_file()
     return all(part.is_file() for part in _expected_parts(file))
 
 
 def remove_rollouts(file: Path) -> None:
-    """Remove what was written of a step's rollouts, as a file or in parts. Raises OSError."""
-    file.with_name(f".{file.name}.part").unlink(missing_ok=True)  # of ``atomic_write``, if it was killed
+    """Remove a step's rollouts, complete or not, as a file or in parts. Raises OSError."""
+    file.with_name(f".{file.name}.part").unlink(missing_ok=True)  # left by ``atomic_write`` if it was killed
     if file.is_dir():
         shutil.rmtree(file)
     else:
@@ -178,7 +179,7 @@ def remove_rollouts(file: Path) -> None:
 
 
 def list_rollouts(run: Path) -> list[Path]:
-    """The complete rollouts of a run, by step."""
+    """The complete rollouts of a run, in the order of the steps."""
     found = (run / "rollouts").glob("step_*.*")
     steps = {step_of(file) for file in found if file.name[5:11].isdigit()}
     files = (rollouts_file(run, step) for step in sorted(steps))
@@ -186,7 +187,7 @@ def list_rollouts(run: Path) -> list[Path]:
 
 
 def _expected_parts(folder: Path) -> list[Path]:
-    """All parts that the name of any of them tells of; of an empty folder, a first one."""
+    """All parts of a folder. Their number is in the name of each one; an empty folder should have two."""
     counts = [int(m[1]) for f in folder.iterdir() if (m := _PART.fullmatch(f.name))]
     count = max(counts, default=2)
     return [part_file(folder, number, count) for number in range(count)]
@@ -265,7 +266,7 @@ def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
 
 
 def _bits(values: Any) -> Any:
-    """For an exact comparison: NaN equals itself, and 0 differs from -0."""
+    """The bits of float32 values, for an exact comparison: NaN equals itself, and 0 differs from -0."""
     return values.view(np.int32)
 
 

@@ -1,7 +1,7 @@
 """Read rows of JSON Lines, Parquet and Arrow files and of Hugging Face data sets.
 
-Files are read without network access and without a copy in a cache. A row that cannot be read is yielded as
-a UserError, so that the caller can raise or count it.
+Files are read without network access and are not copied to a cache. A row that cannot be read is yielded as a
+UserError, so that the caller can raise or count it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rpg_megatron.config.data import SourceSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import open_regular, parse_json
-from rpg_megatron.data.own_source import own_rows
+from rpg_megatron.data.custom_source import custom_rows
 from rpg_megatron.data.presets import Preset
 
 Row = tuple[int, str, dict[str, Any] | UserError]
@@ -21,19 +21,19 @@ Row = tuple[int, str, dict[str, Any] | UserError]
 
 _BATCH = 16
 """Rows decoded at a time: rows may be long, and a batch is in memory more than once."""
-_EXPANSION, _ALWAYS = 100, 256 * 1024**2
-"""A compressed file may hold this many times its bytes of text, or ``_ALWAYS`` if that is more: a file of a
-few KB can stand for GBs, while real text compresses by a factor of 3 to 10."""
+_MAX_EXPANSION, _MIN_TEXT_LIMIT = 100, 256 * 1024**2
+"""A compressed file may hold this many times its bytes of text, or ``_MIN_TEXT_LIMIT`` if that is more: a
+file of a few KB can stand for GBs, while real text compresses by a factor of 3 to 10."""
 
 
 def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") -> Iterator[Row]:
-    """The rows of a source, at most ``limit``. key: where the source is in the config, for messages.
+    """The rows of a source, at most ``limit``. key: of the source in the settings, for messages.
 
     Raises UserError if the file or data set does not exist, cannot be read at all, or is far larger in memory
     than on disk.
     """
     if source.source is not None:
-        rows = own_rows(source.source, source.limit, f"{key}.source")
+        rows = custom_rows(source.source, source.limit, f"{key}.source")
     elif source.path is None:
         rows = _hub_rows(source, preset, key)
     elif (source.path / "dataset_info.json").is_file():
@@ -51,21 +51,21 @@ def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") 
 
 
 def _bounded(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield the rows, and raise UserError when they hold more text than a file of its size may."""
-    total, most = 0, _most_text(path)
+    """Yield the rows; raise UserError when they hold more text than allowed for a file of this size."""
+    total, limit = 0, _text_limit(path)
     for row in rows:
         total += _text_size(row[2])
-        if total > most:
-            raise _too_large(path, most)
+        if total > limit:
+            raise _too_large(path, limit)
         yield row
 
 
-def _most_text(path: Path) -> int:
+def _text_limit(path: Path) -> int:
     try:
         size = sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
     except OSError:
-        size = 0  # the reader says what is wrong
-    return max(_ALWAYS, _EXPANSION * size)
+        size = 0  # the reader reports the problem
+    return max(_MIN_TEXT_LIMIT, _MAX_EXPANSION * size)
 
 
 def _text_size(value: Any) -> int:
@@ -76,14 +76,14 @@ def _text_size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else 0
 
 
-def _too_large(path: Path, most: int) -> UserError:
+def _too_large(path: Path, limit: int) -> UserError:
     return UserError(
-        f"{path}: holds more than {most / 1e6:,.0f} MB of text, at least {_EXPANSION} times its size; "
+        f"{path}: holds more than {limit / 1e6:,.0f} MB of text, at least {_MAX_EXPANSION} times its size; "
         "write it as JSON lines, which have no limit"
     )
 
 
-def origin(source: SourceSettings, preset: Preset | None) -> str:
+def source_name(source: SourceSettings, preset: Preset | None) -> str:
     """Name of a source for messages."""
     if source.path is not None:
         return str(source.path)
@@ -118,7 +118,7 @@ def _parse_json(raw: bytes, where: str, first: bool) -> dict[str, Any] | UserErr
     except ValueError as e:
         return UserError(f"{where}: not valid JSON ({e}); give one JSON object a line")
     if not isinstance(row, dict):
-        return UserError(f"{where}: holds a {kind_of(row)}, not an object; give one JSON object a line")
+        return UserError(f"{where}: holds a {type_name(row)}, not an object; give one JSON object a line")
     return row
 
 
@@ -126,7 +126,7 @@ def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def kind_of(value: Any) -> str:
+def type_name(value: Any) -> str:
     """Name of a value's type for messages."""
     names = {dict: "object", list: "list", str: "text", bool: "true/false value", type(None): "null"}
     fallback = "number" if isinstance(value, int | float) else type(value).__name__
@@ -149,11 +149,11 @@ def _parquet_rows(path: Path, key: str) -> Iterator[Row]:
             "copy or download it again"
         ) from None
     with file:
-        index, most = 0, _most_text(path)
+        index, limit = 0, _text_limit(path)
         for group in range(file.metadata.num_row_groups):
             last = index + file.metadata.row_group(group).num_rows
-            if file.metadata.row_group(group).total_byte_size > most:
-                raise _too_large(path, most)
+            if file.metadata.row_group(group).total_byte_size > limit:
+                raise _too_large(path, limit)
             try:
                 for batch in file.iter_batches(_BATCH, row_groups=[group]):
                     yield from _table_rows(str(path), batch, index)

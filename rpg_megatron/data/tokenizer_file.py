@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint without transformers, which imports torch: enough to measure prompts."""
+"""A checkpoint's tokenizer without transformers, which imports torch. Sufficient to measure prompts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class FileTokenizer:
-    """Has what ``fit_prompts`` uses of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that ``fit_prompts`` uses."""
 
     chat_template: str | None = None
 
     def __init__(self, tokenizer: Any, chat_template: Any = None, special: dict[str, str] | None = None):
-        """tokenizer: of the ``tokenizers`` library. chat_template: compiled by jinja. special: its tokens."""
+        """tokenizer: of the ``tokenizers`` library. chat_template: compiled by jinja; None: no template.
+        special: name -> special token, for the template.
+        """
         self._tokenizer, self._template, self._special = tokenizer, chat_template, special or {}
         self.chat_template = "compiled" if chat_template is not None else None
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        """Token ids of each text. One by one: in a batch the library would start threads."""
+        """Token ids of each text. Encodes one by one, because the library starts threads for a batch."""
         encoded = (self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts)
         return {"input_ids": [found.ids for found in encoded]}
 
@@ -37,9 +39,9 @@ class FileTokenizer:
 
 
 def open_tokenizer(model: Path, *, chat: bool) -> FileTokenizer | None:
-    """The tokenizer of a checkpoint; None if this module cannot read it, or its chat template.
+    """The tokenizer of a checkpoint; None if this module cannot read it.
 
-    chat: whether prompts are rendered with the chat template.
+    chat: whether its chat template is needed too.
     """
     from tokenizers import Tokenizer
 
@@ -52,7 +54,7 @@ def open_tokenizer(model: Path, *, chat: bool) -> FileTokenizer | None:
         config = json.loads(read_text(model / "tokenizer_config.json"))
         special = {key: _text(config[key]) for key in _SPECIAL if config.get(key)}
         return FileTokenizer(tokenizer, _compile(model, config), special)
-    except Exception:  # the Rust library raises bare exceptions; jinja's templates may fail in any way
+    except Exception:  # the Rust library raises plain Exception; jinja templates may raise anything
         return None
 
 

@@ -14,7 +14,7 @@ Routes = NDArray[np.integer[Any]]
 
 
 def route_dtype(experts: int) -> type[np.integer[Any]]:
-    """Type of the indices in ``Trajectory.routes`` for layers of so many experts."""
+    """Type of the indices in ``Trajectory.routes``. experts: number of experts of a layer."""
     return np.uint8 if experts <= 256 else np.int16
 
 
@@ -55,8 +55,8 @@ class Trajectory:
     correct: bool = False
     """Whether the grader accepted the answer; independent of the reward."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Components of the reward: correctness or the terms by name, overlong, format. The reward is their sum,
-    terms times their weights."""
+    """Components of the reward: correctness or the terms by name, overlong, format. The reward is their
+    weighted sum."""
     answer: str = ""
     """The reference answer, for readers of the rollout files."""
     extracted: str | None = None
@@ -77,8 +77,8 @@ class Trajectory:
     """Number of its group in the run, in the order of the prompts."""
     routes: Routes = field(default_factory=lambda: NO_ROUTES)
     """Router replay: the experts that the engine chose, uint8 or int16 [P + R - 1, layers with experts,
-    experts of a token]; [0, 0, 0] without. Row i is of token i, by the weights that sampled token i + 1, or
-    the response's first token if that is in the prompt."""
+    experts per token]; [0, 0, 0] without router replay. Row i is that of token i, computed by the weights
+    that sampled token i + 1 or, if token i + 1 is in the prompt, the response's first token."""
 
     @property
     def length(self) -> int:

@@ -31,7 +31,7 @@ class EngineError(ExpectedError):
     """A request to an engine failed; the message names the engine."""
 
 
-class EngineGone(EngineError):
+class EngineUnavailable(EngineError):
     """The engine is dead, hung or broken: retry after a restart, or on another engine."""
 
 
@@ -49,24 +49,24 @@ class Sample:
     """Finish reason: "stop" (end of sequence), "length" (truncated at the limit), or "abort" (interrupted by
     a weight update)."""
     version: int | None = None
-    """Version of the weights that sampled the tokens, if the engine tells it."""
+    """Version of the weights that sampled the tokens, if the engine reports it."""
     routes: Routes = field(default_factory=lambda: NO_ROUTES)
     """The experts chosen for each token but the last, from ``routes_from`` on: uint8 or int16 [tokens, layers
-    with experts, experts of a token]. Empty if not expected.
+    with experts, experts per token]. Empty if not requested.
     """
 
 
 class RouteMissing(EngineError):
-    """The engine's server does not know the route."""
+    """The engine's server does not have this HTTP route."""
 
 
-class _Entry(msgspec.Struct):
+class _TokenLogprob(msgspec.Struct):
     token: str
     logprob: float
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[_Entry]
+    content: list[_TokenLogprob]
 
 
 class _Choice(msgspec.Struct):
@@ -80,14 +80,14 @@ class _Choice(msgspec.Struct):
     """A .npy file in base64."""
 
 
-class _Answer(msgspec.Struct):
+class _GenerateResponse(msgspec.Struct):
     choices: list[_Choice]
 
 
-_BYTES = msgspec.msgpack.Decoder(list[SampledBytes])
-_JSON = msgspec.json.Decoder(_Answer)
-_GENERATE_JSON = "/inference/v1/generate"
-_NONE = np.zeros(0, np.float32)
+_BYTES_DECODER = msgspec.msgpack.Decoder(list[SampledBytes])
+_JSON_DECODER = msgspec.json.Decoder(_GenerateResponse)
+_GENERATE_ROUTE = "/inference/v1/generate"
+_NO_LOGPROBS = np.zeros(0, np.float32)
 
 
 class EngineClient:
@@ -103,10 +103,11 @@ class EngineClient:
         as_bytes: bool = True,
         experts: ExpertShape | None = None,
     ):
-        """address: a socket's path, or ``http://host:port``.
+        """address: path of a unix socket, or ``http://host:port``. timeout: seconds for a request.
 
-        as_bytes: get tokens by the plug-in's route if the engine has it, else as JSON by vLLM's own. experts:
-        of the model, if the engine returns routes; samples with log-probs have them then.
+        as_bytes: use the plug-in's binary HTTP route if the engine has it; otherwise vLLM's own, which
+        returns JSON. experts: of the model, if the engine returns the chosen experts; samples with log-probs
+        then have ``routes``.
         """
         self.index, self._as_bytes, self._experts = index, as_bytes, experts
         self._timeout, self._address = timeout, address
@@ -132,12 +133,11 @@ class EngineClient:
     ) -> list[Sample]:
         """Sample ``n`` responses to one prompt; by default from the full distribution.
 
-        Log-probs are relative to what top_k, top_p and min_p keep. stop: texts that end a response, which the
-        tokens include.
-        Response i uses seed + i, so a group may be split over several requests. temperature 0 is greedy.
-        interruptible: a weight update may end responses early; their finish reason is then "abort".
-        routes_from: tokens of the prompt whose routes are left out.
-        Raises EngineGone if the engine fails, is gone, aborts the request, or exceeds the client's timeout,
+        Log-probs are those of the distribution after top_k, top_p and min_p. stop: texts that end a response;
+        its tokens include them. Response i uses seed + i, so a group may be split over several requests.
+        temperature 0 is greedy. interruptible: a weight update may end responses early; their finish reason
+        is then "abort". routes_from: number of prompt tokens whose routes are not returned. Raises
+        EngineUnavailable if the engine fails, has died, aborts the request, or exceeds the client's timeout;
         EngineError if it refuses the request or its answer is invalid.
         """
         sampling: dict[str, Any] = {
@@ -158,7 +158,7 @@ class EngineClient:
             sampling["top_k"] = top_k
         if min_p:
             sampling["min_p"] = min_p
-        if stop:  # found in the text, which the engine then has to make
+        if stop:  # the engine searches the text, so it must detokenise
             sampling |= {"stop": list(stop), "include_stop_str_in_output": True, "detokenize": True}
         body = {"token_ids": [int(t) for t in prompt_tokens], "sampling_params": sampling}
         if self._as_bytes:
@@ -167,7 +167,7 @@ class EngineClient:
             except RouteMissing:  # an engine without the plug-in
                 self._as_bytes = False
         if not self._as_bytes:
-            answer = await self._ask("POST", _GENERATE_JSON, body, self._timeout)
+            answer = await self._ask("POST", _GENERATE_ROUTE, body, self._timeout)
         try:
             before = len(prompt_tokens) - routes_from if logprobs and self._experts is not None else None
             samples = self._samples(answer, logprobs, interruptible, before)
@@ -182,12 +182,14 @@ class EngineClient:
     def _samples(
         self, answer: bytes, logprobs: bool, interruptible: bool, before: int | None
     ) -> list[Sample]:
-        """The responses of an answer, by index. logprobs: whether they were requested. before: tokens of the
-        prompt with routes; None: none are expected.
+        """The responses of an answer, in the order of their index.
+
+        logprobs: whether they were requested. before: number of prompt tokens with routes; None: routes were
+        not requested.
         """
         found: list[tuple[Tokens, str, Floats, int | None, Routes | None]]
         if self._as_bytes:
-            packed = sorted(_BYTES.decode(answer), key=lambda c: c.index)
+            packed = sorted(_BYTES_DECODER.decode(answer), key=lambda c: c.index)
             found = [
                 (
                     _array(c.tokens, np.int32),
@@ -199,12 +201,12 @@ class EngineClient:
                 for c in packed
             ]
         else:
-            choices = sorted(_JSON.decode(answer).choices, key=lambda c: c.index)
+            choices = sorted(_JSON_DECODER.decode(answer).choices, key=lambda c: c.index)
             found = [
                 (
                     np.array(c.token_ids, np.int32),
                     c.finish_reason,
-                    self._logprobs(c) if logprobs else _NONE,
+                    self._logprobs(c) if logprobs else _NO_LOGPROBS,
                     None,
                     None if before is None else read_routes(c.routed_experts),
                 )
@@ -214,8 +216,8 @@ class EngineClient:
         for tokens, finish, values, version, routes in found:
             if len(values) != (len(tokens) if logprobs else 0):
                 raise self._error(f"returned {len(values)} log-probs of {len(tokens)} tokens")
-            self._check_finish(finish, len(tokens), interruptible)
-            # -9999 is a missing one in vLLM's JSON.
+            self._check_finish_reason(finish, len(tokens), interruptible)
+            # In vLLM's JSON, -9999 marks a missing log-prob.
             if not np.all(values > -9999.0) or not np.all(values < np.inf):
                 raise self._error("returned a log-prob that is missing or not finite")
             sample = Sample(tokens, values, finish, version)
@@ -228,31 +230,33 @@ class EngineClient:
             samples.append(sample)
         return samples
 
-    def _check_finish(self, finish: str, tokens: int, interruptible: bool) -> None:
+    def _check_finish_reason(self, finish: str, tokens: int, interruptible: bool) -> None:
         if finish not in ("stop", "length") and not (interruptible and finish == "abort"):
-            raise EngineGone(f"engine {self.index} ended a response with {finish!r} after {tokens} tokens")
+            raise EngineUnavailable(
+                f"engine {self.index} ended a response with {finish!r} after {tokens} tokens"
+            )
 
     def _logprobs(self, choice: _Choice) -> Floats:
         content = choice.logprobs.content if choice.logprobs else []
-        # Verify that each log-prob is of the sampled token: the engine names it "token_id:17".
+        # Check that each log-prob is that of the sampled token, which the engine names "token_id:17".
         if [entry.token for entry in content] != [f"token_id:{t}" for t in choice.token_ids]:
             raise self._error("returned log-probs of other tokens than it sampled")
         return np.array([entry.logprob for entry in content], np.float32)
 
     async def post(self, path: str, json: Any | None = None, timeout: float | None = None) -> tuple[int, str]:
-        """POST to any route; returns (status, text) for any status. Raises EngineGone without an answer."""
+        """POST to any route; returns (status, text). Raises EngineUnavailable if there is no answer."""
         status, answer = await self._send("POST", path, json, self._timeout if timeout is None else timeout)
         return status, answer.decode(errors="replace")
 
     async def health(self, timeout: float = 5.0) -> bool:
-        """Whether the server answers. A partly loaded engine answers too, and so does one that hangs."""
-        return await self._is_well("/health", timeout)
+        """Whether the server answers. Partly loaded engines answer too, and so do engines that hang."""
+        return await self._is_ok("/health", timeout)
 
-    async def progresses(self, timeout: float) -> bool:
-        """Whether the engine core answers within ``timeout`` seconds, or its workers make progress: with a
-        weight update or, on a CPU, with a step. Also True for an engine that is asleep or paused.
+    async def is_progressing(self, timeout: float) -> bool:
+        """Whether the engine core answers within ``timeout`` seconds, or its workers make progress in a
+        weight update or, on a CPU, in a step. Also True for an engine that is asleep or paused.
         """
-        return await self._is_well(CORE_HEALTH, timeout)
+        return await self._is_ok(CORE_HEALTH, timeout)
 
     async def metrics(self, timeout: float) -> dict[str, float]:
         """The metrics of ``engine/metrics.py`` by name. Raises EngineError if the engine does not answer."""
@@ -271,7 +275,7 @@ class EngineClient:
         if self._http is not None:
             await self._http.close()
 
-    async def _is_well(self, path: str, timeout: float) -> bool:
+    async def _is_ok(self, path: str, timeout: float) -> bool:
         try:
             status, _ = await self._send("GET", path, None, timeout)
         except EngineError:
@@ -281,7 +285,7 @@ class EngineClient:
     async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> bytes:
         status, answer = await self._send(method, path, body, timeout)
         if status != 200:
-            kind = EngineGone if status >= 500 else RouteMissing if status == 404 else EngineError
+            kind = EngineUnavailable if status >= 500 else RouteMissing if status == 404 else EngineError
             raise kind(f"engine {self.index} answered {path} with status {status}: {_message(answer)}")
         return answer
 
@@ -295,18 +299,18 @@ class EngineClient:
             ) as answer:
                 return answer.status, await answer.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-            problem = "does not listen on its socket: it is gone or not started yet; see its log"
+            problem = "does not listen on its socket: it has ended or not started yet; see its log"
         except TimeoutError:
             problem = f"did not answer {path} within {timeout:.0f} s; see its log"
         except aiohttp.ClientError as e:
             problem = f"aborted {path} ({type(e).__name__}: {e}); see its log"
-        raise EngineGone(f"engine {self.index} {problem}")
+        raise EngineUnavailable(f"engine {self.index} {problem}")
 
     def _session(self) -> aiohttp.ClientSession:
-        """Made with the first request, since it needs the event loop."""
+        """The HTTP session, created with the first request because it needs the event loop."""
         if self._http is None:
-            # Idle connections are closed here well before the server closes them (engine/command.py):
-            # otherwise a request could be sent on a connection that the server is closing.
+            # Close idle connections well before the server does (engine/command.py): otherwise a request
+            # could be sent on a connection that the server is closing.
             keep: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEP_ALIVE_SECONDS / 10}
             unix = isinstance(self._address, Path)
             connector: aiohttp.BaseConnector = (
@@ -321,12 +325,12 @@ class EngineClient:
 
 
 def _array(values: bytes, dtype: type[Any]) -> Any:
-    """A copy: a view would keep the whole answer in memory, and could not be written to."""
+    """The values as an array: a copy, since a view is read-only and would keep the whole answer in memory."""
     return np.frombuffer(values, dtype).copy()
 
 
 def _message(answer: bytes) -> str:
-    """The message in vLLM's error object, else the start of the text."""
+    """The message in vLLM's error object; otherwise the start of the text."""
     try:
         return str(json.loads(answer)["error"]["message"])[:1000]
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
 """Command line and environment of a vLLM server, from the settings of a run.
 
-vLLM is unmodified and nothing of it is imported here. Our additions (weight transfer, authentication of every
-route) are in ``bridge/vllm/plugin.py`` and are enabled by flags.
+vLLM is unmodified, and is not imported here. Our additions (weight transfer, authentication of every route)
+are in ``bridge/vllm/plugin.py`` and are enabled by flags.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
 
 SERVED_NAME = "policy"
 """Name under which an engine serves the model."""
-TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
-"""Environment variable with the bearer token; never on a command line, which other users can read."""
-BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
-"""Environment variable with the folder that the trainers publish weights in."""
+
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable with the number of a GPU's hardware queues that a process uses."""
 KEEP_ALIVE_SECONDS = 600
@@ -30,11 +28,11 @@ _TRANSFER = '{"backend": "rpg_pull"}'
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _GIB = 1024**3
 _KEPT_BYTES = 4 << 30
-"""Most freed memory that an engine on a CPU keeps for its next sync."""
+"""Maximum freed memory that an engine on a CPU keeps for its next sync."""
 
 
 def context_length(settings: Settings) -> int:
-    """Maximum tokens of prompt and response together: as the settings need, at most the model's positions.
+    """Maximum tokens of prompt and response together: what the settings need, up to the model's positions.
 
     Raises UserError if the longest allowed prompt leaves no room for a response.
     """
@@ -59,11 +57,10 @@ def engine_command(
     weights: Literal["dummy", "checkpoint"] = "dummy",
     listen: tuple[str, int] | None = None,
 ) -> list[str]:
-    """Command line of engine ``index``, which listens on a unix socket or, with ``listen``, at an address and
-    port.
+    """Command line of engine ``index``. It listens on a unix socket, or at ``listen`` (address, port).
 
-    weights: "dummy" starts with random weights, which the first sync replaces, so that only the trainers read
-    the checkpoint; "checkpoint" lets vLLM load it, for an evaluation without trainers.
+    weights: "dummy" starts with random weights, which the first sync replaces, so only the trainers read the
+    checkpoint; "checkpoint" lets vLLM load it, for an evaluation without trainers.
     """
     engine = settings.engine
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -76,11 +73,10 @@ def engine_command(
     command += ["--max-num-seqs", str(engine.max_sequences)]
     # numpy accepts no larger seed; requests have their own seeds.
     command += ["--seed", str((settings.seed + index) % 2**32)]
-    # Sampling parameters come from the request only, not from the checkpoint's generation_config.json (top-k,
-    # ...).
+    # Sampling parameters come only from the request, not from the checkpoint's generation_config.json.
     command += ["--generation-config", "vllm"]
-    # With temperature: the trainer recomputes log softmax(logits / temperature). Relative to the tokens that
-    # top-p, top-k and min-p keep, as the correction needs them.
+    # After temperature, since the trainer recomputes log softmax(logits / temperature); and after top-p,
+    # top-k and min-p, as the correction needs them.
     command += ["--logprobs-mode", "processed_logprobs"]
     command += ["--middleware", f"{_PLUGIN}.BearerAuth"]
     command += ["--worker-extension-cls", f"{_PLUGIN}.WorkerExtension"]
@@ -92,10 +88,10 @@ def engine_command(
         command += ["--enforce-eager"]
         if engine.tensor == 1:
             # vLLM starts even a single CPU worker as a separate process, to bind its threads. We do not bind
-            # threads, and without that process a start is faster and batches are not copied.
+            # threads; without that process the engine starts faster and batches are not copied.
             command += ["--distributed-executor-backend", _ONE_PROCESS]
-        # When a prompt is split over two batches, vLLM rewinds the random generator, which a CPU generator
-        # does not support: any seeded request would kill the engine. So prompts are not split.
+        # When a prompt is split over two batches, vLLM rewinds the random generator. CPU generators do not
+        # support that, and a seeded request would end the engine. So prompts are not split.
         command += ["--no-enable-chunked-prefill"]
         command += [
             "--max-num-batched-tokens",
@@ -121,8 +117,8 @@ def engine_environment(
     """
     environment = dict(os.environ)
     # VLLM_API_KEY would require a second token; VLLM_CPU_KVCACHE_SPACE (whole GiB) would override the flag.
-    # The number of GPU queues is set for Megatron, also by users: with a single queue, vLLM's copies and the
-    # links to the trainers, each on its own stream, would wait for each other.
+    # The number of GPU queues is set for Megatron, also by users. With a single queue, vLLM's copies and the
+    # links to the trainers, which have streams of their own, would wait for each other.
     for name in ("VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS", CONNECTIONS_VARIABLE):
         environment.pop(name, None)
     environment |= {
@@ -140,8 +136,8 @@ def engine_environment(
         environment["TRITON_F32_DEFAULT"] = "ieee"
     tempered = settings.precision.dtype == "bfloat16" and settings.rollout.temperature != 1
     if settings.device == "cuda" and tempered:
-        # vLLM's newer model runner divides by the temperature in bfloat16, the trainer and the older one in
-        # float32: docs/performance.md has what that does to log-probs.
+        # vLLM's newer model runner divides by the temperature in bfloat16, the trainer and the older runner
+        # in float32. docs/performance.md has the effect on log-probs.
         environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     if settings.training.router_replay == "rollout":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the newer one returns no routes
@@ -153,7 +149,7 @@ def engine_environment(
     if settings.device == "cpu":
         environment |= {
             "OMP_NUM_THREADS": str(engine_threads(settings)),
-            # Idle threads yield their core: trainer and engine alternate on the same cores.
+            # Idle threads yield their core, because trainer and engine alternate on the same cores.
             "OMP_WAIT_POLICY": "PASSIVE",
             # vLLM's binding would pin every engine to the same cores; it refuses two workers on one NUMA
             # node.
@@ -161,8 +157,8 @@ def engine_environment(
             # Even eager mode would compile a few small sampler functions with a C++ compiler, which takes
             # longer than the rest of the start.
             "TORCH_COMPILE_DISABLE": "1",
-            # Each sync needs scratch memory as large as the largest module, and memory for packed weights.
-            # Let malloc keep freed memory: new pages from the kernel cost more than the copy.
+            # Each sync needs scratch memory of the size of the largest module, and memory for packed weights.
+            # Let malloc keep freed memory: new pages from the kernel take longer than the copy.
             "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),
             "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
         }

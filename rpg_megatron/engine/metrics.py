@@ -1,21 +1,21 @@
-"""The part of vLLM's metrics that says how busy an engine is."""
+"""The vLLM metrics that describe the load of an engine."""
 
 from __future__ import annotations
 
 KV_USE = "vllm:kv_cache_usage_perc"
-"""Share of the KV cache in use, 0 to 1."""
+"""Fraction of the KV cache in use, 0 to 1."""
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 PREEMPTIONS = "vllm:num_preemptions_total"
 TOKENS = "vllm:generation_tokens_total"
 ROUTE = "/metrics/?" + "&".join(f"name[]={name}" for name in (KV_USE, RUNNING, WAITING, PREEMPTIONS, TOKENS))
-"""Route that returns these metrics only, 1 kB instead of 46. Without the slash vLLM ignores the names."""
+"""Route that returns only these metrics, 1 kB instead of 46. Without the slash vLLM ignores the names."""
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Values by name, from Prometheus' text format; values that differ by their labels are added up.
+    """Values by name, from Prometheus' text format; values that differ only in their labels are summed.
 
-    Raises ValueError if it is no such text.
+    Raises ValueError for any other text.
     """
     values: dict[str, float] = {}
     for line in text.splitlines():

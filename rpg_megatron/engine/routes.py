@@ -1,4 +1,4 @@
-"""The experts that an engine chose for the tokens of a response, out of its answer, checked."""
+"""Routes of mixtures of experts in an engine's answer: decode and check which experts each token used."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rpg_megatron.data.trajectory import Routes, route_dtype
 
 
 def unpack_routes(values: bytes, shape: tuple[int, int, int]) -> Routes:
-    """Routes of the plug-in's route. Raises ValueError."""
+    """Decode routes from the plug-in's binary answer. Raises ValueError."""
     count = shape[0] * shape[1] * shape[2]
     routes: Routes = np.frombuffer(values, np.uint8 if len(values) == count else np.uint16)
     return routes.reshape(shape)
 
 
 def read_routes(text: str | None) -> Routes:
-    """Routes of vLLM's own route: a .npy file in base64. Raises ValueError."""
+    """Decode routes from vLLM's own JSON answer: a .npy file in base64. Raises ValueError."""
     if text is None:
         return np.zeros((0, 0, 0), np.uint8)
     array: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
@@ -29,10 +29,10 @@ def read_routes(text: str | None) -> Routes:
 
 
 def check_routes(routes: Routes, tokens: int, experts: ExpertShape) -> Routes:
-    """The routes of the layers with experts: uint8 or int16 [tokens, layers, experts of a token].
+    """The routes of the layers with experts: uint8 or int16 [tokens, layers, experts per token].
 
-    routes: of all layers of the model, as vLLM returns them. Raises ValueError if they are not of so many
-    tokens, or cannot be routes: kernels that choose experts by themselves leave zeros.
+    routes: of all layers of the model, as vLLM returns them. tokens: expected number of tokens. Raises
+    ValueError if shape or values are invalid: kernels that choose experts themselves leave zeros.
     """
     if routes.ndim != 3 or len(routes) != tokens or routes.shape[1] <= experts.layers[-1]:
         raise ValueError(f"routes of shape {routes.shape} for {tokens} tokens")
@@ -42,9 +42,11 @@ def check_routes(routes: Routes, tokens: int, experts: ExpertShape) -> Routes:
     if rows.size and (rows.max() >= experts.count or rows.min() < 0):
         raise ValueError(f"an expert beyond the {experts.count} of the model")
     if rows.size and not rows.any() and experts.count > 1:
-        raise ValueError("routes that are all zero: its kernels for experts tell none")
+        raise ValueError("routes that are all zero: its kernels for experts report none")
     columns = np.ascontiguousarray(rows.reshape(-1, experts.per_token).T)
-    for k in range(1, experts.per_token):  # each pair of columns once: much faster than to sort short rows
+    for k in range(
+        1, experts.per_token
+    ):  # compares each pair of columns: much faster than sorting short rows
         if (columns[k:] == columns[:-k]).any():
-            raise ValueError("routes with an expert twice for a token: its kernels for experts tell none")
+            raise ValueError("routes with an expert twice for a token: its kernels for experts report none")
     return rows

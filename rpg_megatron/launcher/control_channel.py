@@ -1,9 +1,9 @@
 """The control connections between the first node's launcher and those of the other nodes.
 
 The first launcher writes a rendezvous file into the folder of the runs, which all nodes share: its address
-and the run's token, readable by the owner only. Both ends of a connection prove that they know the token;
-then they exchange JSON objects. Each end sends a heartbeat every few seconds, so that a silent failure of a
-node is detected. The file is removed when all nodes have joined.
+and the run's token, readable only by the owner. Both ends of a connection prove that they know the token;
+then they exchange JSON objects. Each end sends a heartbeat every few seconds, so that a node that fails
+silently is detected. The file is removed when all nodes have joined.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from typing import Any
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.nodes import Nodes, own_address
 from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.system.process_groups import boot_id
 
 _HEARTBEAT_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10
 _PREFIX = ".meeting-"
 _ABANDONED_SECONDS = 86_400.0
-_LARGEST = 1 << 20
-"""Largest valid message, bytes."""
+_MAX_MESSAGE_BYTES = 1 << 20
+"""Size of the largest valid message."""
 
 
 class ControlChannel:
@@ -53,7 +54,7 @@ class ControlChannel:
             threading.Thread(target=work, daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message; without effect if the connection is lost."""
+        """Send a message; has no effect if the connection is lost."""
         with self._sending:
             try:
                 self._connection.send_bytes(json.dumps({"kind": kind, **facts}).encode())
@@ -68,7 +69,7 @@ class ControlChannel:
         return found
 
     def receive_one(self) -> dict[str, Any] | None:
-        """The next message, None if there is none."""
+        """The next message; None if there is none."""
         with suppress(queue.Empty):
             return self._inbox.get_nowait()
         if not self.lost and time.monotonic() - self._heard > self._limit:
@@ -84,7 +85,7 @@ class ControlChannel:
     def _read(self) -> None:
         try:
             while True:
-                message = json.loads(self._connection.recv_bytes(_LARGEST))
+                message = json.loads(self._connection.recv_bytes(_MAX_MESSAGE_BYTES))
                 self._heard = time.monotonic()
                 if message["kind"] != "heartbeat":
                     self._inbox.put(message)
@@ -106,7 +107,7 @@ def _why_lost(error: Exception) -> str:
 
 @dataclass
 class Endpoint:
-    """Where the first launcher listens; the content of a rendezvous file."""
+    """Address at which the first launcher listens; the content of a rendezvous file."""
 
     address: str
     port: int
@@ -133,11 +134,11 @@ class RendezvousServer:
                 "set another one with cluster.interface=..."
             ) from None
         self._file = rendezvous_file(settings, nodes)
-        remove_abandoned(self._file.parent)
+        remove_abandoned_files(self._file.parent)
         self._arrivals: queue.SimpleQueue[ControlChannel] = queue.SimpleQueue()
-        endpoint = Endpoint(self.address, self._server.getsockname()[1], self.token, _machine())
+        endpoint = Endpoint(self.address, self._server.getsockname()[1], self.token, boot_id())
         try:
-            _write(self._file, endpoint)
+            _write_endpoint(self._file, endpoint)
         except OSError as e:
             self._server.close()
             raise UserError(
@@ -146,7 +147,10 @@ class RendezvousServer:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def wait(self, poll: Callable[[], None], status: Callable[[str], None]) -> None:
-        """Wait until all nodes have joined, calling ``poll``, which may raise. UserError after a timeout."""
+        """Wait until all nodes have joined. Raises UserError after a timeout.
+
+        poll: called while waiting; may raise. status: called with the nodes that are missing.
+        """
         end = time.monotonic() + self._settings.cluster.join_timeout
         waiting: list[ControlChannel] = []
         others = set(range(1, self._nodes.count))
@@ -187,7 +191,7 @@ class RendezvousServer:
                 peer, _ = self._server.accept()
             except OSError:  # the server is closed
                 return
-            # One thread per peer: a silent one must not block the others.
+            # One thread per peer, so that a silent peer does not block the others.
             threading.Thread(target=self._authenticate, args=(peer,), daemon=True).start()
 
     def _authenticate(self, peer: socket.socket) -> None:
@@ -197,7 +201,7 @@ class RendezvousServer:
 
 
 def join(settings: Settings, nodes: Nodes, poll: Callable[[], None]) -> tuple[ControlChannel, Endpoint]:
-    """Find the first launcher and connect to it, calling ``poll`` meanwhile, which may raise.
+    """Find the first launcher and connect to it. poll: called while waiting; may raise.
 
     Raises UserError after a timeout, or if other users can read the rendezvous file.
     """
@@ -206,9 +210,9 @@ def join(settings: Settings, nodes: Nodes, poll: Callable[[], None]) -> tuple[Co
     problem = f"its rendezvous file {file} did not appear"
     while time.monotonic() < end:
         poll()
-        endpoint = _read(file)
+        endpoint = _read_endpoint(file)
         if endpoint is not None:
-            if endpoint.address.startswith("127.") and endpoint.machine != _machine():
+            if endpoint.address.startswith("127.") and endpoint.machine != boot_id():
                 raise UserError(
                     f"the first node gives {endpoint.address} as its address, a loopback address; set "
                     "cluster.interface to the name of the cluster's network interface (ip -brief address)"
@@ -231,21 +235,20 @@ def rendezvous_file(settings: Settings, nodes: Nodes) -> Path:
     return settings.runs.absolute() / f"{_PREFIX}{nodes.job or settings.name}.json"
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove rendezvous files, which hold tokens, of launchers that were killed before all nodes joined.
+def remove_abandoned_files(folder: Path) -> None:
+    """Remove rendezvous files, which contain tokens, of launchers that were killed before all nodes joined.
 
-    A launcher listens as long as its file exists. If its machine gives no answer, the file is removed after
-    a day.
+    A launcher listens while its file exists. If its machine does not answer, the file is removed after a day.
     """
     for file in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError, UserError):  # another user's, or just removed
-            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or _is_closed(_read(file)):
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or _is_closed(_read_endpoint(file)):
                 file.unlink()
 
 
 def _is_closed(endpoint: Endpoint | None) -> bool:
-    """Whether the launcher there is known not to listen."""
-    if endpoint is None or (endpoint.address.startswith("127.") and endpoint.machine != _machine()):
+    """Whether it is certain that no launcher listens there."""
+    if endpoint is None or (endpoint.address.startswith("127.") and endpoint.machine != boot_id()):
         return False
     try:
         socket.create_connection((endpoint.address, endpoint.port), timeout=2).close()
@@ -256,14 +259,14 @@ def _is_closed(endpoint: Endpoint | None) -> bool:
     return False
 
 
-def _write(file: Path, endpoint: Endpoint) -> None:
-    """Write atomically, never readable by others. Replaces the file of an earlier start."""
+def _write_endpoint(file: Path, endpoint: Endpoint) -> None:
+    """Write the file atomically, readable only by the owner. Replaces the file of an earlier start."""
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(file, json.dumps(endpoint.__dict__), private=True)
 
 
-def _read(file: Path) -> Endpoint | None:
-    """None if there is no file. Raises UserError if others can read it, since its token is then no secret."""
+def _read_endpoint(file: Path) -> Endpoint | None:
+    """Read a rendezvous file; None if there is none. Raises UserError if others can read it and its token."""
     try:
         with file.open(encoding="utf-8") as f:
             status = os.fstat(f.fileno())
@@ -278,7 +281,7 @@ def _read(file: Path) -> Endpoint | None:
 
 
 def _handshake(sock: socket.socket, token: str, *, host: bool) -> Connection | None:
-    """Both sides prove that they know the token. None if the other side does not, or hangs."""
+    """Authenticate a connection in both directions; None if the other side fails or hangs."""
     sock.setblocking(True)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
@@ -293,7 +296,3 @@ def _handshake(sock: socket.socket, token: str, *, host: bool) -> Connection | N
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
     return connection
-
-
-def _machine() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

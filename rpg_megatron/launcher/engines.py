@@ -1,6 +1,6 @@
 """The engines of a run, on all nodes: start, health checks, sleep, restarts, stop.
 
-Whatever takes its time is done to all engines at once: there may be hundreds, and each may take seconds.
+Slow operations run on all engines at the same time: there may be hundreds, and each may take seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.engine.process import EngineProcess, call_all, note_segments, stop_engines
+from rpg_megatron.engine.process import EngineProcess, call_all, note_segments, stop_engines, tail_of
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
     has_answered,
@@ -20,13 +20,13 @@ from rpg_megatron.engine.restarts import (
 )
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes
-from rpg_megatron.launcher.summary import shown
-from rpg_megatron.launcher.supervisor import RunFailed, Supervisor, tail
+from rpg_megatron.launcher.summary import display_path
+from rpg_megatron.launcher.supervisor import RunFailed, Supervisor
 
 _PROBE_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
-_PATIENT_SECONDS = 5.0
-"""For the answer of an engine that may be dying."""
+_LONG_ANSWER_SECONDS = 5.0
+"""Time limit for the answer of an engine that may be dying."""
 
 
 class Engines:
@@ -46,13 +46,13 @@ class Engines:
         restarts: int,
         remote: RemoteNodes | None = None,
     ):
-        self._start_timeout, self._most_restarts = settings.engine.start_timeout, restarts
+        self._start_timeout, self._max_restarts = settings.engine.start_timeout, restarts
         self._work, self._supervisor, self._progress, self._remote = work, supervisor, progress, remote
         self._engines: list[EngineProcess | RemoteEngine] = []
         self._healthy: set[int] = set()
         self._restarts: dict[int, int] = {}
-        self._waiting: set[int] = set()
-        """Engines to restart when the ranks release the shared GPUs."""
+        self._deferred: set[int] = set()
+        """Engines that are restarted when the ranks release the shared GPUs."""
         self._started: dict[int, float] = {}
         self._probed = time.monotonic()
 
@@ -72,7 +72,7 @@ class Engines:
         self._started[engine.index] = time.monotonic()
 
     def sleep(self) -> None:
-        """Free the GPU memory of all engines, which are up. Raises RunFailed if one does not go to sleep."""
+        """Put all engines to sleep, which frees their GPU memory; all must be up. Raises RunFailed."""
 
         def sleep(engine: EngineProcess | RemoteEngine) -> str | None:
             try:
@@ -90,54 +90,54 @@ class Engines:
         self._stop(self._engines, grace)
 
     def check(self, run_ends: Callable[[], bool], *, closely: bool = False) -> None:
-        """Restart engines that failed, and look whether those that start are up.
+        """Restart engines that failed, and check whether starting ones are up.
 
-        run_ends: whether the run is ending; may raise. closely: ask also those that seem to run. Raises
-        UserError if an engine does not start, RunFailed if one failed too often.
+        run_ends: whether the run is ending; may raise. closely: also probe engines whose process is alive.
+        Raises UserError if an engine does not start, RunFailed if one failed too often.
         """
-        deaf = self._deaf() if closely else ()
+        unresponsive = self._unresponsive() if closely else ()
         failed: dict[int, str] = {}
         for engine in self._engines:
             index = engine.index
-            if index in self._waiting:
+            if index in self._deferred:
                 continue
             reason = take_request(self._work, index, self._restarts[index])
             # A dead engine exits with code 0, so the exit code is not shown.
-            if index in self._healthy and (not engine.alive() or index in deaf):
+            if index in self._healthy and (not engine.alive() or index in unresponsive):
                 reason = reason or f"engine {index} died"
             if reason:
                 failed[index] = reason
-        if self._waiting and not is_trainers_turn(self._work):
-            for engine in [e for e in self._engines if e.index in self._waiting]:
-                self._start_again(engine)
+        if self._deferred and not is_trainers_turn(self._work):
+            for engine in [e for e in self._engines if e.index in self._deferred]:
+                self._start_incarnation(engine)
         if failed:
-            time.sleep(0.5)  # a signal to all processes may be the cause
+            time.sleep(0.5)  # the cause may be a signal to all processes, which ends the run
             if run_ends():
                 return
             self._restart(failed)
         if not self.all_up and time.monotonic() > self._probed + _PROBE_SECONDS:
             self._probe()
 
-    def _deaf(self) -> Collection[int]:
-        """Engines that were up and do not answer."""
-        asked = [e for e in self._engines if e.index in self._healthy and e.alive()]
-        answers = call_all(asked, lambda e: e.healthy(_PATIENT_SECONDS))
-        return {engine.index for engine, well in zip(asked, answers, strict=True) if not well}
+    def _unresponsive(self) -> Collection[int]:
+        """Indices of engines that were up and do not answer."""
+        probed = [e for e in self._engines if e.index in self._healthy and e.alive()]
+        answers = call_all(probed, lambda e: e.healthy(_LONG_ANSWER_SECONDS))
+        return {engine.index for engine, ok in zip(probed, answers, strict=True) if not ok}
 
     def _restart(self, failed: dict[int, str]) -> None:
-        """Restart engines with the same logs. failed: why, by index. Raises RunFailed if the limit of
-        restarts is reached.
+        """Restart engines, which append to their logs. failed: index -> reason. Raises RunFailed if the limit
+        of restarts is reached.
         """
         engines = [engine for engine in self._engines if engine.index in failed]
         was_up = set()
         for engine in engines:
-            index, reason, most = engine.index, failed[engine.index], self._most_restarts
+            index, reason, most = engine.index, failed[engine.index], self._max_restarts
             done = self._restarts[index]
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
                 raise RunFailed(f"{reason}{limit}; {_end_of(engine.log)}")
             self._progress.status(
-                f"warning: {reason}; restart {done + 1} of {most}; log: {shown(engine.log)}"
+                f"warning: {reason}; restart {done + 1} of {most}; log: {display_path(engine.log)}"
             )
             if index in self._healthy or has_answered(self._work, index, done):
                 was_up.add(index)
@@ -146,16 +146,17 @@ class Engines:
         for engine in engines:
             done = self._restarts[engine.index]
             with engine.log.open("a", encoding="utf-8") as log:
-                log.write(f"---- {failed[engine.index]}; restart {done + 1} of {self._most_restarts} ----\n")
+                log.write(f"---- {failed[engine.index]}; restart {done + 1} of {self._max_restarts} ----\n")
             self._restarts[engine.index] = done + 1
-            # While an engine starts, the sampler hands the GPUs to no one, so it may retry at once.
+            # An engine that was still starting may retry at once: the sampler waits for it before it gives
+            # the GPUs to the ranks.
             if engine.index in was_up and is_trainers_turn(self._work):
-                self._waiting.add(engine.index)
+                self._deferred.add(engine.index)
             else:
-                self._start_again(engine)
+                self._start_incarnation(engine)
 
-    def _start_again(self, engine: EngineProcess | RemoteEngine) -> None:
-        self._waiting.discard(engine.index)
+    def _start_incarnation(self, engine: EngineProcess | RemoteEngine) -> None:
+        self._deferred.discard(engine.index)
         begin_incarnation(self._work, engine.index, self._restarts[engine.index])
         self.start(engine)
 
@@ -168,16 +169,16 @@ class Engines:
             self._remote.wait_stopped(others)
 
     def _probe(self) -> None:
-        """Ask the engines that start. Those that cannot be up any more are restarted, or raise UserError."""
-        starting = [e for e in self._engines if e.index not in self._healthy | self._waiting]
+        """Probe starting engines. Those that ended or took too long are restarted, or raise UserError."""
+        starting = [e for e in self._engines if e.index not in self._healthy | self._deferred]
         since = {e.index: time.monotonic() - self._started[e.index] for e in starting}
-        asked = [e for e in starting if since[e.index] <= self._start_timeout and e.alive()]
-        answers = call_all(asked, lambda e: e.healthy(_ANSWER_SECONDS))
-        note_segments(e for e in asked if isinstance(e, EngineProcess))
-        up = [engine for engine, well in zip(asked, answers, strict=True) if well]
+        probed = [e for e in starting if since[e.index] <= self._start_timeout and e.alive()]
+        answers = call_all(probed, lambda e: e.healthy(_ANSWER_SECONDS))
+        note_segments(e for e in probed if isinstance(e, EngineProcess))
+        up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
         failed = {}
         for engine in starting:
-            if engine not in asked:
+            if engine not in probed:
                 if reason := self._failed_start(engine):
                     failed[engine.index] = reason
                 else:
@@ -191,8 +192,8 @@ class Engines:
         self._probed = time.monotonic()
 
     def _failed_start(self, engine: EngineProcess | RemoteEngine) -> str | None:
-        """Why an engine ended or took too long; None if it just came up. Raises UserError if this is its
-        first start: the settings may be wrong.
+        """Why an engine ended or took too long to start; None if it is up now. Raises UserError at its first
+        start, where the settings may be wrong.
         """
         incarnation = self._restarts[engine.index]
         if not engine.alive() and has_answered(self._work, engine.index, incarnation):
@@ -207,4 +208,4 @@ class Engines:
 
 
 def _end_of(log: Path) -> str:
-    return f"the end of {shown(log)}:\n{tail(log)}"
+    return f"the end of {display_path(log)}:\n{tail_of(log)}"

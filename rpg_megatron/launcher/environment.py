@@ -1,4 +1,4 @@
-"""Records versions, machine, source and own code of a run in its folder, without importing any package.
+"""Records versions, machine, commit and custom code of a run in its folder, without importing any package.
 
 Only the environment variables in ``_VARIABLES`` are recorded, so that the file holds no secrets; the command
 line is left out for the same reason (its settings are in ``config.yaml``).
@@ -40,15 +40,15 @@ _VARIABLES = (
 def record_environment(folder: Path, settings: Settings) -> list[str]:
     """Append a description of this start to ``environment.json``, a list with one entry per start.
 
-    Returns a warning for each file of the user's code that has changed since the last start. Ignores files
-    that cannot be read or written: training does not depend on them.
+    Returns a warning for each file of custom code that has changed since the last start. Ignores errors of
+    reading and writing files, because training does not depend on them.
     """
     file = folder / ENVIRONMENT
     starts: list[Any] = []
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(file.read_text(encoding="utf-8"))
         starts = found if isinstance(found, list) else []
-    now = own_code_digests(settings)
+    now = custom_code_digests(settings)
     then: dict[str, str] = {}
     with contextlib.suppress(LookupError, TypeError, AttributeError):  # starts of earlier versions have none
         then = dict(starts[-1]["own_code"])
@@ -56,18 +56,18 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
         start = describe_environment() | {"own_code": now}
         atomic_write_text(file, json.dumps([*starts, start], indent=2) + "\n")
     return [
-        f"warning: {name} has changed since the last start; the run goes on with the new code, "
+        f"warning: {name} has changed since the last start; the run continues with the new code, "
         "--fresh starts over"
         for name, digest in now.items()
         if then.get(name, digest) != digest
     ]
 
 
-def own_code_digests(settings: Settings) -> dict[str, str]:
+def custom_code_digests(settings: Settings) -> dict[str, str]:
     """SHA-256 of the files of all modules that settings name by import path, by file name.
 
-    Modules are looked for in the working directory and on PYTHONPATH, as in ``system/import_path``. What they
-    import in turn is not covered.
+    Modules are searched in the working directory and on PYTHONPATH, as in ``system/import_path``. Modules
+    that they import in turn are not covered.
     """
     names = {
         text.partition(":")[0] for text in _texts(settings.model_dump(mode="json")) if _PATH.fullmatch(text)

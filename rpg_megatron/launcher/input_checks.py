@@ -1,7 +1,8 @@
-"""Checks of a run's inputs before anything is started: data, lengths of prompts, reward function and other
-code of the user, trackers, disk space.
+"""Checks of a run's inputs before anything is started: data, prompt lengths, reward functions and other
+custom code, trackers, disk space.
 
-They import no torch. Each raises UserError for what would end the run, and returns warnings for the rest.
+They import no torch. Each raises UserError for problems that would end the run, and returns other problems as
+warnings.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
-from rpg_megatron.data.problems import Problem, read_counted
+from rpg_megatron.data.problems import Problem, read_problems_with_counts
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.rewards.pool import start_function
+from rpg_megatron.rewards.pool import start_custom_reward
+from rpg_megatron.system.custom_code import CustomCode
 from rpg_megatron.system.dtypes import ITEM_BYTES
-from rpg_megatron.system.own_code import Wanted
 
-_MEASURED = 5000
-"""Prompts whose length is measured; of more, as many spread over them."""
+_MAX_MEASURED = 5000
+"""Maximum number of prompts whose length is measured; of a larger set, evenly spaced ones."""
 _MANY = 0.1
-"""Share of prompts that are too long above which a warning says so."""
-OWN_CODE_SECONDS = 300
-"""Time limit for importing the user's modules; importing torch from a busy network disk may take a minute."""
+"""Fraction of prompts that are too long from which a warning is given."""
+CUSTOM_CODE_SECONDS = 300
+"""Time limit for importing custom code; importing torch from a busy network disk may take a minute."""
 
 
 def check_data(settings: Settings) -> list[str]:
@@ -53,7 +54,7 @@ def check_data(settings: Settings) -> list[str]:
                 f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
-        problems, *_ = read_counted(data, where)
+        problems, *_ = read_problems_with_counts(data, where)
         warnings += check_prompt_lengths(problems, data, settings.model.path, where)
         wanted = settings.rollout.prompts_per_step
         if where == "data" and len(problems) < wanted:
@@ -65,13 +66,13 @@ def check_data(settings: Settings) -> list[str]:
 
 
 def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
-    """What the checks above and below say, errors as well, of the inputs that this machine has."""
+    """Errors and warnings of all checks in this file, for those inputs that exist on this machine."""
     sources = [source for data in (settings.data, *_heldout(settings)) for source in data.sources]
     found: list[str] = []
     checks: list[Callable[[], list[str] | None]] = [lambda: check_disk(settings, shape)]
     if all(s.source is not None or (s.path is not None and s.path.exists()) for s in sources):
         checks.append(lambda: check_data(settings))
-    checks += [lambda: check_reward(settings.reward), lambda: check_own_code(settings)]
+    checks += [lambda: check_reward(settings.reward), lambda: check_custom_code(settings)]
     for check in checks:
         try:
             found += check() or []
@@ -89,14 +90,14 @@ def _heldout(settings: Settings) -> list[DataSettings]:
 def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Path, where: str) -> list[str]:
     """Check that not all prompts are too long; returns a warning if many are.
 
-    where: key of ``data`` in the settings. Checks nothing if the tokenizer needs transformers.
+    where: key of ``data`` in the settings. Does nothing if the tokenizer needs transformers.
     """
     from rpg_megatron.data.prompts import fit_prompts  # needs numpy, which a login node may lack
 
     tokenizer = open_tokenizer(model, chat=data.chat)
     if tokenizer is None:
         return []
-    measured = problems[:: math.ceil(len(problems) / _MEASURED)]
+    measured = problems[:: math.ceil(len(problems) / _MAX_MEASURED)]
     _, too_long = fit_prompts(measured, data, tokenizer, where)
     if too_long < _MANY * len(measured):
         return []
@@ -120,35 +121,35 @@ def _group_warnings(settings: Settings) -> list[str]:
 
 
 def check_reward(reward: RewardSettings) -> None:
-    """Check that the user's reward functions can be imported, and have the settings that they are given;
-    other processes import them. Raises UserError, a line for each problem.
+    """Check that custom reward functions can be imported and accept their settings; other processes import
+    them. Raises UserError, one line for each problem.
     """
     problems = []
     for term in reward.all_terms.values():
         if term.own:
             try:
-                start_function(reward, term).close()
+                start_custom_reward(reward, term).close()
             except UserError as e:
                 problems.append(str(e))
     if problems:
         raise UserError("\n".join(problems))
 
 
-def check_own_code(settings: Settings) -> None:
-    """Check ``own_code``; another process imports it, since it may need torch. Raises UserError."""
-    wanted = list(own_code(settings))
-    if not wanted:
+def check_custom_code(settings: Settings) -> None:
+    """Check ``list_custom_code`` in another process, since it may import torch. Raises UserError."""
+    items = list(list_custom_code(settings))
+    if not items:
         return
-    command = [sys.executable, "-P", "-m", "rpg_megatron.system.own_code"]
-    asked = json.dumps([item._asdict() for item in wanted])
-    names = ", ".join(item.path for item in wanted)
+    command = [sys.executable, "-P", "-m", "rpg_megatron.system.custom_code"]
+    request = json.dumps([item._asdict() for item in items])
+    names = ", ".join(item.path for item in items)
     try:
         done = subprocess.run(
-            command, input=asked, capture_output=True, text=True, check=False, timeout=OWN_CODE_SECONDS
+            command, input=request, capture_output=True, text=True, check=False, timeout=CUSTOM_CODE_SECONDS
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"importing {names} has not ended after {OWN_CODE_SECONDS} s; do slow work in the first call, "
+            f"importing {names} has not ended after {CUSTOM_CODE_SECONDS} s; do slow work in the first call, "
             "not in the import"
         ) from None
     if done.returncode or not done.stdout:
@@ -158,27 +159,29 @@ def check_own_code(settings: Settings) -> None:
         raise UserError("\n".join(problems))
 
 
-def own_code(settings: Settings) -> Iterator[Wanted]:
-    """The code of the user that settings name by import path, except rewards and sources of prompts."""
+def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
+    """Custom code that the settings name by import path, except rewards and prompt sources."""
     if isinstance(settings.objective, ImportedSettings):
         objective, reserved = settings.objective, tuple(ImportedLossSettings.model_fields)
-        yield Wanted("objective", objective.type, objective.keywords, 0, makes=True, reserved=reserved)
+        yield CustomCode(
+            "objective", objective.type, objective.keywords, 0, instantiate=True, reserved=reserved
+        )
     if isinstance(settings.advantage, ImportedSettings):
-        yield Wanted("advantage", settings.advantage.type, settings.advantage.keywords, 3)
+        yield CustomCode("advantage", settings.advantage.type, settings.advantage.keywords, 3)
     schedule, steps = settings.optimizer.schedule, settings.training.steps
     if isinstance(schedule, ImportedSettings):
-        tries = tuple((step, steps) for step in range(1, steps + 1))
-        yield Wanted("optimizer.schedule", schedule.type, schedule.keywords, 2, tries=tries)
+        trial_calls = tuple((step, steps) for step in range(1, steps + 1))
+        yield CustomCode("optimizer.schedule", schedule.type, schedule.keywords, 2, trial_calls=trial_calls)
     for place, tracker in enumerate(settings.trackers):
         if isinstance(tracker, ImportedTrackerSettings):
-            yield Wanted(f"trackers[{place}]", tracker.type, tracker.keywords, 1)
+            yield CustomCode(f"trackers[{place}]", tracker.type, tracker.keywords, 1)
     if settings.rollout.dynamic is not None and ":" in settings.rollout.dynamic.type:
         dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)
-        yield Wanted("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
+        yield CustomCode("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
 
 
 def check_trackers(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Check that the trackers' packages are installed; returns a warning if a key seems to be missing."""
+    """Check that the trackers' packages are installed; returns a warning if an API key may be missing."""
     for place, tracker in enumerate(settings.trackers):
         package = PACKAGES.get(tracker.type)
         if package is not None and importlib.util.find_spec(package) is None:
@@ -227,7 +230,9 @@ def check_disk(settings: Settings, shape: ModelShape) -> list[str]:
 
 
 def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = None) -> int:
-    """Bytes of checkpoints and export. checkpoints: None for those kept and the one being written."""
+    """Bytes of checkpoints and exports. checkpoints: their number; None: those kept and the one being
+    written.
+    """
     numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
     item = ITEM_BYTES[settings.precision.dtype]
     one = numbers * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy

@@ -1,7 +1,7 @@
-"""The launcher of every node but the first: starts and stops its engines and ranks as the first one asks.
+"""The launcher of every node but the first: starts and stops engines and ranks as the first one requests.
 
 It reports processes that exit; the first launcher decides how to react. If the connection to the first
-launcher breaks, it ends all processes of this node.
+launcher is lost, it ends all processes of this node.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
     address_towards,
+    assign_node,
     free_port,
     own_address,
-    share_of,
 )
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.rank_env import RANK, RankLaunchSpec, cluster_environment, rank_starts
@@ -43,12 +43,12 @@ _ANSWER_SECONDS = 2.0
 
 
 def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
-    """Run this node's processes; returns when the first launcher says that the run is finished.
+    """Run this node's processes; returns when the first launcher reports that the run has finished.
 
-    Raises UserError for user errors on this node, RunFailed if the run failed elsewhere, Interrupted after a
-    signal before the connection to the first launcher; later signals are forwarded to it.
+    Raises UserError for user errors on this node, RunFailed if the run failed elsewhere, and Interrupted
+    after a signal before it is connected to the first launcher; later signals are forwarded to that.
     """
-    assignment = share_of(settings, nodes.rank, nodes.count)
+    assignment = assign_node(settings, nodes.rank, nodes.count)
     signals.raising = False
     channel, endpoint = join(settings, nodes, signals.check)
     try:
@@ -75,7 +75,7 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             raise RunFailed(f"stopped by {nodes.name(0)}: {first['reason']}")
     except _ChannelLost as e:
         raise RunFailed(f"{nodes.name(0)}, which leads the run, is lost: {e}") from None
-    except _RunOver as e:
+    except _RunEnded as e:
         if str(e):
             raise RunFailed(f"stopped by {nodes.name(0)}: {e}") from None
     finally:
@@ -86,8 +86,8 @@ class _ChannelLost(Exception):
     """The connection to the first launcher is lost; the message says why."""
 
 
-class _RunOver(Exception):
-    """The first launcher ended the run; the message is the reason, empty after success."""
+class _RunEnded(Exception):
+    """The first launcher has ended the run; the message is the reason, empty after success."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ def _free_ports(address: str, count: int) -> list[int]:
 
 
 def _wait(channel: ControlChannel, signals: StopSignals) -> dict[str, Any]:
-    """Wait for the next message, and forward signals meanwhile. Raises _ChannelLost."""
+    """Wait for the next message; forwards signals meanwhile. Raises _ChannelLost."""
     sent = 0
     while True:
         sent = _forward_signals(channel, signals, sent)
-        # One at a time: later messages are for NodeAgent.
+        # Only one message: later ones are for NodeAgent.
         if (message := channel.receive_one()) is not None:
             return message
         if channel.lost:
@@ -140,14 +140,14 @@ def _wait(channel: ControlChannel, signals: StopSignals) -> dict[str, Any]:
 
 
 def _forward_signals(channel: ControlChannel, signals: StopSignals, sent: int) -> int:
-    """Forward new signals to the first launcher, which decides how to react. Returns the count of signals."""
+    """Forward new signals to the first launcher, which decides how to react. Returns their total number."""
     if signals.count > sent:
         channel.send("signal", number=int(signals.number), count=signals.count)
     return signals.count
 
 
 class NodeAgent:
-    """The processes and folders of this node; leaving the context ends and removes them."""
+    """The processes and private folders of this node; leaving the context ends and removes them."""
 
     def __init__(
         self,
@@ -178,12 +178,12 @@ class NodeAgent:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, _RunOver | _ChannelLost):
+        if error is not None and not isinstance(error, _RunEnded | _ChannelLost):
             self._channel.send("failed", message=f"its launcher failed: {error!r}")
         self._supervisor.close(GRACE)
 
     def work(self) -> None:
-        """Handle messages and report exited processes until the run ends, which raises _RunOver."""
+        """Handle messages and report exited processes until the run ends, which raises _RunEnded."""
         sent = 0
         while True:
             sent = _forward_signals(self._channel, self._signals, sent)
@@ -211,7 +211,7 @@ class NodeAgent:
         elif kind == "warn":
             self._ranks[message["rank"]].warn()
         elif kind == "end":
-            raise _RunOver(message["reason"])
+            raise _RunEnded(message["reason"])
 
     def _start_engine(self, index: int, starts: int) -> None:
         if index not in self._engines:
@@ -227,7 +227,7 @@ class NodeAgent:
                 extra=cluster_environment(self._endpoint.address),
             )
         engine = self._engines[index]
-        engine.stop(grace=0)  # ends what is left of a dead process's group
+        engine.stop(grace=0)  # ends remaining processes of a dead engine
         self._healthy.discard(index)
         engine.start()
         self._supervisor.adopt(engine)
@@ -250,9 +250,9 @@ class NodeAgent:
     def _probe(self) -> None:
         """Register the shared memory of engines that are up with the reaper."""
         self._probed = time.monotonic()
-        asked = [e for index, e in self._engines.items() if index not in self._healthy and e.alive()]
-        answers = call_all(asked, lambda engine: engine.healthy(_ANSWER_SECONDS))
-        note_segments(asked)
-        up = [engine for engine, well in zip(asked, answers, strict=True) if well]
+        probed = [e for index, e in self._engines.items() if index not in self._healthy and e.alive()]
+        answers = call_all(probed, lambda engine: engine.healthy(_ANSWER_SECONDS))
+        note_segments(probed)
+        up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
         self._healthy |= {engine.index for engine in up}
         self._supervisor.guard_shared_memory(up)

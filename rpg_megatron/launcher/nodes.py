@@ -1,7 +1,7 @@
 """The nodes of a run, this node's rank, and the assignment of trainer ranks and engines to nodes. No torch.
 
-Under Slurm, ``srun`` starts one launcher per node, and its environment has all of this. Elsewhere it is given
-by the options of ``rpg-megatron train``.
+Under Slurm, ``srun`` starts one launcher per node, whose environment has all of this. Elsewhere, options of
+``rpg-megatron train`` set it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NodeAssignment:
     """Its engines."""
 
     def gpus(self, settings: Settings, engine: int) -> list[int]:
-        """The GPUs of the node that one of its engines sees: its own, then those that it reads weights from.
+        """The node's GPUs that one of its engines sees: its own, then those that it reads weights from.
 
         Trainer ranks use the first GPUs, engines those after them or, colocated, the same ones.
         """
@@ -67,9 +67,9 @@ def find_nodes(
 ) -> Nodes:
     """The nodes given by the options or, without options, those of this process's Slurm step.
 
-    A command that was not started by ``srun`` runs on one node, also within an allocation, and so does one in
-    a shell of ``srun --pty``. Raises UserError if options are missing, or if Slurm started several launchers
-    on a node.
+    Commands that were not started by ``srun`` run on one node, also within an allocation; so do commands in a
+    shell of ``srun --pty``. Raises UserError if options are missing, or if Slurm started several launchers on
+    a node.
     """
     if (rank, count, job) != (None, None, None):
         if rank is None or count is None:
@@ -128,7 +128,7 @@ def expand_hosts(listed: str) -> list[str]:
     return found
 
 
-def share_of(settings: Settings, rank: int, count: int) -> NodeAssignment:
+def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
     """The assignment of node ``rank`` of ``count``.
 
     Raises UserError if ranks or engines cannot be spread evenly, or the transport cannot reach the engines.
@@ -204,8 +204,8 @@ def _partial_node(settings: Settings, count: int) -> int | None:
     """The first of ``count`` nodes whose trainer ranks do not hold the whole model; None if all do."""
     parallel = settings.parallel
     each = parallel.world // count
-    # Megatron numbers ranks tensor, context, data, pipeline: the stages of one replica are far apart. Within
-    # a stage, experts are shared out over the ranks in the order of their numbers.
+    # Megatron's rank order is tensor, context, data, pipeline, so the stages of one replica are far apart.
+    # Within a stage, experts are distributed over the ranks in rank order.
     stage, parts = parallel.world // parallel.pipeline, parallel.expert * parallel.expert_tensor
     for node in range(count):
         ranks = range(node * each, (node + 1) * each)
@@ -217,7 +217,7 @@ def _partial_node(settings: Settings, count: int) -> int | None:
 
 
 def transport_note(settings: Settings, count: int) -> str | None:
-    """A note for runs that send weights through host memory although each node has them on its GPUs."""
+    """A hint for runs that send weights through host memory although each node has them on its GPUs."""
     slow = settings.engine.colocated and settings.bridge.transport == "process_group"
     if count == 1 or not slow or settings.device != "cuda" or _partial_node(settings, count) is not None:
         return None
@@ -266,7 +266,7 @@ def interface_of(address: str) -> str:
 def free_port(address: str) -> int:
     """A TCP port of a local address that is free now. UserError if there is none.
 
-    It is below the kernel's ephemeral ports, which other sockets might take before the caller binds it.
+    It is below the kernel's ephemeral ports, which other sockets might use before the caller binds it.
     """
     for port in random.sample(_PORTS, _TRIES):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -303,10 +303,10 @@ def _resolve(name: str | None) -> str | None:
 def _address_known_to_slurm(name: str) -> str | None:
     """The address in ``scontrol``: a node's name may be unknown to the name service."""
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             ["scontrol", "show", "node", name], capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"\bNodeAddr=(\S+)", told.stdout)
+    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
     return found[1] if found else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 import socket
@@ -20,37 +21,38 @@ from pathlib import Path
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.launcher.input_checks import (
+    check_custom_code,
     check_data,
     check_disk,
-    check_own_code,
     check_reward,
     check_trackers,
 )
-from rpg_megatron.launcher.nodes import NodeAssignment, share_of
+from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _SILENT_SECONDS = 3.0
-"""If reading the data takes longer, a message says so."""
+"""A message is printed if reading the data takes longer."""
 FP8_EMULATED = (
     "precision.fp8 is emulated: on a CPU, operands are rounded to FP8 and multiplied in float32, which shows "
     "the numerics of a recipe, but not the kernels or the speed of a GPU"
 )
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of vLLM's attention on a CPU. With another one an engine starts, and dies at each request."""
+"""Head sizes that vLLM's attention supports on a CPU. With others, an engine starts and fails at each
+request."""
 CPU_EXPERT_COLUMNS = 32
-"""vLLM's experts on a CPU have a multiple of so many columns. Others fail at the first request."""
+"""On a CPU, vLLM's experts must have a multiple of this many columns. Others fail at the first request."""
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
 
-def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape:
-    """Run every check; returns the model's sizes. Raises UserError at the first failure.
+def check(settings: Settings, assignment: NodeAssignment | None = None) -> ModelShape:
+    """Run all checks; returns the model's shape. Raises UserError at the first failure.
 
-    share: this node's part of a run on several nodes; None: there is only this node.
+    assignment: of this node in a run on several nodes; None: there is only this node.
     """
-    share = share or share_of(settings, 0, 1)
+    assignment = assignment or assign_node(settings, 0, 1)
     check_packages(settings.device)
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
@@ -60,7 +62,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
     check_precision(settings, shape)
     check_batch(settings, shape)
     if settings.device == "cuda":
-        check_gpus(settings, share)
+        check_gpus(settings, assignment)
     else:
         if settings.precision.fp8 is not None:
             print(f"warning: {FP8_EMULATED}", file=sys.stderr, flush=True)
@@ -73,7 +75,7 @@ def check(settings: Settings, share: NodeAssignment | None = None) -> ModelShape
         warnings = [*check_disk(settings, shape), *check_data(settings)]
         warnings += check_trackers(settings)
         check_reward(settings.reward)
-        check_own_code(settings)
+        check_custom_code(settings)
     finally:
         slow.cancel()
     for text in warnings:
@@ -116,7 +118,7 @@ def check_model(path: Path) -> ModelShape:
             f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
         )
     try:
-        list_copied(path)  # an export will copy them, and the tokenizer's loader would wait for a FIFO
+        list_copied(path)  # an export copies these files, and the tokenizer's loader would block on a FIFO
     except UserError as e:
         raise UserError(f"model.path: {e}") from None
     verify_hf_checkpoint(path, mapping_for(shape))
@@ -139,7 +141,7 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
 
 
 def check_routers(settings: Settings, shape: ModelShape) -> None:
-    """Check that a run with settings of routers has some."""
+    """Check that the model has experts if settings of their routers are used."""
     training = settings.training
     for name, off in (("router_replay", "off"), ("router_aux_loss", 0)):
         if (value := getattr(training, name)) != off and shape.experts is None:
@@ -237,7 +239,7 @@ def check_shared_memory(
     """Check that shared memory has room for the published weights."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{folder} is missing or not writable; weights are transferred to engines through it")
-    numbers = sum(_product(dims) for dims in mapping_for(shape).hf_tensors().values())
+    numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
     needed = numbers * ITEM_BYTES[settings.precision.dtype] + _SPARE
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -252,7 +254,7 @@ def has_gpu() -> bool:
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
-def check_gpus(settings: Settings, share: NodeAssignment) -> None:
+def check_gpus(settings: Settings, assignment: NodeAssignment) -> None:
     """Check that the GPUs are enough for this node's trainer ranks and engine workers."""
     hint = "set device=cpu to run on the CPU"
     if not has_gpu():
@@ -268,7 +270,7 @@ def check_gpus(settings: Settings, share: NodeAssignment) -> None:
         raise UserError(
             f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
         )
-    ranks, engines = len(share.ranks), len(share.engines) * settings.engine.tensor
+    ranks, engines = len(assignment.ranks), len(assignment.engines) * settings.engine.tensor
     if settings.engine.colocated:
         engines = 0
     if ranks + engines > count:
@@ -299,13 +301,6 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _product(dims: tuple[int, ...]) -> int:
-    total = 1
-    for dim in dims:
-        total *= dim
-    return total
 
 
 def _mib(size: int) -> str:

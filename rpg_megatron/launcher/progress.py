@@ -39,7 +39,7 @@ _COLUMNS = (
 
 
 class Progress:
-    """Receives events and shows them, all in ``pump``; there is no thread."""
+    """Receives and shows events, all in ``pump``; there is no thread."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class Progress:
         console: Console | None = None,
         line_seconds: float | None = None,
     ):
-        """log: file that gets all lines too, with the time, also those that a live display does not show.
-
-        line_seconds: interval of progress lines without a terminal; None: one line when a phase begins.
+        """work: folder for the socket. steps: of the run. metrics: the run's metrics file. log: file for all
+        lines, with the time, including those that a live display does not show. line_seconds: interval of
+        progress lines without a terminal; None: one line at the start of each phase.
         """
         self._log = log
         self._line_seconds = line_seconds
-        self._said = 0.0
-        self._warned_of_rewards = False
-        self._begun = (0.0, 0)
+        self._last_line = 0.0
+        self._warned_about_rewards = False
+        self._phase_start = (0.0, 0)
         self.console = console or Console(file=sys.stdout)
         self.steps = steps
         self.step = -1
@@ -98,7 +98,7 @@ class Progress:
         self._socket.settimeout(seconds)
         try:
             while True:
-                self._take(self._socket.recv(1 << 20))
+                self._handle_event(self._socket.recv(1 << 20))
                 self._socket.settimeout(0)  # the rest of what has arrived, without waiting again
         except (TimeoutError, BlockingIOError):
             pass
@@ -106,13 +106,13 @@ class Progress:
         if self._live and time.monotonic() - self._drawn >= _REDRAW_SECONDS:
             self._drawn = time.monotonic()
             with contextlib.suppress(OSError):
-                self._live.update(self._picture(), refresh=True)
+                self._live.update(self._render(), refresh=True)
 
     def status(self, text: str) -> None:
         """Show the current activity. Warnings stay on the terminal."""
         if text != self.text:
             self.text, self._phase = text, None
-            self._tell(text, always=text.startswith("warning"))
+            self._print_line(text, always=text.startswith("warning"))
 
     def close(self) -> None:
         """Restore the terminal; the last rows stay on it."""
@@ -132,37 +132,37 @@ class Progress:
 
     # -- events --------------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
+    def _handle_event(self, data: bytes) -> None:
         try:
             event = json.loads(data)
             kind = event["kind"]
             if kind == "status":
                 self.status(str(event["text"]))
             elif kind == "phase":
-                self._take_phase(str(event["name"]), int(event["done"]), int(event["total"]))
+                self._handle_phase(str(event["name"]), int(event["done"]), int(event["total"]))
             elif kind == "step":
-                self._take_step(dict(event["row"]), int(event["steps"]))
+                self._handle_step(dict(event["row"]), int(event["steps"]))
         except (ValueError, KeyError, TypeError):
             return
 
-    def _take_phase(self, name: str, done: int, total: int) -> None:
+    def _handle_phase(self, name: str, done: int, total: int) -> None:
         new = self._phase is None or self._phase[0] != name
         self._phase = (name, done, total)
         self.text = name
         now = time.monotonic()
         if new:
-            self._begun, self._said = (now, done), now
+            self._phase_start, self._last_line = (now, done), now
         if self.started_training:
             return
         if new:
-            self._tell(name)
-        elif self._line_seconds is not None and now - self._said >= self._line_seconds:
-            self._said = now
-            pace = (now - self._begun[0]) / max(done - self._begun[1], 1)
-            self._tell(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
+            self._print_line(name)
+        elif self._line_seconds is not None and now - self._last_line >= self._line_seconds:
+            self._last_line = now
+            pace = (now - self._phase_start[0]) / max(done - self._phase_start[1], 1)
+            self._print_line(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
 
     def _read_metrics(self) -> None:
-        """Read the rows whose events were lost, as datagrams are when the queue is full."""
+        """Read rows whose events were lost, for example because the socket's queue was full."""
         if self._metrics is None or not self._metrics.exists():
             return
         with self._metrics.open("rb") as file:
@@ -172,11 +172,11 @@ class Progress:
         self._read += len(whole)
         for line in whole.splitlines():
             try:
-                self._take_step(dict(json.loads(line)), self.steps)
+                self._handle_step(dict(json.loads(line)), self.steps)
             except (ValueError, KeyError, TypeError):
                 continue
 
-    def _take_step(self, row: dict[str, Any], steps: int) -> None:
+    def _handle_step(self, row: dict[str, Any], steps: int) -> None:
         if int(row["step"]) <= self.step:
             return
         self.step, self.steps = int(row["step"]), steps
@@ -187,20 +187,20 @@ class Progress:
         ]
         if found:
             self._evaluation = "  ".join(found)
-            self._tell(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
+            self._print_line(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
         if self.step > 0:
             self.started_training = True
             self._rows.append(row)
-            self._tell(self._line(row))
-            self._warn_of_rewards(row)
+            self._print_line(self._line(row))
+            self._warn_about_rewards(row)
 
-    def _warn_of_rewards(self, row: dict[str, Any]) -> None:
-        """Once, at the first step in which reward functions raised or died: the run itself goes on."""
+    def _warn_about_rewards(self, row: dict[str, Any]) -> None:
+        """Warn at the first step in which reward functions raised or crashed; the run continues."""
         errors, crashes = (int(row.get(f"reward/{name}") or 0) for name in ("errors", "crashes"))
-        if self._warned_of_rewards or not errors + crashes:
+        if self._warned_about_rewards or not errors + crashes:
             return
-        self._warned_of_rewards = True
-        self._tell(
+        self._warned_about_rewards = True
+        self._print_line(
             f"warning: in step {self.step} reward functions raised {errors} times and crashed {crashes} "
             "times; the sampler's logs have the first error of each",
             always=True,
@@ -208,8 +208,8 @@ class Progress:
 
     # -- rendering -----------------------------------------------------------------------------------------
 
-    def _tell(self, text: str, *, always: bool = False) -> None:
-        """Print and log a line. always: print it above a live display too."""
+    def _print_line(self, text: str, *, always: bool = False) -> None:
+        """Print and log a line. always: also print it above a live display."""
         if self._log is not None:
             append_to_log(self._log, text)
         if self._live is None or always:
@@ -235,7 +235,7 @@ class Progress:
             table.add_row(f"{row['step']}/{self.steps}", *cells)
         return table
 
-    def _picture(self) -> Group:
+    def _render(self) -> Group:
         bars = Table.grid(padding=(0, 2))
         left = self.seconds_left()
         note = f"left {clock(left)}" if left is not None else ""
@@ -257,7 +257,7 @@ class Progress:
 
 
 def append_to_log(log: Path, text: str) -> None:
-    """Append a line to the launcher's log. A disk that is full does not end the run."""
+    """Append a line to the launcher's log. Errors such as a full disk are ignored."""
     with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 

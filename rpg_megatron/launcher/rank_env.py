@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpg_megatron.config import Settings
-from rpg_megatron.config.cluster import ADDRESS_VARIABLE, RENDEZVOUS_VARIABLE
-from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE, RENDEZVOUS_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.engine.command import CONNECTIONS_VARIABLE
 from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
 
 RANK = "rpg_megatron.training.rank"
-"""What a rank of a training run runs; audit and replay have modules of their own."""
+"""Module that the ranks of a training run execute; audit and replay have modules of their own."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class RankLaunchSpec:
     """Arguments of the trainer ranks on all nodes."""
 
     folder: str
-    """The run's."""
+    """The run's folder."""
     checkpoint: str | None
     address: str
-    """torch.distributed's MASTER_ADDR: the node of trainer rank 0. Used on several nodes, like the port."""
+    """torch.distributed's MASTER_ADDR, the node of trainer rank 0; it and the port are used on several nodes.
+    """
     port: int
 
 
@@ -55,8 +56,8 @@ def base_environment(settings: Settings, token: str) -> dict[str, str]:
 
 def rank_starts(
     settings: Settings,
-    share: NodeAssignment,
-    start: RankLaunchSpec,
+    assignment: NodeAssignment,
+    spec: RankLaunchSpec,
     work: Path,
     bridge: Path,
     token: str,
@@ -65,40 +66,41 @@ def rank_starts(
 ) -> Iterator[tuple[str, list[str], dict[str, str]]]:
     """Name, command line and environment of each of this node's trainer ranks.
 
-    work, bridge: this node's private folders. address: as for ``cluster_environment``. module: what they run.
+    work, bridge: this node's private folders. address: as for ``cluster_environment``. module: what the ranks
+    execute.
     """
-    command = [sys.executable, "-P", "-m", module, start.folder, str(work), str(bridge)]
-    if start.checkpoint is not None:
-        command.append(start.checkpoint)
-    for rank in share.ranks:
+    command = [sys.executable, "-P", "-m", module, spec.folder, str(work), str(bridge)]
+    if spec.checkpoint is not None:
+        command.append(spec.checkpoint)
+    for rank in assignment.ranks:
         environment = base_environment(settings, token if rank == 0 else "") | cluster_environment(address)
-        environment |= _device_environment(settings, len(share.ranks))
+        environment |= _device_environment(settings, len(assignment.ranks))
         environment |= {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank - share.ranks.start),
+            "LOCAL_RANK": str(rank - assignment.ranks.start),
             "WORLD_SIZE": str(settings.parallel.world),
-            "LOCAL_WORLD_SIZE": str(len(share.ranks)),
-            **_rendezvous(start, work if address is None else None),
+            "LOCAL_WORLD_SIZE": str(len(assignment.ranks)),
+            **_rendezvous(spec, work if address is None else None),
         }
         yield f"rank_{rank}", command, environment
 
 
-def _rendezvous(start: RankLaunchSpec, work: Path | None) -> dict[str, str]:
-    """Where the ranks meet. work: on a single node, its private folder: only its owner can join."""
+def _rendezvous(spec: RankLaunchSpec, work: Path | None) -> dict[str, str]:
+    """Variables for the ranks' rendezvous. work: on a single node, the private folder, for a file."""
     if work is not None:
         return {RENDEZVOUS_VARIABLE: str(work / "rendezvous")}
-    return {"MASTER_ADDR": start.address, "MASTER_PORT": str(start.port)}
+    return {"MASTER_ADDR": spec.address, "MASTER_PORT": str(spec.port)}
 
 
 def _device_environment(settings: Settings, local: int) -> dict[str, str]:
     """Variables that a rank on a GPU needs; empty on a CPU. local: number of ranks on this node."""
     if settings.device != "cuda":
         return {}
-    # One thread feeds the GPU. Only an off-loaded optimizer computes on the CPU.
+    # One thread is enough to drive the GPU. Only an offloaded optimizer computes on the CPU.
     threads = len(os.sched_getaffinity(0)) // local if settings.memory.offload_optimizer else 1
     found = {"OMP_NUM_THREADS": str(max(1, threads))}
-    cut = settings.parallel.tensor > 1 or settings.parallel.context > 1
-    if cut and CONNECTIONS_VARIABLE not in os.environ:
+    sharded = settings.parallel.tensor > 1 or settings.parallel.context > 1
+    if sharded and CONNECTIONS_VARIABLE not in os.environ:
         # Megatron launches the communication of tensor and context parallelism before the GEMMs that it
         # overlaps with. One hardware queue keeps that order; with several, GEMMs may occupy the GPU first.
         # Megatron's argument check requires the same.

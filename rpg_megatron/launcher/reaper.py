@@ -1,8 +1,8 @@
 """``python -m rpg_megatron.launcher.reaper``: cleans up after a launcher that was killed.
 
-It reads from the launcher, one per line, what to clean up: ``group PID``, ``drop PID``, ``path PATH``. If the
+It reads lines from the launcher that say what to clean up: ``group PID``, ``drop PID``, ``path PATH``. If the
 pipe closes without ``done`` (kill -9, out of memory), it kills the groups and removes the paths. The parent
-death signal (``system/parent_death.py``) covers only the launcher's direct children, and no files.
+death signal (``system/parent_death.py``) only covers the launcher's direct children, and no files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from rpg_megatron.system import process_groups
 
 
 class Reaper:
-    """The launcher's end of the pipe. Create it before anything that must not outlive the launcher."""
+    """The launcher's end of the pipe. Create it before any process or file that must not outlive the
+    launcher.
+    """
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -70,7 +72,7 @@ def remove(path: Path) -> None:
 
 
 def main() -> None:
-    """Read requests until the launcher is done or dead."""
+    """Read requests until the launcher has cleaned up or died."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

@@ -1,7 +1,7 @@
 """The other nodes of a run, as seen by the first node's launcher.
 
-Their engines and ranks are proxy objects here with the interface of local ones. Requests go over the control
-channel to the node (see ``node_agent.py``), and status comes back the same way.
+Their engines and ranks are proxy objects with the interface of local ones. Requests are sent to the node over
+the control channel (see ``node_agent.py``), and status is received the same way.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import yaml
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import health, put_to_sleep, tail_of
 from rpg_megatron.launcher.control_channel import RendezvousServer
-from rpg_megatron.launcher.nodes import Nodes, share_of
+from rpg_megatron.launcher.nodes import Nodes, assign_node
 from rpg_megatron.launcher.rank_env import RankLaunchSpec
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 
 _LEAVE_SECONDS = 30.0
-"""How long other nodes may take to end their processes; after their own grace they send SIGKILL."""
+"""How long to wait for other nodes to end their processes; they send SIGKILL after a grace period."""
 
 
 class RemoteNodes:
@@ -38,17 +38,17 @@ class RemoteNodes:
     def __init__(self, settings: Settings, nodes: Nodes, signals: StopSignals):
         """Raises UserError if the other nodes cannot reach this one."""
         self.nodes = nodes
-        self.assignment = share_of(settings, 0, nodes.count)
+        self.assignment = assign_node(settings, 0, nodes.count)
         self.engines: dict[int, RemoteEngine] = {}
         self.ranks: dict[int, RemoteRank] = {}
         self._settings, self._signals = settings, signals
         self._server = RendezvousServer(settings, nodes)
         self._ready: set[int] = set()
-        self._said = ""
+        self._last_line = ""
 
     def __enter__(self) -> RemoteNodes:
         try:
-            self._gather()
+            self._wait_ready()
         except BaseException as e:
             self.__exit__(type(e), e, None)
             raise
@@ -70,13 +70,13 @@ class RemoteNodes:
         """The run's secret, shared by all of its processes."""
         return self._server.token
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+    def _print_once(self, text: str) -> None:
+        if text != self._last_line:
+            self._last_line = text
             print(text, flush=True)
 
-    def _gather(self) -> None:
-        self._server.wait(self._signals.check, self._say)
+    def _wait_ready(self) -> None:
+        self._server.wait(self._signals.check, self._print_once)
         ours = resolved_yaml(self._settings)
         for node in sorted(self._server.joined):
             theirs = self._server.joined[node]["settings"]
@@ -94,11 +94,11 @@ class RemoteNodes:
             time.sleep(0.1)
 
     def prepare(self, folder: Path) -> dict[int, str]:
-        """Have the nodes open the run's folder; returns the URLs of their engines, by index."""
+        """Let the nodes open the run's folder; returns index of an engine -> its URL."""
         logs = folder / LOGS
         for node, channel in self._server.channels.items():
             channel.send("open", folder=str(folder))
-            assignment = share_of(self._settings, node, self.nodes.count)
+            assignment = assign_node(self._settings, node, self.nodes.count)
             facts = self._server.joined[node]
             for index, port in zip(assignment.engines, facts["ports"], strict=True):
                 url = f"http://{facts['address']}:{port}"
@@ -110,10 +110,10 @@ class RemoteNodes:
                 self.ranks[rank] = RemoteRank(name, log, partial(channel.send, "warn", rank=rank))
         return {index: engine.url for index, engine in self.engines.items()}
 
-    def start_ranks(self, start: RankLaunchSpec) -> None:
+    def start_ranks(self, spec: RankLaunchSpec) -> None:
         """Ask the nodes to start their trainer ranks."""
         for channel in self._server.channels.values():
-            channel.send("start_ranks", **asdict(start))
+            channel.send("start_ranks", **asdict(spec))
 
     def send_stop(self, engines: Sequence[RemoteEngine], grace: float) -> None:
         """Ask the nodes to stop engines. grace: seconds from SIGTERM to SIGKILL."""
@@ -141,7 +141,7 @@ class RemoteNodes:
         """Process received messages. Raises RunFailed or UserError if a node is lost or has failed."""
         for node, channel in self._server.channels.items():
             for message in channel.receive():
-                self._take(node, message)
+                self._handle(node, message)
         for node, channel in self._server.channels.items():
             if channel.lost:
                 raise RunFailed(f"{self.name(node)} is lost: {channel.lost}")
@@ -154,7 +154,9 @@ class RemoteNodes:
             channel.send("end", reason=reason)
 
     def close(self) -> None:
-        """Wait until the other launchers have exited, then close. The last exit code counts: this one's."""
+        """Wait until the other launchers have exited, then close. This launcher exits last, so its exit code
+        is the job's.
+        """
         end = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < end and not all(channel.lost for channel in self._server.channels.values()):
             for channel in self._server.channels.values():
@@ -162,16 +164,16 @@ class RemoteNodes:
             time.sleep(0.1)
         self._server.close()
 
-    def _take(self, node: int, message: dict[str, Any]) -> None:
+    def _handle(self, node: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "ready":
             self._ready.add(node)
         elif kind == "engine":
-            self.engines[message["index"]].seen(message["starts"], message["alive"])
+            self.engines[message["index"]].update(message["starts"], message["alive"])
         elif kind == "rank":
             self.ranks[message["rank"]].code = message["code"]
         elif kind == "signal":
-            # Slurm signals all nodes at once: do not count the same signal twice.
+            # Slurm signals all nodes at once, so do not count the same signal twice.
             if self._signals.count < message["count"]:
                 self._signals.receive(message["number"])
         elif kind == "refused":
@@ -181,7 +183,7 @@ class RemoteNodes:
 
 
 class RemoteEngine:
-    """An engine on another node; as ``engine.process.EngineProcess`` where they have the same methods."""
+    """An engine on another node. Methods have the meaning of those of ``engine.process.EngineProcess``."""
 
     def __init__(self, nodes: RemoteNodes, node: int, index: int, log: Path, url: str):
         self.index, self.log, self.url = index, log, url
@@ -191,19 +193,19 @@ class RemoteEngine:
         self._started = 0.0
 
     def start(self) -> None:
-        """Ask its node to start it; does not wait."""
+        """Ask the node to start it; does not wait."""
         self._starts += 1
         self._alive = True
         self._started = time.monotonic()
         self._nodes.send(self.node, "start_engine", index=self.index, starts=self._starts)
 
-    def seen(self, starts: int, alive: bool) -> None:
-        """Record what its node reported about its process number ``starts``."""
+    def update(self, starts: int, alive: bool) -> None:
+        """Record what the node reported about process number ``starts`` of this engine."""
         if starts == self._starts:
             self._alive = alive
 
     def alive(self) -> bool:
-        """Whether its process runs, by the last report."""
+        """Whether its process runs, according to the last report."""
         return self._alive
 
     def healthy(self, timeout: float = 5.0) -> bool:
@@ -215,7 +217,7 @@ class RemoteEngine:
         put_to_sleep(self.url, self._nodes.token)
 
     def wait_healthy(self) -> None:
-        """Called when it is unhealthy: raises UserError with the end of its log."""
+        """Called when it is unhealthy; raises UserError with the end of its log."""
         seconds = time.monotonic() - self._started
         problem = f"did not answer within {seconds:.0f} s" if self._alive else "ended while starting"
         raise UserError(
@@ -232,7 +234,7 @@ class RemoteRank:
     log: Path
     """In the run's folder, which is shared by all nodes."""
     warn: Callable[[], None]
-    """Asks it to save and exit."""
+    """Asks the rank to save and exit."""
     code: int | None = None
 
     def exit_code(self) -> int | None:

@@ -17,7 +17,7 @@ from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, engine_socket, write_addresses
 from rpg_megatron.launcher.engines import Engines
-from rpg_megatron.launcher.nodes import free_port, share_of, transport_note
+from rpg_megatron.launcher.nodes import assign_node, free_port, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
     RANK,
@@ -29,7 +29,7 @@ from rpg_megatron.launcher.rank_env import (
 from rpg_megatron.launcher.remote_nodes import RemoteNodes, RemoteRank
 from rpg_megatron.launcher.resume import ORIGIN, open_run
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS, METRICS
-from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import (
     Child,
     Interrupted,
@@ -51,8 +51,8 @@ class RunLauncher:
 
     rank_module: module that the ranks run with ``python -m``; None: they train. engines: whether the job
     needs engines and a sampler. engine_settings: settings of the engines, if not the run's. synced: whether
-    engines receive the ranks' weights; otherwise they keep those they load. fresh, source: see
-    ``commands.train``. console: where progress is shown; None: stdout. remote: the other nodes, if any.
+    engines receive the ranks' weights; otherwise they keep the weights that they load. fresh, source: see
+    ``open_run``. console: where progress is shown; None: stdout. remote: the other nodes, if any.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RunLauncher:
     ):
         self._settings = settings
         self._remote = remote
-        self._assignment = remote.assignment if remote else share_of(settings, 0, 1)
+        self._assignment = remote.assignment if remote else assign_node(settings, 0, 1)
         self._engine_settings, self._synced = engine_settings or settings, synced
         self._rank_module, self._trains = rank_module or RANK, rank_module is None
         self._uses_engines, self._signals = engines, signals
@@ -79,13 +79,13 @@ class RunLauncher:
         self.folder, self.notes = self._opened.folder, self._opened.notes
         self.log = self.folder / LOGS / LAUNCHER_LOG
         self._ranks: list[Child | RemoteRank] = []
-        # Only training syncs weights to a restarted engine; in other jobs they would be random.
-        self._most_restarts = settings.engine.restarts if self._trains else 0
+        # Only training syncs weights to a restarted engine; in other jobs its weights would be random.
+        self._max_restarts = settings.engine.restarts if self._trains else 0
         self._discard = self._all_started = False
         self._warned: float | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._opened.close)
-            if self._opened.made:
+            if self._opened.is_new:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._supervisor = Supervisor(self.folder / LOGS, signals)
             undo.callback(self._supervisor.close, GRACE)
@@ -102,7 +102,7 @@ class RunLauncher:
                 self._workspace.work,
                 self._supervisor,
                 self._progress,
-                restarts=self._most_restarts,
+                restarts=self._max_restarts,
                 remote=remote,
             )
             undo.pop_all()
@@ -125,15 +125,15 @@ class RunLauncher:
         self._opened.close()
 
     def start(self) -> None:
-        """Start all processes at once, since each spends its first seconds importing.
+        """Start all processes at the same time, since each spends its first seconds importing.
 
-        With colocated engines, start the ranks when the engines sleep.
+        With colocated engines, the ranks start when the engines sleep.
         """
         settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
         remote, assignment = self._remote, self._assignment
         token = remote.token if remote else secrets.token_urlsafe(32)
         write_addresses(work, remote.prepare(self.folder) if remote else {})
-        for line in self.notes or [f"run {shown(self.folder)}"]:
+        for line in self.notes or [f"run {display_path(self.folder)}"]:
             self._progress.status(line)
         if self._uses_engines:
             self._progress.status(
@@ -217,24 +217,26 @@ class RunLauncher:
         self._check_children()
 
     def discard(self) -> None:
-        """Remove the run's folder at the end; it holds nothing of further use."""
+        """Remove the run's folder at the end, because nothing in it is needed."""
         self._discard = True
 
     def explain(self, stop: Interrupted) -> None:
         """Add to the message of an interrupted run how to resume it, or where its folder is."""
         newest = next(iter(list_steps(self.folder).values()), None)
         asked = (self.folder / ORIGIN).exists()
-        if stop.requeue and newest is None and self._opened.made and not asked:
+        if stop.requeue and newest is None and self._opened.is_new and not asked:
             self._discard = True  # the same command creates it again
             stop.note = "no step was done; rerun the same command to start again"
             return
         if stop.requeue:
-            start = shown(newest) if newest else "the beginning"
+            start = display_path(newest) if newest else "the beginning"
             stop.note = f"rerun the same command to resume from {start}"
         elif newest:
-            stop.note = f"work after {shown(newest)} is lost; rerun the same command to resume from there"
+            stop.note = (
+                f"work after {display_path(newest)} is lost; rerun the same command to resume from there"
+            )
         else:
-            stop.note = f"the run's folder is kept: {shown(self.folder)}"
+            stop.note = f"the run's folder is kept: {display_path(self.folder)}"
         if self._settings.checkpoint.every is None and self._trains:
             stop.note += "; checkpoint.every is null, so nothing was saved"
 
@@ -304,18 +306,18 @@ class RunLauncher:
         self._progress.pump(0.0)  # the last step before the failure
         self._check_nodes()
         if self._ranks and all(rank.exit_code() == 0 for rank in self._ranks):
-            return  # all is done: only the ranks were still needed
+            return  # the run is complete: only the ranks were still needed
         self._check_stopped()
         dead = self._supervisor.failed()[0]
         message = user_error(dead)
         if message is None:
-            if not self._most_restarts:
+            if not self._max_restarts:
                 # The cause may be a dying engine, whose main process stays alive for seconds.
                 self._check_engines(closely=True)
             raise RunFailed(self._keep(explain(dead)))
-        if self._progress.started_training or not self._opened.made:
+        if self._progress.started_training or not self._opened.is_new:
             raise UserError(self._keep(message))
-        self._discard = True  # the folder holds no more than the message
+        self._discard = True  # the folder contains only this message
         raise UserError(message)
 
     def _check_engines(self, closely: bool = False) -> None:
@@ -329,4 +331,4 @@ class RunLauncher:
         return self._warned is not None
 
     def _keep(self, message: str) -> str:
-        return f"{message}\nthe run's folder is kept: {shown(self.folder)}"
+        return f"{message}\nthe run's folder is kept: {display_path(self.folder)}"

@@ -20,7 +20,7 @@ _EARLIER = re.compile(r"config_until_(\d{6,})\.yaml")
 """Settings of the steps up to that one, if a run was resumed with other settings."""
 LOGS = "logs"
 LAUNCHER_LOG = "launcher.log"
-"""In ``logs``: what the launcher printed, whether or not anyone could read it."""
+"""In ``logs``: all lines that the launcher printed, also those that could not be written to stdout."""
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 """Results of a run that has ended. ``unsaved``: why there is no checkpoint of the last step, if so."""
@@ -56,13 +56,13 @@ def create_run(settings: Settings) -> Path:
 
 
 def is_finished(run: Path) -> bool:
-    """Whether a run has ended, with its last checkpoint on disk."""
+    """Whether a run has ended and its last checkpoint was written."""
     try:
         facts = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return False
     except (OSError, ValueError):
-        return True  # it is written at the end
+        return True  # the file is damaged, but it is written at the end of a run
     return not (isinstance(facts, dict) and "unsaved" in facts)
 
 

@@ -1,7 +1,7 @@
 """The two private folders of a running job, and the removal of those left by dead jobs.
 
-The work folder holds sockets (a socket's path has at most 107 bytes, too few for many run folders); the
-bridge folder, in shared memory, holds published weights. Both are accessible by their owner only, and are
+The work folder contains sockets (a socket's path has at most 107 bytes, too few for many run folders). The
+bridge folder, in shared memory, contains published weights. Both are accessible only by their owner, and are
 removed when the job ends.
 """
 
@@ -34,14 +34,14 @@ class Workspace:
     bridge: Path
 
     def note_segments(self, segments: Iterable[Path]) -> None:
-        """Add files in shared memory to those that the next job removes if all processes of this one are
-        killed at the same time.
+        """Record files in shared memory, which the next job removes if all processes of this one are killed
+        at the same time.
         """
         noted = dict(_noted_segments(self.bridge))
         for segment in segments:
             with suppress(FileNotFoundError):
                 noted[str(segment)] = segment.stat().st_ino
-        with suppress(OSError):  # a full shared memory
+        with suppress(OSError):  # shared memory is full
             atomic_write_text(self.bridge / SEGMENTS, json.dumps(noted))
 
     def remove(self) -> None:
@@ -67,7 +67,7 @@ def create_workspace(shared_memory: Path = process_groups.SHARED_MEMORY) -> Work
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """Remove this user's folders whose process is dead; returns them. Unreadable ones are kept."""
+    """Remove this user's folders whose process has died; returns them. Unreadable ones are kept."""
     removed = []
     for folder in parent.glob(f"{PREFIX}*/"):
         try:
@@ -83,7 +83,7 @@ def remove_abandoned(parent: Path) -> list[Path]:
         if dead:
             for segment, inode in _noted_segments(folder).items():
                 with suppress(OSError):
-                    if os.stat(segment).st_ino == inode:  # else the name is used again, by another process
+                    if os.stat(segment).st_ino == inode:  # else another process has reused the name
                         os.unlink(segment)
             remove(folder)
             removed.append(folder)
@@ -91,7 +91,7 @@ def remove_abandoned(parent: Path) -> list[Path]:
 
 
 def _noted_segments(folder: Path) -> dict[str, int]:
-    """Files of ``Workspace.note_segments``, and their inodes."""
+    """The files that ``Workspace.note_segments`` recorded, and their inodes."""
     try:
         return dict(json.loads((folder / SEGMENTS).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -99,16 +99,15 @@ def _noted_segments(folder: Path) -> dict[str, int]:
 
 
 def _pid_namespace() -> str:
-    """Identifies the namespace of process ids: boot and namespace of this machine.
+    """Identifies the pid namespace: boot id and namespace of this machine.
 
     Machines may share $TMPDIR, and containers /dev/shm, without sharing process ids.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{process_groups.boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _temporary_folder() -> Path:
-    """$TMPDIR if socket paths below it are short enough, else /tmp."""
+    """$TMPDIR if socket paths in it are short enough, else /tmp."""
     chosen = Path(tempfile.gettempdir())
     return chosen if len(os.fsencode(chosen / f"{PREFIX}12345678")) <= _LONGEST_FOLDER else Path("/tmp")
 

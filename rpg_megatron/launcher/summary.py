@@ -11,7 +11,7 @@ from typing import Any
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import UserError, load_settings
-from rpg_megatron.data.problems import read_counted
+from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.launcher.progress import clock
 from rpg_megatron.launcher.run_dir import CONFIG, LOGS, METRICS, REPORT, SUMMARY
 
@@ -37,25 +37,25 @@ def summarise(run: Path) -> str:
     if best := facts.get("best"):
         rows.append(("best", f"step {best['step']}: {best['metric']} {best['value']:.4g}"))
     if facts.get("unsaved"):
-        newest = next((shown(folder) for folder in list_steps(run).values()), "the beginning")
+        newest = next((display_path(folder) for folder in list_steps(run).values()), "the beginning")
         rows.append(("last checkpoint", f"NOT WRITTEN: {facts['unsaved']}"))
         rows.append(("", f"fix this and rerun the same command: it resumes from {newest}"))
-    rows.append(("run", shown(run)))
-    rows.append(("metrics", shown(Path(facts.get("metrics") or run / METRICS))))
+    rows.append(("run", display_path(run)))
+    rows.append(("metrics", display_path(Path(facts.get("metrics") or run / METRICS))))
     if (run / REPORT).exists():
-        rows.append(("report", shown(run / REPORT)))
-    rows.append(("settings, logs", f"{shown(run / CONFIG)}, {shown(run / LOGS)}"))
+        rows.append(("report", display_path(run / REPORT)))
+    rows.append(("settings, logs", f"{display_path(run / CONFIG)}, {display_path(run / LOGS)}"))
     export = facts.get("export")
     if export:
-        rows.append(("checkpoint", shown(Path(export))))
+        rows.append(("checkpoint", display_path(Path(export))))
     if best and best.get("export"):
-        rows.append(("best checkpoint", shown(Path(best["export"]))))
+        rows.append(("best checkpoint", display_path(Path(best["export"]))))
     width = max(len(name) for name, _ in rows)
     lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
     return "\n".join(lines + _next_command(run, Path(export)) if export else lines)
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """A path for messages: relative if it is below the working directory, else absolute."""
     path = Path(os.path.abspath(path))
     try:
@@ -65,8 +65,12 @@ def shown(path: Path) -> str:
 
 
 def _next_command(run: Path, export: Path) -> list[str]:
-    # sys.executable is not resolved: in a virtual environment it is a link that must be kept.
-    python, model, prompt = shlex.quote(shown(Path(sys.executable))), shown(export), _sample_prompt(run)
+    # Do not resolve sys.executable: in a virtual environment it is a link that must be kept.
+    python, model, prompt = (
+        shlex.quote(display_path(Path(sys.executable))),
+        display_path(export),
+        _sample_prompt(run),
+    )
     code = (
         "from transformers import pipeline; "
         f"print(pipeline('text-generation', {_literal(model)})({_literal(prompt)})[0]['generated_text'])"
@@ -85,11 +89,11 @@ def _literal(text: str) -> str:
 
 
 def _sample_prompt(run: Path) -> str:
-    """A problem of the held-out data, else of the training data, with the prompt template applied."""
+    """A problem of the held-out data, or else of the training data, in the prompt template."""
     try:
         settings = load_settings(run / CONFIG)
         data = settings.evaluation.heldout[0].data if settings.evaluation else settings.data
-        problems, *_ = read_counted(data.model_copy(update={"limit": 1}))
+        problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}))
         return data.template.replace("{prompt}", problems[0].text)
     except UserError:
         return "1 + 1 ="

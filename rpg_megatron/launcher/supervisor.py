@@ -1,4 +1,4 @@
-"""The launcher's child processes: each leads a session, is monitored, ended, and diagnosed."""
+"""Starts, monitors, ends and diagnoses the launcher's child processes, each of which leads a session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from rpg_megatron.engine.process import EngineProcess, stop_engines
+from rpg_megatron.engine.process import EngineProcess, stop_engines, tail_of
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.system import process_groups
@@ -36,9 +36,9 @@ class Interrupted(BaseException):
         super().__init__(number)
         self.number = number
         self.requeue = requeue
-        """Whether nothing is lost, so that the same command resumes."""
+        """Whether no work is lost, so that the same command resumes."""
         self.note = ""
-        """What else the user should know: where the run's folder is."""
+        """More information for the user, such as the run's folder."""
 
     @property
     def exit_code(self) -> int:
@@ -86,7 +86,7 @@ class StopSignals:
         if not self.number:
             self.number, self._first = number, now
         elif self.saves and now - self._first < _ECHO_SECONDS and (number in WARNINGS or self._relayed):
-            return  # srun forwards a signal that the scheduler sent to every process already
+            return  # srun forwards a signal that the scheduler has already sent to every process
         self.count += 1
         if self.raising:
             self.check()
@@ -212,7 +212,7 @@ class Supervisor:
         segments = process_groups.leftover_segments(e.pid for e in engines if e.pid is not None)
         for segment in segments:
             self._reaper.guard_path(segment)
-        if segments:  # for the next job, if the reaper is killed too
+        if segments:  # the next job removes them if the reaper is killed too
             self.workspace.note_segments(segments)
 
     def close(self, grace: float) -> None:
@@ -250,25 +250,14 @@ def user_error(child: ProcessStatus) -> str | None:
     """The message of a child that exited because of a UserError, else None."""
     if child.exit_code() != USER_ERROR:
         return None
-    lines = tail(child.log, 200).splitlines()
+    lines = tail_of(child.log, 200).splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     return "\n".join(lines[starts[-1] :]).removeprefix("error: ") if starts else None
 
 
 def explain(child: ProcessStatus) -> str:
     """Why a child died: its name, exit code, the last lines of its log."""
-    return f"{child.name} {_ending(_code(child))}; the end of {child.log}:\n{tail(child.log)}"
-
-
-def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log; "(empty)" if there are none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 65536))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        text = ""
-    return "\n".join(text.splitlines()[-lines:]) or "(empty)"
+    return f"{child.name} {_ending(_code(child))}; the end of {child.log}:\n{tail_of(child.log)}"
 
 
 def _code(child: ProcessStatus) -> int:

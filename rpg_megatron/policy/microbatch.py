@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
-from rpg_megatron.data.packing import fill_length, sequence_multiple
+from rpg_megatron.data.packing import padded_length, sequence_multiple
 from rpg_megatron.data.trajectory import Trajectory, route_dtype
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.context_parallel import zigzag_places
@@ -205,7 +205,7 @@ def make_micro_batch(
     routes of the trajectories, which all or none of them have.
     Raises ValueError if some have routes and some do not.
     """
-    lengths = [fill_length(t.length - 1, context) for t in trajectories] or [fill_length(1, context)]
+    lengths = [padded_length(t.length - 1, context) for t in trajectories] or [padded_length(1, context)]
     step = sequence_multiple(context)
     while sum(lengths) % (align * context):
         lengths[-1] += step

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.policy import OptimizerSettings
-from rpg_megatron.system.own_code import load_section
+from rpg_megatron.system.custom_code import load_section
 
 
 def build_schedule(settings: OptimizerSettings, steps: int) -> Callable[[int], float]:
@@ -17,7 +17,7 @@ def build_schedule(settings: OptimizerSettings, steps: int) -> Callable[[int], f
     Raises UserError if the user's code cannot be imported or called.
     """
     warmup, own = settings.warmup_steps, isinstance(settings.schedule, ImportedSettings)
-    factor = load_section(settings.schedule, "optimizer.schedule", given=2)
+    factor = load_section(settings.schedule, "optimizer.schedule", positional=2)
 
     def learning_rate(step: int) -> float:
         rate = settings.lr * min(1.0, step / warmup) if warmup else settings.lr

@@ -1,6 +1,6 @@
-r"""Whether two answers agree, by their readings. Three values: True, False, None (math-verify has to decide).
+r"""Compares two answers by their readings. Results are True, False, or None (math-verify must decide).
 
-The function ``algebra`` decides about two expressions, or two equations; without it they are undecided.
+The function ``algebra`` compares two expressions or two equations; without it, the result for these is None.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ import re
 from collections.abc import Callable, Iterable
 
 from rpg_megatron.rewards.latex_numbers import compare_constants
-from rpg_megatron.rewards.quantity import Quantity, read_quantity, tidy
+from rpg_megatron.rewards.quantity import Quantity, compact, read_quantity
 from rpg_megatron.rewards.reading import (
-    Based,
-    Many,
+    BasedNumber,
+    Collection,
     Matrix,
-    Named,
+    NamedValue,
     Option,
     Reading,
     Relation,
-    read,
-    read_part,
+    read_answer,
+    read_expression,
 )
-from rpg_megatron.rewards.regions import Region, merged
+from rpg_megatron.rewards.regions import Region, merge_intervals
 from rpg_megatron.rewards.units import same_unit
 
 type Algebra = Callable[[str, str, bool], bool]
-"""Whether two expressions are equal; the last argument: whether they are equations, given as differences."""
+"""(first, second, whether they are equations, given as differences of their sides) -> whether they are equal.
+"""
 
-# What math-verify may see: plain algebra. No words, no relations, no unknown commands.
+# Text that math-verify may get: plain algebra. No words, no relations, no unknown commands.
 _ALGEBRA = re.compile(
     r"(?:\\(?:frac|sqrt|cdot|times|div|pi|binom|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|exp"
     r"|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|phi|psi|tau|omega|Delta|Omega|Gamma|infty"
@@ -40,15 +41,15 @@ _OPERATORS = re.compile(r"\\(?:sum|prod|int|lim)")
 
 
 def compare(expected: str, found: str, algebra: Algebra | None = None) -> bool | None:
-    """Whether an answer agrees with the reference, both as written."""
-    return _any(_agree(a, b, algebra) for a in read(expected) for b in read(found))
+    """Whether an answer agrees with the reference; both are verbatim texts."""
+    return _any(_agree(a, b, algebra) for a in read_answer(expected) for b in read_answer(found))
 
 
-def _parts(expected: str, found: str, algebra: Algebra | None) -> bool | None:
-    """The same for two texts in our spelling."""
+def _compare_texts(expected: str, found: str, algebra: Algebra | None) -> bool | None:
+    """``compare`` for two texts in normal spelling."""
     if expected == found:
         return True
-    return _any(_agree(a, b, algebra) for a in read_part(expected) for b in read_part(found))
+    return _any(_agree(a, b, algebra) for a in read_expression(expected) for b in read_expression(found))
 
 
 def _any(verdicts: Iterable[bool | None]) -> bool | None:
@@ -72,18 +73,18 @@ def _all(verdicts: Iterable[bool | None]) -> bool | None:
 
 
 def _agree(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
-    if isinstance(a, Named) or isinstance(b, Named):
+    if isinstance(a, NamedValue) or isinstance(b, NamedValue):
         return _named(a, b, algebra)
     if isinstance(a, Option) or isinstance(b, Option):
         return _options(a, b, algebra)
-    if isinstance(a, Based) or isinstance(b, Based):
+    if isinstance(a, BasedNumber) or isinstance(b, BasedNumber):
         return _based(a, b)
     if isinstance(a, Quantity) and isinstance(b, Quantity):
         return _quantities(a, b, algebra)
     if isinstance(a, Region) and isinstance(b, Region):
         return _regions(a, b, algebra)
-    if isinstance(a, Many) and isinstance(b, Many):
-        return _manys(a, b, algebra)
+    if isinstance(a, Collection) and isinstance(b, Collection):
+        return _collections(a, b, algebra)
     if isinstance(a, Relation) and isinstance(b, Relation):
         return _relations(a, b, algebra)
     if isinstance(a, Matrix) or isinstance(b, Matrix):
@@ -92,45 +93,51 @@ def _agree(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
 
 
 def _named(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
-    """X = 5 is 5, and x = 5, but not y = 5 unless the equations are the same."""
-    if isinstance(a, Named) and isinstance(b, Named):
+    """X = 5 equals 5, and x = 5, but not y = 5 unless the equations are the same."""
+    if isinstance(a, NamedValue) and isinstance(b, NamedValue):
         if a.name == b.name or not a.name or not b.name:
-            return _all((_true(a, algebra), _true(b, algebra), _parts(a.value, b.value, algebra)))
+            return _all(
+                (
+                    _checks_hold(a, algebra),
+                    _checks_hold(b, algebra),
+                    _compare_texts(a.value, b.value, algebra),
+                )
+            )
         a, b = Relation(a.name, "=", a.value), Relation(b.name, "=", b.value)
         return _relations(a, b, algebra)
-    if isinstance(a, Named):
+    if isinstance(a, NamedValue):
         if isinstance(b, Relation):
             return _relations(Relation(a.name, "=", a.value), b, algebra)
-        return _all((_true(a, algebra), _any(_agree(r, b, algebra) for r in read_part(a.value))))
-    assert isinstance(b, Named)
+        return _all((_checks_hold(a, algebra), _any(_agree(r, b, algebra) for r in read_expression(a.value))))
+    assert isinstance(b, NamedValue)
     if isinstance(a, Relation):
         return _relations(a, Relation(b.name, "=", b.value), algebra)
-    return _all((_true(b, algebra), _any(_agree(a, r, algebra) for r in read_part(b.value))))
+    return _all((_checks_hold(b, algebra), _any(_agree(a, r, algebra) for r in read_expression(b.value))))
 
 
-def _true(named: Named, algebra: Algebra | None) -> bool | None:
-    return _all(_parts(named.value, check, algebra) for check in named.checks)
+def _checks_hold(named: NamedValue, algebra: Algebra | None) -> bool | None:
+    return _all(_compare_texts(named.value, check, algebra) for check in named.checks)
 
 
 def _options(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
     if isinstance(a, Option) and isinstance(b, Option):
         if a.letter != b.letter:
             return False
-        return not a.text or not b.text or a.text == b.text or _parts(a.text, b.text, algebra)
+        return not a.text or not b.text or a.text == b.text or _compare_texts(a.text, b.text, algebra)
     option, other = (a, b) if isinstance(a, Option) else (b, a)
     assert isinstance(option, Option)
     if isinstance(other, Option) or not option.text:
         return isinstance(other, Quantity) and other.text == option.letter.lower() == other.text.lower()
-    return _any(_agree(r, other, algebra) for r in read_part(option.text))
+    return _any(_agree(r, other, algebra) for r in read_expression(option.text))
 
 
 def _based(a: Reading, b: Reading) -> bool | None:
-    r"""The reference's base may be missing; an answer with a base has the value of a plain reference."""
-    if isinstance(a, Based) and isinstance(b, Based):
+    r"""An answer may omit the reference's base. With a base, it may have the value of a plain reference."""
+    if isinstance(a, BasedNumber) and isinstance(b, BasedNumber):
         return a == b
-    if isinstance(a, Based):
+    if isinstance(a, BasedNumber):
         return isinstance(b, Quantity) and b.text.upper() == a.digits
-    if isinstance(b, Based) and isinstance(a, Quantity):
+    if isinstance(b, BasedNumber) and isinstance(a, Quantity):
         try:
             return a.number is not None and a.number == int(b.digits, b.base)
         except ValueError:
@@ -141,14 +148,14 @@ def _based(a: Reading, b: Reading) -> bool | None:
 def _quantities(a: Quantity, b: Quantity, algebra: Algebra | None) -> bool | None:
     if not same_unit(a.unit, b.unit):
         return False
-    if a.percent != b.percent:  # 25% is 25 and also 0.25; but 0.05, which is a share, is not 0.05%
+    if a.percent != b.percent:  # 25% equals 25 and also 0.25; but 0.05, a fraction, does not equal 0.05%
         percent, plain = (a, b) if a.percent else (b, a)
-        share = read_quantity(f"\\frac{{{percent.text}}}{{100}}")
+        fraction = read_quantity(f"\\frac{{{percent.text}}}{{100}}")
         if percent.number is not None:
-            share = read_quantity(str(percent.number / 100))
+            fraction = read_quantity(str(percent.number / 100))
         if b.percent and a.number is not None and 0 < abs(a.number) < 1:
-            return _values(a, share, algebra)
-        return _any((_values(percent, plain, algebra), _values(share, plain, algebra)))
+            return _values(a, fraction, algebra)
+        return _any((_values(percent, plain, algebra), _values(fraction, plain, algebra)))
     return _values(a, b, algebra)
 
 
@@ -159,12 +166,12 @@ def _values(a: Quantity, b: Quantity, algebra: Algebra | None) -> bool | None:
         return a.number == b.number
     if a.words or b.words:
         if not (a.words and b.words):
-            return _spelt(a.text, b.text)
-        return a.text.replace(" ", "") == b.text.replace(" ", "") or _product(a.text, b.text)
+            return _same_label(a.text, b.text)
+        return a.text.replace(" ", "") == b.text.replace(" ", "") or _same_product(a.text, b.text)
     if len(a.text) == len(b.text) == 1 and a.text.lower() == b.text.lower():
         return True
     if a.text.lower() == b.text.lower() and _COMMAND.findall(a.text) != _COMMAND.findall(b.text):
-        return False  # math-verify takes \\Delta for \\delta
+        return False  # math-verify does not distinguish \\Delta from \\delta
     if "\\infty" in a.text or "\\infty" in b.text:
         return False
     equal = compare_constants(a.text, b.text)
@@ -175,25 +182,25 @@ def _values(a: Quantity, b: Quantity, algebra: Algebra | None) -> bool | None:
     return None if algebra is None else algebra(a.text, b.text, False)
 
 
-def _spelt(a: str, b: str) -> bool:
-    r"""A label that one side wrote as mathematics: \\text{H}_2\\text{O}, 11:30."""
+def _same_label(a: str, b: str) -> bool:
+    r"""Whether two labels are equal, one of which is written as mathematics: \\text{H}_2\\text{O}, 11:30."""
     return re.sub(r"[\s{}]", "", a) == re.sub(r"[\s{}]", "", b)
 
 
-def _product(a: str, b: str) -> bool:
-    """Small letters in another order are the same product: ab is ba."""
+def _same_product(a: str, b: str) -> bool:
+    """Whether two products of lower-case letters differ only in order: ab and ba."""
     short = a.isalpha() and b.isalpha() and max(len(a), len(b)) <= 3 and a.islower() and b.islower()
     return short and sorted(a) == sorted(b) and {a, b} != {"no", "on"}
 
 
-def _manys(a: Many, b: Many, algebra: Algebra | None) -> bool | None:
+def _collections(a: Collection, b: Collection, algebra: Algebra | None) -> bool | None:
     if (a.kind == "tuple") != (b.kind == "tuple") or len(a.items) != len(b.items):
         return False
     if a.kind == "tuple":
-        return _all(_parts(x, y, algebra) for x, y in zip(a.items, b.items, strict=True))
+        return _all(_compare_texts(x, y, algebra) for x, y in zip(a.items, b.items, strict=True))
     rest, result = list(b.items), True
     for x in a.items:
-        verdicts = [_parts(x, y, algebra) for y in rest]
+        verdicts = [_compare_texts(x, y, algebra) for y in rest]
         if True in verdicts:
             rest.pop(verdicts.index(True))
         elif None in verdicts:
@@ -204,18 +211,18 @@ def _manys(a: Many, b: Many, algebra: Algebra | None) -> bool | None:
 
 
 def _matrices(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
-    """A column or a row may be written as a tuple."""
+    """A matrix of one column or row may be written as a tuple."""
     if isinstance(a, Matrix) and isinstance(b, Matrix):
         if [len(r) for r in a.rows] != [len(r) for r in b.rows]:
             return False
-        return _all(_parts(x, y, algebra) for x, y in zip(_cells(a), _cells(b), strict=True))
+        return _all(_compare_texts(x, y, algebra) for x, y in zip(_cells(a), _cells(b), strict=True))
     matrix, other = (a, b) if isinstance(a, Matrix) else (b, a)
     assert isinstance(matrix, Matrix)
-    if not isinstance(other, Many) or other.kind != "tuple":
+    if not isinstance(other, Collection) or other.kind != "tuple":
         return False
     if len(matrix.rows) != 1 and any(len(row) != 1 for row in matrix.rows):
         return False
-    return _manys(Many("tuple", tuple(_cells(matrix))), other, algebra)
+    return _collections(Collection("tuple", tuple(_cells(matrix))), other, algebra)
 
 
 def _cells(matrix: Matrix) -> list[str]:
@@ -224,7 +231,7 @@ def _cells(matrix: Matrix) -> list[str]:
 
 
 def _regions(a: Region, b: Region, algebra: Algebra | None) -> bool | None:
-    first, second = merged(a), merged(b)
+    first, second = merge_intervals(a), merge_intervals(b)
     if first is not None and second is not None:
         return bool(first) and first == second
     if len(a.atoms) != 1 or len(b.atoms) != 1:
@@ -232,18 +239,23 @@ def _regions(a: Region, b: Region, algebra: Algebra | None) -> bool | None:
     (x,), (y,) = a.atoms, b.atoms
     if (x.closed_low, x.closed_high) != (y.closed_low, y.closed_high):
         return False
-    return _all((_parts(x.low, y.low, algebra), _parts(x.high, y.high, algebra)))
+    return _all((_compare_texts(x.low, y.low, algebra), _compare_texts(x.high, y.high, algebra)))
 
 
 def _relations(a: Relation, b: Relation, algebra: Algebra | None) -> bool | None:
-    """Equations with the same solutions: 2x + 2y = 4 is y = 2 - x. Inequalities if their sides are equal."""
+    """Equations are equal if they have the same solutions, as 2x + 2y = 4 and y = 2 - x; inequalities if
+    their sides are equal.
+    """
     if a.sign != b.sign:
         return False
     if a.sign != "=":
-        return _all((_parts(a.left, b.left, algebra), _parts(a.right, b.right, algebra)))
-    if (tidy(a.left), tidy(a.right)) in ((tidy(b.left), tidy(b.right)), (tidy(b.right), tidy(b.left))):
+        return _all((_compare_texts(a.left, b.left, algebra), _compare_texts(a.right, b.right, algebra)))
+    if (compact(a.left), compact(a.right)) in (
+        (compact(b.left), compact(b.right)),
+        (compact(b.right), compact(b.left)),
+    ):
         return True
-    sides = [tidy(s) for s in (a.left, a.right, b.left, b.right)]
+    sides = [compact(s) for s in (a.left, a.right, b.left, b.right)]
     if not all(_ALGEBRA.fullmatch(s) for s in sides):
         return False
     if algebra is None:

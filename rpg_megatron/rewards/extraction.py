@@ -1,4 +1,4 @@
-r"""Extract the final answer of a response: ``Answer:`` line, \boxed{} or GSM8K's ####. Linear time."""
+r"""Extracts the final answer of a response: ``Answer:`` line, \boxed{} or GSM8K's ####, in linear time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rpg_megatron.data.boxed import last_box
 from rpg_megatron.rewards.spelling import strip_end_tokens
 
 Style = Literal["auto", "answer_line", "boxed", "gsm8k"]
-"""Where to look for the answer:
+"""Where to search for the answer:
 
 - ``answer_line``: after the last ``Answer:`` (any case) in the last 300 characters, as in DAPO;
 - ``boxed``: in the last complete ``\\boxed{}`` or ``\\fbox{}``;
@@ -57,7 +57,7 @@ def find_answer(response: str, style: Style = "auto") -> str | None:
 
 
 def _answer_line(text: str) -> Found | None:
-    """The rest of the line, or the next line that is not empty."""
+    """The rest of the line after the last ``Answer:``, or the next line that is not empty."""
     for match in reversed(list(_MARK.finditer(text))):
         rest = _EMPHASIS.sub("", text[match.end() :], count=1)
         if rest.startswith("```"):
@@ -81,7 +81,7 @@ def _boxed(text: str) -> Found | None:
 
 
 def _hashes(text: str, *, heading: bool = False) -> Found | None:
-    """heading: ignore Markdown headings, that is, text that begins with a letter."""
+    """The rest of the line after the last ####. heading: ignore Markdown headings (a letter follows)."""
     for match in reversed(list(_HASHES.finditer(text))):
         line = strip_end_tokens(text[match.end() :].split("\n", 1)[0].strip())
         if line and not (heading and line[0].isalpha()):

@@ -1,15 +1,15 @@
 """Fork server of the reward workers.
 
 ``python -m rpg_megatron.rewards.fork_server FUNCTION MEMORY DEADLINE PARENT FD``, started by
-``pool.ForkServer``. FUNCTION: JSON, either "module:name", which is called with a list of arguments, or a list
-[key in the settings, module:name, its settings, reserved names] of a reward of the user (``own_reward``).
+``pool.ForkServer``. FUNCTION is JSON: either "module:name", which is called with a list of arguments, or, for
+a custom reward, a list [key in the settings, module:name, its settings, reserved names] (``custom_reward``).
 
-The server imports the function once; each worker is a fork of it and starts in milliseconds, so replacing a
-killed worker is cheap. The server reads a socket: each byte carries a file descriptor, and it forks a worker
-that serves that descriptor (``worker_process``).
+The server imports the function once. Each worker is a fork of it and starts in milliseconds, so replacing a
+killed worker is cheap. The server reads a socket: each byte carries a file descriptor, and the server forks a
+worker that serves it (``worker_process``).
 
 No process outlives the pool's, not even after kill -9: the server ends when its socket is closed or its
-parent has changed, and the kernel kills the workers when the server is gone.
+parent has changed, and the kernel kills the workers when the server has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _run_worker(fd: int, run: Callable[[Connection], None], memory: int, server: int) -> None:
-    # A process group of its own, so that processes which a reward function starts are killed with it.
+    # A process group of its own, so that processes started by a reward function are killed with the worker.
     os.setpgid(0, 0)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != server:
@@ -50,16 +50,16 @@ def _run_worker(fd: int, run: Callable[[Connection], None], memory: int, server:
 
 
 def _load(name: Any, deadline: float) -> tuple[Callable[[Connection], None], dict[str, Any]]:
-    """What a worker runs, and what a reward of the user asks for. Raises ValueError or UserError."""
+    """What a worker runs, and the signature of a custom reward. Raises ValueError or UserError."""
     if isinstance(name, str):
         function = load_function(name)
-        return lambda connection: serve(connection, lambda given: function(*given)), {}
-    from rpg_megatron.rewards.own_reward import load_reward  # workers of ours do without pydantic
+        return lambda connection: serve(connection, lambda arguments: function(*arguments)), {}
+    from rpg_megatron.rewards.custom_reward import load_reward  # built-in graders do not need pydantic
 
-    own = load_reward(*name)
-    if own.is_async:
-        return lambda connection: serve_async(connection, own.call, deadline), own.asks
-    return lambda connection: serve(connection, own.call), own.asks
+    custom = load_reward(*name)
+    if custom.is_async:
+        return lambda connection: serve_async(connection, custom.call, deadline), custom.signature
+    return lambda connection: serve(connection, custom.call), custom.signature
 
 
 def main() -> None:
@@ -69,13 +69,13 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     with socket.socket(fileno=int(sys.argv[5])) as control:
         try:
-            run, asks = _load(name, deadline)
+            run, signature = _load(name, deadline)
         except (ValueError, UserError) as e:
             control.sendall(json.dumps({"error": str(e)}).encode())
             return
-        control.sendall(json.dumps(asks).encode())
+        control.sendall(json.dumps(signature).encode())
         gc.freeze()  # imported objects stay in memory shared with the forks
-        own = os.getpid()
+        server = os.getpid()
         while os.getppid() == parent:
             if not select.select([control], [], [], 1.0)[0]:
                 continue
@@ -86,7 +86,7 @@ def main() -> None:
                 code = 1
                 try:
                     control.close()
-                    _run_worker(descriptors[0], run, int(memory), own)
+                    _run_worker(descriptors[0], run, int(memory), server)
                     code = 0
                 finally:
                     os._exit(code)

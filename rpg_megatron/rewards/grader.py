@@ -1,6 +1,6 @@
-"""Grade responses against reference answers: by rules if they suffice, otherwise by math-verify in a worker.
+"""Grades responses against reference answers: by rules if they suffice, otherwise by math-verify in a worker.
 
-Rules take microseconds and cannot hang, so plain numbers need no worker process (``benchmarks/grading.py``).
+Rules take microseconds and cannot hang, so most answers need no worker process (``benchmarks/grading.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DEADLINE = 5.0
 """Default limit of math-verify for one answer, in seconds."""
 MEMORY = 2 * 1024**3
 """Default address space of a worker, in bytes."""
-LONGEST, DEEPEST = 300, 12
-"""Most characters and nested brackets of an answer for math-verify, whose time grows with the square of the
-length and exponentially with the depth.
+MAX_CHARACTERS, MAX_DEPTH = 300, 12
+"""Maximum characters and nesting depth of brackets of an answer for math-verify, whose time grows with the
+square of the length and exponentially with the depth.
 """
 _CACHE_SIZE = 10_000
 _SYMBOLIC = "rpg_megatron.rewards.math_verify_worker:equal"
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
 
 
 def map_future[A, B](source: Future[A], function: Callable[[A], B]) -> Future[B]:
-    """A future of ``function`` applied to the result of ``source``."""
+    """A future for ``function`` applied to the result of ``source``."""
     result: Future[B] = Future()
 
     def done(finished: Future[A]) -> None:
@@ -71,7 +71,7 @@ def completed_future[A](value: A) -> Future[A]:
 
 
 def grade_by_rules(extracted: str | None, answer: str) -> Verdict | None:
-    """The verdict if rules alone suffice; None if math-verify is needed. Linear in the text's length."""
+    """The verdict if rules suffice; None if math-verify is needed. Takes linear time in the text's length."""
     if extracted is None:
         return Verdict(False, None, "no answer found")
     if extracted.strip() == answer.strip() != "":
@@ -79,11 +79,11 @@ def grade_by_rules(extracted: str | None, answer: str) -> Verdict | None:
     x, y = normalize.plain_number(extracted), normalize.plain_number(answer)
     if x is not None and y is not None:
         return Verdict(x == y, extracted, _SAME if x == y else _OTHER)
-    if max(len(extracted), len(answer)) > LONGEST:
-        return Verdict(False, extracted, f"not the same text, and longer than {LONGEST} characters")
-    if _depth(extracted) > DEEPEST:
-        return Verdict(False, extracted, f"not the same text, and more than {DEEPEST} brackets deep")
-    equal = compare_constants(extracted, answer)  # the quick way for constants that are plain LaTeX
+    if max(len(extracted), len(answer)) > MAX_CHARACTERS:
+        return Verdict(False, extracted, f"not the same text, and longer than {MAX_CHARACTERS} characters")
+    if _depth(extracted) > MAX_DEPTH:
+        return Verdict(False, extracted, f"not the same text, and more than {MAX_DEPTH} brackets deep")
+    equal = compare_constants(extracted, answer)  # a fast path for constants in plain LaTeX
     if equal is not None:
         return Verdict(equal, extracted, "the same value" if equal else "another value")
     equal = compare(answer, extracted)
@@ -118,7 +118,7 @@ class Grader:
         self._cache: OrderedDict[tuple[str, str], Future[Outcome]] = OrderedDict()
 
     def submit(self, response: str, answer: str, style: Style = "auto") -> Future[Verdict]:
-        """Grade one response. No text makes it fail; raises ValueError for an unknown style."""
+        """Grade one response, for any text. Raises ValueError for an unknown style."""
         if style not in STYLES:
             raise ValueError(f"style {style!r} is not known; use one of {', '.join(STYLES)}")
         extracted = find_answer(response, style)
@@ -170,13 +170,13 @@ _shared_lock = threading.Lock()
 def grade(response: str, answer: str, *, style: Style = "auto") -> Verdict:
     """Grade one response against the reference answer.
 
-    style: where to look for the answer, see ``extraction.Style``; the last match counts. Text and plain
-    numbers are compared by rules, everything else by math-verify in a worker process that is killed after
-    ``DEADLINE`` seconds. No text makes it fail. For many responses use a ``Grader`` with several workers.
+    style: where to search for the answer, see ``extraction.Style``; the last match counts. Most answers are
+    compared by rules, others by math-verify in a worker process that is killed after ``DEADLINE`` seconds.
+    Works for any text. For many responses use a ``Grader`` with several workers.
     """
     global _shared
     with _shared_lock:
-        if _shared is None or _shared[0] != os.getpid():  # threads do not survive a fork: start a new grader
+        if _shared is None or _shared[0] != os.getpid():  # threads do not survive a fork: create a new grader
             grader = Grader()
             atexit.register(grader.close)
             _shared = os.getpid(), grader

@@ -1,4 +1,4 @@
-"""A judge as a reward: asks any OpenAI-compatible server (``/chat/completions``) for a score of a response.
+"""LLM judge as a reward: an OpenAI-compatible server (``/chat/completions``) scores responses.
 
 ``reward.type: rpg_megatron.rewards.judge:Judge``; it runs in a process of the async rewards (``async_pool``).
 """
@@ -19,60 +19,60 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = 4 * 1024**2
-"""Bytes of an answer that are read."""
-_LONGEST_WAIT = 30.0
-"""Seconds between two requests, at most."""
+_MAX_ANSWER_BYTES = 4 * 1024**2
+"""Size of the largest valid answer."""
+_MAX_WAIT_SECONDS = 30.0
+"""Longest wait before a retry."""
 _COUNTS = (
     *("requests", "failures", "skipped", "timeouts", "errors", "garbage", "unreadable"),
     *("tokens", "cost"),
 )
 _RETRIED = (408, 409, 425, 429)
-"""Statuses below 500 after which a request is made again."""
+"""Status codes below 500 after which a request is retried."""
 
 
 class JudgeSettings(BaseModel):
-    """The server, the question, and what to do when there is no answer."""
+    """The judge's server, the question, and what to do without an answer."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     url: str
-    """Where the server's routes begin, such as http://host:8001/v1; or $NAME: an environment variable holds
-    it, which may differ when a run is resumed."""
+    """Base URL of the server, such as http://host:8001/v1; or $NAME, an environment variable with the URL,
+    which may differ when a run is resumed."""
     model: str
-    """Name of the model at the server."""
+    """Name of the model on the server."""
     question: str
-    """What the judge is asked; {prompt}, {response} and {answer} (the reference) are replaced."""
+    """The judge's prompt; {prompt}, {response} and {answer} (the reference) are replaced."""
     system: str | None = None
     """System message; null: none."""
     pattern: str = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match in the judge's text has the score as its first group."""
+    """Regular expression; the first group of its last match in the judge's text is the score."""
     lowest: float = 0.0
     """Score that becomes the reward 0."""
     highest: float = 10.0
-    """Score that becomes the reward 1. One outside of both is no score."""
+    """Score that becomes the reward 1. Scores below ``lowest`` or above ``highest`` are invalid."""
     max_tokens: int = Field(512, ge=1)
     """Maximum tokens of the judge's text."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of the judge; 0: greedy."""
     body: dict[str, Any] = {}
-    """More keys of the request, as the server knows them."""
+    """Further keys of the request, such as sampling parameters of the server."""
     key_variable: str | None = None
-    """Environment variable that holds the server's key; null: the server needs none."""
+    """Environment variable with the server's API key; null: the server needs none."""
     timeout: float = Field(60.0, gt=0)
     """Time limit for one request, in seconds."""
     retries: int = Field(3, ge=0)
-    """Further requests after one that timed out, failed, or had an answer that is no JSON of a chat."""
+    """Number of retries of a request that timed out, failed, or returned no chat completion."""
     backoff: float = Field(1.0, ge=0)
-    """Seconds before the first of these; twice as many before each next one, at most 30."""
+    """Seconds before the first retry; doubles before each further one, up to 30."""
     rest_after: int = Field(8, ge=1)
-    """After so many responses in a row without an answer the judge counts as down."""
+    """Number of consecutive responses without an answer after which the judge counts as down."""
     rest: float = Field(30.0, ge=0)
-    """Seconds for which a judge that is down is not asked: responses get the score of a failure at once."""
+    """Seconds for which a judge that is down gets no requests; responses then fail at once."""
     prompt_cost: float = Field(0.0, ge=0)
-    """Cost of a million tokens that the judge reads, for the metric."""
+    """Cost of a million prompt tokens, for the metric ``cost``."""
     output_cost: float = Field(0.0, ge=0)
-    """Cost of a million tokens that it writes."""
+    """Cost of a million completion tokens."""
 
     @field_validator("url")
     @classmethod
@@ -110,8 +110,8 @@ class _NoAnswer(Exception):
     """A request without a usable answer."""
 
     def __init__(self, count: str, detail: str, *, again: bool = True, wait: float = 0.0):
-        """count: the metric it adds to. again: whether another request may help. wait: seconds that the
-        server wants to be left alone.
+        """count: the metric that it adds to. again: whether a retry may help. wait: seconds that the server
+        asks to wait before a retry.
         """
         super().__init__(detail)
         self.count, self.again, self.wait = count, again, wait
@@ -121,9 +121,9 @@ class Judge:
     """Scores one response a call; a response without a score has no reward (``reward.failed``)."""
 
     def __init__(self, settings: JudgeSettings):
-        """Raises ValueError if the environment has no key or URL that the settings name."""
+        """Raises ValueError if an environment variable that the settings name is not set."""
         self._server = settings.url
-        """As the settings name it, for the log."""
+        """The URL as in the settings, for the log."""
         if settings.url.startswith("$"):
             url = _variable(settings.url[1:])
             settings = JudgeSettings.model_validate(settings.model_dump() | {"url": url})
@@ -132,16 +132,16 @@ class Judge:
         self._key = "" if settings.key_variable is None else _variable(settings.key_variable)
         self._http: aiohttp.ClientSession | None = None
         self._failures = 0
-        """Responses in a row without an answer."""
+        """Number of consecutive responses without an answer."""
         self._down_until = 0.0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     async def __call__(
         self, response: str, answer: str, prompt: str
     ) -> tuple[float | None, dict[str, float]]:
-        """The reward, None if there is no score, and counts: ``requests``, ``failures`` (responses without a
-        score, of which ``skipped`` while the judge was down), requests that ended in ``timeouts``, ``errors``
-        or ``garbage``, texts that are ``unreadable``, ``tokens`` and ``cost``.
+        """The reward (None if there is no score) and counts: ``requests``; ``failures``, responses without a
+        score; ``skipped``, those of them while the judge was down; ``timeouts``, ``errors`` and ``garbage``,
+        failed requests; ``unreadable``, answers without a score; ``tokens``; and ``cost``.
         """
         counts = dict.fromkeys(_COUNTS, 0.0)
         score = None
@@ -166,7 +166,7 @@ class Judge:
                 self._warn_once(str(e))
                 if not e.again or attempt == s.retries:
                     break
-                await asyncio.sleep(min(max(wait * random.uniform(0.5, 1.5), e.wait), _LONGEST_WAIT))
+                await asyncio.sleep(min(max(wait * random.uniform(0.5, 1.5), e.wait), _MAX_WAIT_SECONDS))
                 wait *= 2
                 continue
             self._failures = 0
@@ -187,12 +187,12 @@ class Judge:
 
     async def _ask(self, body: dict[str, Any], counts: dict[str, float]) -> str:
         """The judge's text. Raises _NoAnswer."""
-        if self._http is None:  # needs the event loop
+        if self._http is None:  # created here, because it needs the event loop
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             self._http = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
         limit = aiohttp.ClientTimeout(total=self._settings.timeout)
         try:
-            # No redirects: the key goes to the server that the settings name, and to no other.
+            # No redirects: the key must only be sent to the server that the settings name.
             async with self._http.post(
                 f"{self._settings.url}/chat/completions", json=body, timeout=limit, allow_redirects=False
             ) as answer:
@@ -236,19 +236,19 @@ class Judge:
         return score
 
     def _warn_once(self, problem: str) -> None:
-        """Log a kind of failure the first time: counts do not tell a wrong key from a server that is down."""
-        if problem not in self._told:
-            self._told.add(problem)
+        """Log each kind of failure once: counts do not distinguish a wrong key from a server that is down."""
+        if problem not in self._warned:
+            self._warned.add(problem)
             logger.warning("judge %s: %s (later ones are only counted)", self._server, problem)
 
 
 async def _read_all(content: aiohttp.StreamReader) -> bytes:
-    """Raises ValueError if there is more than ``_LARGEST``."""
+    """The whole content. Raises ValueError if it is larger than ``_MAX_ANSWER_BYTES``."""
     parts, size = [], 0
     async for part in content.iter_chunked(65536):
         parts.append(part)
         size += len(part)
-        if size > _LARGEST:
+        if size > _MAX_ANSWER_BYTES:
             raise ValueError
     return b"".join(parts)
 

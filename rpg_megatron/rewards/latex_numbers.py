@@ -1,4 +1,4 @@
-r"""Compare LaTeX constants by value: \frac{\sqrt{3}}{2}, 4\pi, 2^{10} - 1.
+r"""Compares LaTeX constants by value: \frac{\sqrt{3}}{2}, 4\pi, 2^{10} - 1.
 
 Comparing 60 digits takes microseconds; math-verify takes milliseconds to simplify a difference. Expressions
 that are not clearly constants are left to math-verify: decimals (it rounds some), a number before a fraction
@@ -11,15 +11,15 @@ import decimal
 import re
 from decimal import Decimal
 
-LONGEST = 100
-"""Most characters of a text that is parsed."""
+MAX_CHARACTERS = 100
+"""Maximum characters of a text that is parsed."""
 _DIGITS = 60
 _CONTEXT = decimal.Context(prec=_DIGITS, Emax=4000, Emin=-4000)
 _EQUAL, _CLEAR = Decimal("1e-45"), Decimal("1e-25")
-"""Relative differences: up to the first, values are equal; above the second, they are different."""
+"""Relative differences: up to the first, values are equal; above the second, they differ."""
 _MIN_SUM = Decimal("1e-6")
-"""Smallest sum relative to its largest term; below it, cancellation leaves rounding errors only."""
-_LARGEST_EXPONENT = 64
+"""Smallest sum relative to its largest term; below it, cancellation may leave only rounding errors."""
+_MAX_EXPONENT = 64
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 
 _TOKEN = re.compile(
@@ -30,11 +30,11 @@ _TOKEN = re.compile(
 
 
 class _NotConstant(Exception):
-    """Not clearly a constant."""
+    """The text is not clearly a constant."""
 
 
 def compare_constants(a: str, b: str) -> bool | None:
-    """Whether two constants are equal; None if either is not parsed here, or they are too close to tell."""
+    """Whether two constants are equal; None if one cannot be parsed here, or if they are too close."""
     x, y = value_of(a), value_of(b)
     if x is None or y is None:
         return None
@@ -46,9 +46,9 @@ def compare_constants(a: str, b: str) -> bool | None:
 
 
 def value_of(text: str) -> Decimal | None:
-    """Value of a constant to sixty digits; None if it is none, or not clearly one."""
+    """Value of a constant to sixty digits; None if the text is not clearly a constant."""
     text = text.strip().strip("$").strip()
-    if not text or len(text) > LONGEST:
+    if not text or len(text) > MAX_CHARACTERS:
         return None
     try:
         with decimal.localcontext(_CONTEXT):
@@ -132,7 +132,7 @@ class _Parser:
         exponent = self._group() if self._next() == "{" else self._digit()
         if self._next() == "^" or exponent != exponent.to_integral_value():
             raise _NotConstant
-        if abs(exponent) > _LARGEST_EXPONENT or not value:
+        if abs(exponent) > _MAX_EXPONENT or not value:
             raise _NotConstant
         return value ** int(exponent)
 

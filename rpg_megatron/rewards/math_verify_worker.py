@@ -1,7 +1,7 @@
-"""Compare LaTeX answers with math-verify. For worker processes only, because some texts make it hang.
+"""Compares LaTeX answers with math-verify. Only for worker processes, because it hangs on some texts.
 
-Answers go through the LaTeX parser, never through sympy's own parser, which evaluates Python. Importing this
-module takes a second and warms up the parser for workers that are forked later.
+Answers are parsed as LaTeX, never by sympy's own parser, which evaluates Python. Importing this module takes
+a second and warms up the parser for workers that are forked later.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LATEX = [
 
 
 def equal(extracted: str, answer: str) -> bool:
-    """Whether an answer agrees with the reference; math-verify decides about its expressions. May hang."""
+    """Whether an answer agrees with the reference; math-verify compares expressions. May hang."""
     return compare(answer, extracted, _algebra) is True
 
 
 def _algebra(a: str, b: str, equations: bool) -> bool:
-    """Whether two expressions are equal, or two differences vanish at the same points (up to a factor)."""
+    """Whether two expressions are equal; for equations, whether their differences are, up to a factor."""
     first = _parse(a)
     second = _parse(b) if first else []
     if not first or not second:

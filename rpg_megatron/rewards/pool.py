@@ -1,8 +1,8 @@
 """Worker pool with a deadline and a memory limit per input: runs one function in killable processes.
 
 One thread per worker sends it inputs, one at a time. Whatever a worker does (hang, crash, run out of memory,
-raise), its input gets an ``Outcome``, and a new worker starts in milliseconds (see ``fork_server``). Only the
-input of a worker that died is tried a second time.
+raise), its input gets an ``Outcome``, and a new worker starts in milliseconds (see ``fork_server``). An input
+is retried once if its worker died, and not after other failures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rpg_megatron.config.errors import UserError
 
-if TYPE_CHECKING:  # workers import this module, and do without pydantic
+if TYPE_CHECKING:  # workers import this module; they do not need pydantic
     from rpg_megatron.config.reward import RewardSettings, RewardTerm
 
 logger = logging.getLogger(__name__)
@@ -42,14 +42,14 @@ class Outcome(NamedTuple):
     """Result of one input."""
 
     value: Any
-    """Return value of the function: a bool, a number or None; of a call for a group, a list of these. None if
-    it failed."""
+    """Return value of the function: a bool, a number or None; for a call with a group, a list of these. None
+    if it failed."""
     failure: Failure | None = None
     """Why it failed: killed at the deadline, crashed, out of memory, or an exception."""
     detail: str = ""
     """Type and message of the exception."""
     counts: Mapping[str, float] = MappingProxyType({})
-    """What the function counted."""
+    """Counts that the function returned, by name."""
 
 
 def read_answer(answer: dict[str, Any]) -> Outcome:
@@ -65,47 +65,47 @@ class RewardWorker(NamedTuple):
     connection: Connection
     pid: int
     handle: int
-    """pidfd of the process: its pid may be reused before we kill it."""
+    """pidfd of the process, because its pid may be reused before it is killed."""
 
     def kill(self) -> None:
-        """Kill it, and the processes that it started."""
+        """Kill the worker and the processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
     def close(self) -> None:
-        """Free what it holds here."""
+        """Close the connection and the pidfd."""
         self.connection.close()
         os.close(self.handle)
 
 
 class Function(NamedTuple):
-    """What the workers run, and its limits."""
+    """The function that workers run, and its limits."""
 
     path: str
-    """module:name"""
+    """``module:name``."""
     deadline: float
     """Seconds for one call."""
     memory: int
     """Address space of a worker, in bytes."""
     async_deadline: float = 0.0
     """Seconds for one call of an async function."""
-    own: tuple[str, dict[str, Any], tuple[str, ...]] | None = None
-    """Of a reward of the user: its key in the settings, its settings, and names that these cannot have."""
+    custom: tuple[str, dict[str, Any], tuple[str, ...]] | None = None
+    """For a custom reward: its key in the settings, its settings, and reserved names of settings."""
 
 
 class ForkServer:
-    """The process that imported the function, and its workers. Thread-safe."""
+    """Client of the process that imports the function, and of its workers. Thread-safe."""
 
     def __init__(self, function: Function, *, lazy: bool = False):
-        """Start it, and import the function. lazy: with the first worker.
+        """Start the process, which imports the function. lazy: start it with the first worker.
 
         Raises UserError if the function cannot be imported, or does not have these settings.
         """
         self._function = function
-        self.asks: dict[str, Any] = {}
-        """What a reward of the user asks for (``OwnReward.asks``)."""
+        self.signature: dict[str, Any] = {}
+        """``CustomReward.signature`` of a custom reward, else empty."""
         self._lock = threading.Lock()
         self.closed = False
         self._owner = os.getpid()
@@ -117,7 +117,7 @@ class ForkServer:
     @property
     def deadline(self) -> float:
         """Seconds for one call."""
-        return self._function.async_deadline if self.asks.get("async") else self._function.deadline
+        return self._function.async_deadline if self.signature.get("async") else self._function.deadline
 
     def fork(self) -> RewardWorker:
         """A new worker. Restarts the fork server if it was killed."""
@@ -133,7 +133,7 @@ class ForkServer:
                 worker = RewardWorker(connection, pid, os.pidfd_open(pid))
             except (EOFError, OSError):
                 connection.close()
-                logger.warning("a reward worker died at its start (attempt %d)", attempt + 1)
+                logger.warning("a reward worker died while starting (attempt %d)", attempt + 1)
                 continue
             with self._lock:
                 self.workers[pid] = worker
@@ -149,8 +149,8 @@ class ForkServer:
             worker.close()  # not while ``kill`` uses it
 
     def kill(self) -> bool:
-        """Kill the workers; new ones die at once. False: that was done before, or by another process."""
-        if os.getpid() != self._owner:  # a fork that exits: the workers belong to its parent
+        """Kill the workers; new ones die at once. Returns False if it was already closed, or in a fork."""
+        if os.getpid() != self._owner:  # in a fork that exits: the workers belong to its parent
             return False
         with self._lock:
             if self.closed:
@@ -161,21 +161,21 @@ class ForkServer:
         return True
 
     def close(self) -> None:
-        """End the process, after ``kill``."""
+        """End the process. Call ``kill`` first."""
         if self._process is not None:
             process, control = self._process
             control.close()
             process.wait()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        path, _, memory, deadline, own = self._function
-        where = own[0] if own else "reward"
-        named = json.dumps(path if own is None else [where, path, *own[1:]])
+        path, _, memory, deadline, custom = self._function
+        where = custom[0] if custom else "reward"
+        named = json.dumps(path if custom is None else [where, path, *custom[1:]])
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", "rpg_megatron.rewards.fork_server", named]
             command += [str(memory), str(deadline), str(os.getpid()), str(theirs.fileno())]
-            # Its own process group, so that Ctrl-C does not reach it, in this process's session.
+            # A process group of its own, so that Ctrl-C does not reach it; the session stays the same.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -199,7 +199,7 @@ class ForkServer:
                 if reply
                 else f"{where}.type: importing {path} ended the process (exit code {code}); fix it"
             )
-        self.asks = reply
+        self.signature = reply
         return process, ours
 
     def _request_worker(self, descriptor: int) -> None:
@@ -207,7 +207,7 @@ class ForkServer:
         with self._lock:
             server = self._process
             if server is not None and server[0].poll() is not None and not self.closed:
-                logger.warning("the fork server of the reward workers is gone; starting it again")
+                logger.warning("the fork server of the reward workers has died; restarting it")
                 server[1].close()
                 server = None
             if server is None:
@@ -216,7 +216,7 @@ class ForkServer:
 
 
 class WorkerPool:
-    """Workers for one function: JSON-serialisable arguments, a bool, a number or None as result."""
+    """Workers for one function. Its arguments are JSON-serialisable, its result is as in ``Outcome``."""
 
     def __init__(self, server: ForkServer, workers: int):
         """workers: number of processes."""
@@ -268,11 +268,11 @@ class WorkerPool:
                 future.set_result(Outcome(None, "crash", "the pool was closed"))
                 continue
             try:
-                for _ in range(2):  # a worker may have been killed whatever its input was
+                for _ in range(2):  # a worker may be killed for reasons unrelated to its input
                     worker = worker or self._server.fork()
                     outcome, ended = self._call(worker, arguments)
                     if ended:
-                        worker.kill()  # also what it started, if it ends by itself
+                        worker.kill()  # also ends the processes that it started
                         self._server.remove(worker)
                         worker = None
                     if outcome.failure != "crash" or self._server.closed:
@@ -289,9 +289,9 @@ class WorkerPool:
             self._server.remove(worker)
 
     def _call(self, worker: RewardWorker, arguments: Any) -> tuple[Outcome, bool]:
-        """The outcome, and whether the worker has ended or has to."""
+        """The outcome, and whether the worker has ended or must be replaced."""
         try:
-            # The worker is idle and reads, so sending does not block for long, even with a large input.
+            # The worker is idle and reading, so sending does not block for long, even with a large input.
             worker.connection.send_bytes(json.dumps(arguments).encode())
             if not worker.connection.poll(self._deadline):
                 return Outcome(None, "timeout", f"killed after {self._deadline:g} s"), True
@@ -301,8 +301,8 @@ class WorkerPool:
         return read_answer(answer), bool(answer["exits"])
 
 
-def start_function(settings: RewardSettings, term: RewardTerm) -> ForkServer:
-    """Import a reward of the user, in a process of its own. Raises UserError if that fails."""
-    own = term.where, term.settings, term.reserved
+def start_custom_reward(settings: RewardSettings, term: RewardTerm) -> ForkServer:
+    """Import a custom reward in a fork server. Raises UserError if that fails."""
+    custom = term.where, term.settings, term.reserved
     limits = settings.deadline, settings.memory_bytes, settings.async_deadline
-    return ForkServer(Function(term.type, *limits, own))
+    return ForkServer(Function(term.type, *limits, custom))

@@ -1,4 +1,4 @@
-"""Words around an answer: "The total is 18.", "18 because ...", "about 5", "five", "It is a Saturday."."""
+"""Handles words around an answer: "The total is 18.", "18 because ...", "about 5", "five"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REASON = re.compile(
     re.DOTALL,
 )
 _NEXT_SENTENCE = re.compile(r"(?<=[\w})\]%$]{2})\.\s+[A-Z][a-z' ].*$|(?<=\d)\.\s+[A-Z][a-z' ].*$", re.DOTALL)
-# A remark in brackets: "18 (eggs)". Not one that changes the answer: "15 (or maybe 16)", "2 (mod 5)".
+# A remark in brackets, such as "18 (eggs)", that does not change the answer, as "15 (or maybe 16)" does.
 _REMARK = re.compile(
     r"\s+\((?!or\b|maybe|mod\b|base\b|if\b|and\b|in\b|times|approx|not sure)"
     r"([A-Za-z][A-Za-z,' -]{2,}[^()]*)\)$"
@@ -44,7 +44,7 @@ _NOT_AN_ANSWER = re.compile(
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _ONE_NUMBER = re.compile(r"(?<![\w\\.,/^])-?[¤£€¥]?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?%?(?![\w^/])")
 
-# Words after a number that change its value or its meaning: the answer keeps them.
+# Words after a number that change its value or meaning, so they are kept.
 _CHANGING = frozenset(
     [
         "squared",
@@ -110,7 +110,7 @@ _CHANGING = frozenset(
         "till",
     ]
 )
-# A unit or noun may have an end that says nothing: "1.2 kg in total", "14 days left".
+# A unit or noun may have an ending without meaning: "1.2 kg in total", "14 days left".
 _NOUNS = re.compile(r"[A-Za-z][A-Za-z'-]*(?: [A-Za-z][A-Za-z'-]*){0,5}")
 _ENDING = re.compile(r"\s+(?:in total|in all|altogether|total|left|each|overall)$")
 
@@ -160,8 +160,8 @@ _GENERIC = re.compile(r" (?:triangle|function|number|angle|sequence|series|curve
 _FREE_CASE = {"YES", "NO", "TRUE", "FALSE", "NONE", "ODD", "EVEN", "DNE", "EAST", "WEST"}
 
 
-def core(text: str) -> str:
-    """The answer itself, without lead-in, reason, remark or sentence. What it cannot read stays as it is."""
+def extract_core(text: str) -> str:
+    """The answer without lead-in, reason, remark or sentence; text that is not understood is unchanged."""
     if text.isdigit() or (not _WORD.search(text) and "~" not in text and "approx" not in text):
         return text
     text = _PLUS_MINUS.sub(r"\\pm", text)
@@ -176,7 +176,7 @@ def core(text: str) -> str:
     if not _NOT_AN_ANSWER.search(text):
         sentence = _VERB.match(text)
         if sentence and not any(c in sentence[1] for c in "=<>"):
-            return core(sentence[1].strip()) if len(sentence[1]) < len(text) else text
+            return extract_core(sentence[1].strip()) if len(sentence[1]) < len(text) else text
         if len(_WORD.findall(text)) >= 2 and text[:1].isalpha() and not any(c in text for c in "\\=<>()[]{}"):
             numbers = list(_ONE_NUMBER.finditer(text))
             if len(numbers) == 1 and re.search(r"[a-z]", text[: numbers[0].start()]):
@@ -185,9 +185,10 @@ def core(text: str) -> str:
 
 
 def drop_nouns(tail: str) -> str | None:
-    """What stays of the words after a number: "" for "red marbles", the first word of a multiplier, a unit.
+    """The part to keep of the words after a number: "" for "red marbles", a multiplier's first word, or a
+    unit.
 
-    None if a word changes the value or is not known to be harmless.
+    None if a word changes the value or is not known to be irrelevant.
     """
     shorter = _ENDING.sub("", tail)
     if shorter != tail and parse_unit(shorter):
@@ -214,7 +215,7 @@ def drop_nouns(tail: str) -> str | None:
 
 
 def multiplier(word: str) -> str | None:
-    """The key of a word in ``MULTIPLIERS``."""
+    """The key of a word in ``MULTIPLIERS``; None if it is not one."""
     word = word.lower()
     return (
         word
@@ -226,7 +227,7 @@ def multiplier(word: str) -> str | None:
 
 
 def canonical_words(text: str) -> str:
-    """Words in one form: no article, lower case (but not of labels such as ABC), times as 3:00pm."""
+    """Words in a normal form: no article, lower case except for labels such as ABC, times as 3:00pm."""
     time = _TIME.fullmatch(text)
     if time:
         return f"{int(time[1])}:{time[2] or '00'}{time[3].lower()}m"

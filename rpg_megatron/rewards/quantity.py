@@ -1,4 +1,4 @@
-r"""One value, with its unit: 36\pi cm^2, 2\frac{1}{2} hours, 0.\overline{3}, 4 \times 10^{3}, 25%, five."""
+r"""Reads one value with its unit: 36\pi cm^2, 2\frac{1}{2} hours, 0.\overline{3}, 4 \times 10^{3}, 25%."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rpg_megatron.rewards import prose
 from rpg_megatron.rewards.latex_numbers import value_of
 from rpg_megatron.rewards.units import CURRENCY, GLUED, MULTIPLIERS, Unit, parse_unit
 
-LONGEST_NUMBER = 64
+MAX_NUMBER_CHARACTERS = 64
 """A number with more characters is compared as text only."""
-_LARGEST_EXPONENT = 400
+_MAX_EXPONENT = 400
 _PLAIN = re.compile(r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:/([+-]?[0-9]+))?")
 
 
 def as_number(text: str) -> Fraction | None:
-    """Value of a plain decimal or a/b of at most LONGEST_NUMBER characters; None for everything else.
+    """Value of a plain decimal or a/b of at most MAX_NUMBER_CHARACTERS characters; None for everything else.
 
-    Exponents are not supported: 1e999999999 would take forever to write out.
+    Exponents are not supported, because 1e999999999 would have too many digits.
     """
-    if len(text) > LONGEST_NUMBER:
+    if len(text) > MAX_NUMBER_CHARACTERS:
         return None
     match = _PLAIN.fullmatch(text)
     if match is None:
@@ -39,11 +39,12 @@ class Quantity(NamedTuple):
     text: str
     """Without unit; number words and mixed numbers as numbers."""
     number: Fraction | None
-    """Exact, if the value is rational and written plainly."""
+    """Exact value if it is rational and written plainly; else None."""
     unit: Unit | None
     percent: bool
+    """Whether it is a percentage."""
     words: bool
-    """The value is words, not mathematics."""
+    """Whether the value is words and not mathematics."""
 
 
 _MIXED = re.compile(
@@ -66,7 +67,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z' .,:-]*")
 
 
 def read_quantity(text: str) -> Quantity:
-    """One value of a text in our spelling."""
+    """Read a text in normal spelling as one value."""
     text = text.strip()
     if not text.isascii() or not text.isdigit():
         text = GLUED.sub(" ", text) if text[:1] in "0123456789-." else text
@@ -88,11 +89,11 @@ def _quantity(value: str, unit: Unit | None, percent: bool, factor: Fraction) ->
     words = (
         _WORDS.fullmatch(value) is not None and (re.search(r"[A-Za-z]{4}|[A-Z]{2}| ", value) is not None)
     ) or _TIME.fullmatch(value) is not None
-    return Quantity(prose.canonical_words(value) if words else tidy(value), None, unit, percent, words)
+    return Quantity(prose.canonical_words(value) if words else compact(value), None, unit, percent, words)
 
 
 def _without_unit(text: str) -> tuple[str, Unit | None, bool, Fraction]:
-    """Value, unit, whether it is a percentage, factor of a number word."""
+    """Split a text into: value, unit, whether it is a percentage, factor of a multiplier such as "dozen"."""
     one = Fraction(1)
     text = re.sub(r"(?<=\d )(pairs?|couples?) of [a-z ]+$", r"\1", text)
     currency = re.fullmatch(rf"(-?)\s*([{CURRENCY}])\s*(-?[\d.,]+.*)", text)
@@ -114,7 +115,7 @@ def _without_unit(text: str) -> tuple[str, Unit | None, bool, Fraction]:
             not re.search(r"\d|\\pi|\\infty", head) and head.lower() not in prose.NUMBERS
         ):
             continue
-        if len(tail) == 1 and _LETTER.search(head):  # \pi r^2 h is no number of hours
+        if len(tail) == 1 and _LETTER.search(head):  # in \pi r^2 h, h does not mean hours
             continue
         if _UNITS_OF_ANYTHING.fullmatch(tail):
             return head, None, False, one
@@ -134,7 +135,7 @@ def _without_unit(text: str) -> tuple[str, Unit | None, bool, Fraction]:
 
 
 def exact(text: str) -> Fraction | None:
-    r"""The rational that a text writes plainly: 3, 0.5, 3/4, \frac34, 0.\overline{3}, 4 \times 10^{5}."""
+    r"""The rational number in a text such as 0.5, 3/4, \frac34, 0.\overline{3}; None for others."""
     text = text.strip()
     number = as_number(
         text.replace("+", "", 1)
@@ -153,9 +154,7 @@ def exact(text: str) -> Fraction | None:
         exponent = int(match[3] or match[4])
         mantissa = as_number(match[1]) if match[1] else Fraction(-1 if match[2] else 1)
         return (
-            None
-            if mantissa is None or abs(exponent) > _LARGEST_EXPONENT
-            else mantissa * Fraction(10) ** exponent
+            None if mantissa is None or abs(exponent) > _MAX_EXPONENT else mantissa * Fraction(10) ** exponent
         )
     return _repeating(text)
 
@@ -187,8 +186,8 @@ def _repeating(text: str) -> Fraction | None:
     return -value if match[1] else value
 
 
-def tidy(text: str) -> str:
-    """Without the spaces that mean nothing; decimals and mixed numbers as fractions."""
+def compact(text: str) -> str:
+    """Remove spaces without meaning; write decimals and mixed numbers as fractions."""
     text = _MIXED_IN.sub(lambda m: f"\\frac{{{int(m[1]) * int(m[3]) + int(m[2])}}}{{{m[3]}}}", text)
     if "." in text:
         text = _DECIMAL.sub(_as_fraction, text)
@@ -206,6 +205,6 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def constant_value(text: str) -> Decimal | Fraction | None:
-    """Value of a constant text, to sixty digits; None if it is none or not clearly one."""
+    """Value of a constant, to sixty digits; None if the text is not clearly a constant."""
     number = exact(text)
-    return number if number is not None else value_of(tidy(text))
+    return number if number is not None else value_of(compact(text))

@@ -1,6 +1,7 @@
-r"""What an answer can mean: a quantity, list, tuple, region, matrix, equation, option or based number.
+r"""Readings of an answer: quantity, list, tuple, region, matrix, equation, option, or number with a base.
 
-A text may have several readings: (2,5) is a point and an interval. Two answers agree if any two readings do.
+A text may have several readings: (2,5) is a point or an interval. Two answers agree if any two readings
+agree.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import NamedTuple
 from rpg_megatron.rewards import prose
 from rpg_megatron.rewards.quantity import Quantity, as_number, constant_value, exact, read_quantity
 from rpg_megatron.rewards.regions import Region, read_region
-from rpg_megatron.rewards.spelling import join_comma_groups, spell
+from rpg_megatron.rewards.spelling import join_comma_groups, normalise_spelling
 
-LONGEST = 300
-"""Texts with more characters have no readings: they are compared as they stand."""
-_MOST_ITEMS = 40
+MAX_CHARACTERS = 300
+"""Longer texts have no readings and are compared verbatim."""
+_MAX_ITEMS = 40
 
 
-class Many(NamedTuple):
-    """Several values. Kind: "list", "set" (both unordered) or "tuple"."""
+class Collection(NamedTuple):
+    """Several values. kind: "list" or "set" (both unordered), or "tuple"."""
 
     kind: str
     items: tuple[str, ...]
@@ -34,8 +35,8 @@ class Matrix(NamedTuple):
     factor: str
 
 
-class Named(NamedTuple):
-    """A value with a name before it: x = 5. ``checks`` are constants of the chain that must equal it."""
+class NamedValue(NamedTuple):
+    """A named value: x = 5. checks: constants between name and value (x = 2 + 3 = 5) that must equal it."""
 
     name: str
     value: str
@@ -43,7 +44,7 @@ class Named(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """An equation or inequality that gives no value: x^2 = 25."""
+    """An equation or inequality that is not a value, such as x^2 = 25."""
 
     left: str
     sign: str
@@ -51,20 +52,20 @@ class Relation(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option of multiple choice: its letter and its text, which may be empty."""
+    """A multiple-choice option: its letter and its text, which may be empty."""
 
     letter: str
     text: str
 
 
-class Based(NamedTuple):
-    """A number with its base: 1010_2."""
+class BasedNumber(NamedTuple):
+    """A number with its base, such as 1010_2."""
 
     digits: str
     base: int
 
 
-type Reading = Quantity | Many | Matrix | Named | Relation | Option | Based | Region
+type Reading = Quantity | Collection | Matrix | NamedValue | Relation | Option | BasedNumber | Region
 
 _EQUALS = re.compile(r"(?<![<>!:=])=+(?!=)")
 _LETTER = r"(?:[A-Za-z]|\\[a-z]+|\\[A-Z][a-z]+|[A-Z]{2,4})"
@@ -98,23 +99,23 @@ _BASED = re.compile(
 _SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\s|[,;]|\s(?:and|or)\s)\s*")
 
 
-def read(answer: str) -> tuple[Reading, ...]:
-    """All readings of an answer as it is written."""
-    return _read_answer(answer) if len(answer) <= LONGEST else ()
+def read_answer(answer: str) -> tuple[Reading, ...]:
+    """All readings of an answer, given verbatim."""
+    return _read_spelled(answer) if len(answer) <= MAX_CHARACTERS else ()
 
 
 @lru_cache(8192)
-def _read_answer(answer: str) -> tuple[Reading, ...]:
-    return read_part(prose.core(spell(answer)), bare=True)
+def _read_spelled(answer: str) -> tuple[Reading, ...]:
+    return read_expression(prose.extract_core(normalise_spelling(answer)), bare=True)
 
 
 @lru_cache(8192)
-def read_part(text: str, *, bare: bool = False) -> tuple[Reading, ...]:
-    """Readings of a text in our spelling. bare: not inside brackets, so that 1,234 is one number."""
+def read_expression(text: str, *, bare: bool = False) -> tuple[Reading, ...]:
+    """Readings of a text in normal spelling. bare: not inside brackets, so that 1,234 is one number."""
     text = text.strip()
     if bare:
         text = join_comma_groups(text)
-    if not text or len(text) > LONGEST:
+    if not text or len(text) > MAX_CHARACTERS:
         return ()
     if as_number(text) is not None:
         return (read_quantity(text),)
@@ -132,11 +133,11 @@ def read_part(text: str, *, bare: bool = False) -> tuple[Reading, ...]:
     if region is not None and (len(region.atoms) != 1 or region.explicit):
         return (region,)
     readings: list[Reading] = [region] if region is not None else []
-    many = _many(text)
-    if many is not None:
+    collection = _collection(text)
+    if collection is not None:
         if bare and re.fullmatch(r"-?0,\d+|-?\d+,\d\d?\s?[€¤£]", text):  # a decimal comma
             readings.append(read_quantity(text.replace(",", ".")))
-        return (*readings, *many)
+        return (*readings, *collection)
     sides = _EQUALS.split(text)
     if len(sides) > 1:
         return (*readings, _equation([s.strip() for s in sides]))
@@ -148,14 +149,14 @@ def read_part(text: str, *, bare: bool = False) -> tuple[Reading, ...]:
         base = based[2] or based[3] or based[4]
         number = prose.NUMBERS.get(base) if not base.isdigit() else int(base)
         if number is not None and 2 <= number <= 36:
-            return (Based(based[1], number),)
+            return (BasedNumber(based[1], number),)
     if re.fullmatch(r"0[xX][0-9A-Fa-f]+", text):
-        return (Based(text[2:].upper(), 16),)
+        return (BasedNumber(text[2:].upper(), 16),)
     return (*readings, read_quantity(text))
 
 
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts between separators outside of all brackets."""
+    """Split a text at separators that are outside of all brackets."""
     parts, start, position, depth = [], 0, 0, 0
     while position < len(text):
         character = text[position]
@@ -209,7 +210,7 @@ def _matrix(text: str) -> Matrix | None:
 
 
 def _approximation(text: str) -> str:
-    r"""X \approx 2.45 is x = 2.45; \sqrt{2} \approx 1.41 keeps both sides if it is true."""
+    r"""Rewrite x \approx 2.45 as x = 2.45; \sqrt{2} \approx 1.41 keeps both sides if it is true."""
     sides = text.split("\\approx")
     if len(sides) != 2 or not sides[1].strip():
         return text
@@ -230,48 +231,48 @@ def _approximation(text: str) -> str:
     return f"{exact} \\either {right}" if near else text
 
 
-def _many(text: str) -> list[Reading] | None:
+def _collection(text: str) -> list[Reading] | None:
     """Readings of several values; None for one value."""
     if "\\either" in text:
-        return [r for side in text.split("\\either") for r in read_part(side)]
+        return [r for side in text.split("\\either") for r in read_expression(side)]
     if text in ("\\emptyset", "\\{\\}", "\\{ \\}"):
-        return [Many("set", ())]
+        return [Collection("set", ())]
     inside = _inside(text)
     if inside is not None:
         kind, content = inside
         items = [t for t in split_top(content, re.compile(r"\s*[,;]\s*")) if t]
         if kind == "set" and len(items) == 1 and not text.startswith("\\"):  # {5} may be a group
-            return [Many("set", _expand(items)), *read_part(content)]
+            return [Collection("set", _expand(items)), *read_expression(content)]
         if kind == "set":
-            return [Many("set", _expand(items))]
+            return [Collection("set", _expand(items))]
         if len(items) > 1:
-            return [Many("tuple", tuple(items))]
-        return [*read_part(content)] if kind == "tuple" and content.strip() else None
+            return [Collection("tuple", tuple(items))]
+        return [*read_expression(content)] if kind == "tuple" and content.strip() else None
     scaled = re.fullmatch(
         r"(\S.*?)\s*(?:\\cdot\s*|\\times\s*)?(\((?:[^()]+,)+[^()]+\))(?:\^\{?(?:T|\\top)\}?)?", text
     )
     if scaled and not scaled[1].endswith(("=", ",", "f", "g", "P", ";")) and "=" not in scaled[1]:
         cells = split_top(scaled[2][1:-1], re.compile(r"\s*[,;]\s*"))
         if constant_value(scaled[1]) is not None:
-            return [Many("tuple", tuple(f"({scaled[1]})({cell})" for cell in cells))]
+            return [Collection("tuple", tuple(f"({scaled[1]})({cell})" for cell in cells))]
     vector = _unit_vectors(text)
     if vector is not None:
         return [vector]
     parts = split_top(text, _SEPARATOR)
-    if len(parts) > 1 and len(parts) <= _MOST_ITEMS and all(parts):
+    if len(parts) > 1 and len(parts) <= _MAX_ITEMS and all(parts):
         return _list(parts)
     membership = re.fullmatch(rf"{_LETTER}{_INDEX}\s*\\in\s*(.+)", text)
     if membership:
-        return [*read_part(membership[1])]
+        return [*read_expression(membership[1])]
     if "\\pm" in text or "\\mp" in text:
         sides = _EQUALS.split(text)
         if len(sides) == 1 or (len(sides) == 2 and _NAME.fullmatch(sides[0].strip())):
-            return [Many("list", _expand([sides[-1].strip()]))]
+            return [Collection("list", _expand([sides[-1].strip()]))]
     return None
 
 
 def _inside(text: str) -> tuple[str, str] | None:
-    """Kind and content of a text that is one pair of brackets."""
+    """Kind and content of a text that is enclosed in one pair of brackets; None for other texts."""
     text = re.sub(r"\^\{?(?:T|\\top)\}?$", "", text)
     for kind, opening, closing in (
         ("set", "\\{", "\\}"),
@@ -292,7 +293,7 @@ def _inside(text: str) -> tuple[str, str] | None:
 
 
 def _expand(items: list[str]) -> tuple[str, ...]:
-    r"""Items with \pm as two: +3, -3. All signs of an item change together, as in 1 \pm i."""
+    r"""Replace items with \pm by two items. All signs of an item change together, as in 1 \pm i."""
     result: list[str] = []
     for item in items:
         if "\\pm" in item or "\\mp" in item:
@@ -310,20 +311,20 @@ def _list(parts: list[str]) -> list[Reading]:
     if all(named):
         letters = [re.sub(r"_.*", "", s[0]) for s in sides]
         if len(set(letters)) == 1:  # x = 5 or x = 2; x_1 = 6, x_2 = -6
-            return [Many("list", _expand([s[1] for s in sides]))]
+            return [Collection("list", _expand([s[1] for s in sides]))]
         if len({s[0] for s in sides}) == len(sides):
             if set(letters) <= set("xyz"):
                 sides = sorted(sides)
-            return [Many("tuple", tuple(s[1] for s in sides)), Many("set", tuple(parts))]
+            return [Collection("tuple", tuple(s[1] for s in sides)), Collection("set", tuple(parts))]
     if named[0] and not any(len(s) > 1 for s in sides[1:]):  # x = 4, -1
         parts = [sides[0][1], *parts[1:]]
-    return [Many("list", _expand(parts))]
+    return [Collection("list", _expand(parts))]
 
 
 _VECTOR_TERM = re.compile(r"\s*([+-]?)\s*([^+\-\\]*?|\\(?:frac|sqrt)\{[^\\]*?\})\s*\\unit_([ijk])\s*")
 
 
-def _unit_vectors(text: str) -> Many | None:
+def _unit_vectors(text: str) -> Collection | None:
     r"""4\mathbf{i} - \mathbf{j} as the tuple (4, -1)."""
     if "\\unit_" not in text:
         return None
@@ -334,7 +335,7 @@ def _unit_vectors(text: str) -> Many | None:
             return None
         found[match[3]] = f"{match[1]}{match[2] or 1}".removeprefix("+")
         position = match.end()
-    return Many("tuple", tuple(found.get(c, "0") for c in ("ijk" if "k" in found else "ij")))
+    return Collection("tuple", tuple(found.get(c, "0") for c in ("ijk" if "k" in found else "ij")))
 
 
 def _equation(sides: list[str]) -> Reading:
@@ -343,7 +344,7 @@ def _equation(sides: list[str]) -> Reading:
         return read_quantity(" = ".join(sides))
     constant = not _VARIABLE.search(_FUNCTIONS.sub("", first))
     if len(sides) == 2 and constant and _is_name(last) and not _is_name(first):  # 5 = x
-        return Named(last, first, ())
+        return NamedValue(last, first, ())
     checks = tuple(s for s in sides[1:-1] if not _VARIABLE.search(_FUNCTIONS.sub("", s)))
     if _is_name(first):
         names = re.fullmatch(r"\(([xyz](?:,\s*[xyz])+)\)", first)
@@ -351,9 +352,9 @@ def _equation(sides: list[str]) -> Reading:
         if names and values:  # (y,x) = (3,4) is (x,y) = (4,3)
             pairs = list(zip(re.split(r",\s*", names[1]), split_top(values[1], _SEPARATOR), strict=False))
             last = f"({', '.join(value for _, value in sorted(pairs))})"
-        return Named(re.sub(r"\s", "", first), last, checks)
+        return NamedValue(re.sub(r"\s", "", first), last, checks)
     if constant:  # 2^{12} = 4096
-        return Named("", last, (first, *checks))
+        return NamedValue("", last, (first, *checks))
     return Relation(" = ".join(sides[:-1]) if len(sides) > 2 else first, "=", last)
 
 

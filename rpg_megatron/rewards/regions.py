@@ -1,4 +1,4 @@
-r"""Sets of real numbers: [1,2), 1 \le x < 2, |x| < 2, x \ne 2, {x : x > 3}, unions and intersections."""
+r"""Reads sets of real numbers: [1,2), 1 \le x < 2, |x| < 2, x \ne 2, {x : x > 3}, unions, intersections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Atom(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A union of intervals. explicit: its text can mean nothing else."""
+    """A union of intervals. explicit: whether the text has no other meaning."""
 
     atoms: tuple[Atom, ...]
     explicit: bool
@@ -49,7 +49,7 @@ _AND = re.compile(r"\\cap(?![a-z])|\s*,?\s+and\s+|\\wedge(?![a-z])")
 
 
 def read_region(text: str) -> Region | None:
-    """The region that a text names; None for any other text."""
+    """The region that a text describes; None for any other text."""
     text = text.strip()
     if not re.search(r"[<>\[\](|]|\\[lgn]e|\\c[ua]p|\\in", text):
         return None
@@ -159,7 +159,7 @@ def _without(points: list[str]) -> list[Atom] | None:
 
 
 def bound(text: str) -> Fraction | None:
-    """Value of an end, infinity as a very large number; None if it is no constant."""
+    """Value of an interval's end, with infinity as a very large number; None if it is not a constant."""
     infinity = _INFINITY.fullmatch(text.strip())
     if infinity:
         return Fraction(-(10**300) if infinity[1] == "-" else 10**300)
@@ -187,8 +187,8 @@ def _intersect(parts: list[list[Atom]]) -> list[Atom] | None:
     return meet
 
 
-def merged(region: Region) -> list[tuple[Fraction, bool, Fraction, bool]] | None:
-    """Its intervals by value, sorted, touching ones joined; None if an end is no constant."""
+def merge_intervals(region: Region) -> list[tuple[Fraction, bool, Fraction, bool]] | None:
+    """The region's intervals by value, sorted and joined if they touch; None if an end is not a constant."""
     pieces = []
     for atom in region.atoms:
         low, high = bound(atom.low), bound(atom.high)

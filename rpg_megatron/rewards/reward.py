@@ -1,5 +1,5 @@
-"""Rewards of responses: correctness (built-in graders or a user's function), overlong and format penalty; or
-several terms, each with a weight.
+"""Rewards of responses: correctness (built-in grader or custom function), overlong and format penalties; or
+several weighted terms.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol, cast
 from rpg_megatron.config.reward import OverlongSettings, RewardSettings, RewardTerm
 from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.rewards.async_pool import AsyncPool
+from rpg_megatron.rewards.custom_reward import PROMPT
 from rpg_megatron.rewards.extraction import Style, find_answer
 from rpg_megatron.rewards.grader import Grader, Verdict
-from rpg_megatron.rewards.own_reward import PROMPT
-from rpg_megatron.rewards.pool import FAILURES, ForkServer, Outcome, WorkerPool, start_function
+from rpg_megatron.rewards.pool import FAILURES, ForkServer, Outcome, WorkerPool, start_custom_reward
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _METRICS = {"timeout": "timeouts", "crash": "crashes", "memory": "out_of_memory"
 
 
 class Response(NamedTuple):
-    """What rewards see of a response."""
+    """The part of a response that rewards can use."""
 
     text: str
     tokens: Tokens
@@ -54,8 +54,8 @@ class Scorer:
     """Scores groups of responses with its own worker processes."""
 
     def __init__(self, settings: RewardSettings, max_tokens: int, share: int = 1):
-        """max_tokens: length at which a response is truncated, where the overlong penalty is largest. share:
-        number of scorers that share ``workers`` and ``concurrency`` of the settings.
+        """max_tokens: length at which a response is truncated; the overlong penalty is largest there. share:
+        number of scorers among which ``workers`` and ``concurrency`` of the settings are divided.
 
         Raises UserError if the settings name a function that cannot be imported.
         """
@@ -68,7 +68,8 @@ class Scorer:
             for name, term in settings.all_terms.items():
                 if term.own:
                     concurrency = max(settings.concurrency // share, 1)
-                    self._terms[name] = _OwnTerm(term, start_function(settings, term), workers, concurrency)
+                    server = start_custom_reward(settings, term)
+                    self._terms[name] = _CustomTerm(term, server, workers, concurrency)
                     continue
                 grader = grader or Grader(workers=workers, deadline=settings.deadline, memory=memory)
                 self._terms[name] = _BuiltInTerm(term, grader)
@@ -79,25 +80,25 @@ class Scorer:
 
     @property
     def repeatable(self) -> bool:
-        """Whether responses would get the same scores again: not promised by async functions."""
+        """Whether the same responses would get the same scores again; False with async functions."""
         return not any(term.is_async for term in self._terms.values())
 
     async def score(
         self, responses: Sequence[Response], answer: str, context: str = "", *, first_only: bool = False
     ) -> list[Score]:
-        """The scores of a group's responses, for any texts and any failure.
+        """The scores of a group's responses. Responses and failures of reward functions raise no errors.
 
-        context: what functions of the user see of the prompt (``Prompt.context``). first_only: compute the
-        first term only, which decides what is correct.
+        context: what custom functions get of the prompt (``Prompt.context``). first_only: compute only the
+        first term, which decides correctness.
         """
         names = list(self._terms)[: 1 if first_only else None]
-        begun = {name: self._terms[name].submit(responses, answer, context) for name in names}
-        found = {name: await self._terms[name].collect(begun[name]) for name in names}
-        return [self._combine({n: found[n][i] for n in names}, r) for i, r in enumerate(responses)]
+        pending = {name: self._terms[name].submit(responses, answer, context) for name in names}
+        values = {name: await self._terms[name].collect(pending[name]) for name in names}
+        return [self._combine({n: values[n][i] for n in names}, r) for i, r in enumerate(responses)]
 
     def pop_counts(self) -> dict[str, float]:
-        """``reward/timeouts``, ``crashes``, ``out_of_memory`` and ``errors`` since the last call, and what
-        functions of the user counted: ``reward/<term>/<name>``.
+        """``reward/timeouts``, ``crashes``, ``out_of_memory`` and ``errors`` since the last call, and the
+        counts of custom functions: ``reward/<term>/<name>``.
         """
         failures: Counter[str] = Counter()
         counts = dict.fromkeys(self._counts, 0.0)
@@ -140,12 +141,12 @@ class _Term(Protocol):
 
     def submit(self, responses: Sequence[Response], answer: str, context: str) -> Any: ...
 
-    async def collect(self, begun: Any) -> list[tuple[float, Verdict]]:
-        """The value of each response, and the verdict, of what ``submit`` returned."""
+    async def collect(self, pending: Any) -> list[tuple[float, Verdict]]:
+        """Value and verdict of each response. pending: the result of ``submit``."""
         ...
 
     def pop_counts(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Failures by kind, and what the function counted."""
+        """Failures by kind, and the function's own counts."""
         ...
 
     def close(self) -> None: ...
@@ -160,25 +161,25 @@ class _BuiltInTerm:
     def submit(self, responses: Sequence[Response], answer: str, context: str) -> list[Future[Verdict]]:
         return [self._grader.submit(r.text, answer, cast(Style, self._term.type)) for r in responses]
 
-    async def collect(self, begun: list[Future[Verdict]]) -> list[tuple[float, Verdict]]:
-        verdicts = [await _result(future) for future in begun]
+    async def collect(self, pending: list[Future[Verdict]]) -> list[tuple[float, Verdict]]:
+        verdicts = [await _result(future) for future in pending]
         return [(self._term.correct if v.correct else self._term.wrong, v) for v in verdicts]
 
     def pop_counts(self) -> tuple[dict[str, int], dict[str, float]]:
-        return self._grader.pop_counts(), {}  # shared by terms; counted once, since reading resets it
+        return self._grader.pop_counts(), {}  # terms share the grader; reading its counts resets them
 
     def close(self) -> None:
         self._grader.close()
 
 
-class _OwnTerm:
+class _CustomTerm:
     def __init__(self, term: RewardTerm, server: ForkServer, workers: int, concurrency: int):
-        self._term, self._names = term, frozenset(server.asks["names"])
-        self._group = bool(server.asks["group"])
-        self.is_async = bool(server.asks["async"])
+        self._term, self._inputs = term, frozenset(server.signature["inputs"])
+        self._group = bool(server.signature["group"])
+        self.is_async = bool(server.signature["async"])
         self._pool = AsyncPool(server, concurrency) if self.is_async else WorkerPool(server, workers)
-        self._counted: Counter[str] = Counter()
-        self._nothing = 0
+        self._counts: Counter[str] = Counter()
+        self._without_reward = 0
         """Responses for which the function returned None."""
         self._warned = False
 
@@ -186,11 +187,11 @@ class _OwnTerm:
         self, responses: Sequence[Response], answer: str, context: str
     ) -> tuple[list[str | None], list[Future[Outcome]]]:
         common: dict[str, Any] = {}
-        if "answer" in self._names:
+        if "answer" in self._inputs:
             common["answer"] = answer
-        if self._names.intersection(PROMPT):
+        if self._inputs.intersection(PROMPT):
             common["context"] = context
-        each = [self._seen(response) for response in responses]
+        each = [self._arguments(response) for response in responses]
         if self._group:
             lists = {name: [one[name] for one in each] for name in each[0]}
             futures = [self._pool.submit(common | {"responses": lists.pop("response")} | lists)]
@@ -199,12 +200,12 @@ class _OwnTerm:
         return [find_answer(r.text) for r in responses], futures
 
     async def collect(
-        self, begun: tuple[list[str | None], list[Future[Outcome]]]
+        self, pending: tuple[list[str | None], list[Future[Outcome]]]
     ) -> list[tuple[float, Verdict]]:
-        answers, futures = begun
+        answers, futures = pending
         outcomes = [await _result(future) for future in futures]
         for outcome in outcomes:
-            self._counted.update(outcome.counts)
+            self._counts.update(outcome.counts)
         if self._group:
             (whole,) = outcomes
             values = whole.value if whole.failure is None else [None] * len(answers)
@@ -212,29 +213,29 @@ class _OwnTerm:
         return [self._value(extracted, o) for extracted, o in zip(answers, outcomes, strict=True)]
 
     def pop_counts(self) -> tuple[dict[str, int], dict[str, float]]:
-        failed, counted = self._pool.pop_counts(), {k: float(v) for k, v in self._counted.items()}
-        failed["error"] += self._nothing
-        self._nothing = 0
-        self._counted.clear()
-        return failed, counted
+        failures, counts = self._pool.pop_counts(), {k: float(v) for k, v in self._counts.items()}
+        failures["error"] += self._without_reward
+        self._without_reward = 0
+        self._counts.clear()
+        return failures, counts
 
     def close(self) -> None:
         self._pool.close()
 
-    def _seen(self, response: Response) -> dict[str, Any]:
-        """What the function asks for of a response."""
-        seen: dict[str, Any] = {"response": response.text}
-        if "token_ids" in self._names:
-            seen["token_ids"] = [int(token) for token in response.tokens]
-        if "finish_reason" in self._names:
-            seen["finish_reason"] = response.finish
-        return seen
+    def _arguments(self, response: Response) -> dict[str, Any]:
+        """The function's inputs that come from a response."""
+        arguments: dict[str, Any] = {"response": response.text}
+        if "token_ids" in self._inputs:
+            arguments["token_ids"] = [int(token) for token in response.tokens]
+        if "finish_reason" in self._inputs:
+            arguments["finish_reason"] = response.finish
+        return arguments
 
     def _value(self, extracted: str | None, outcome: Outcome) -> tuple[float, Verdict]:
         term, value = self._term, outcome.value
         if value is None:
             if outcome.failure is None:
-                self._nothing += 1
+                self._without_reward += 1
                 outcome = outcome._replace(failure="error", detail="it returned None")
             self._warn_once(outcome)
             return term.failed, Verdict(False, extracted, f"{term.type}: {outcome.failure}: {outcome.detail}")
@@ -243,7 +244,7 @@ class _OwnTerm:
         return value, Verdict(value > 0, extracted, term.type)
 
     def _warn_once(self, outcome: Outcome) -> None:
-        """Log the first failure of the user's function; metrics alone do not give the reason."""
+        """Log the first failure of a custom function; metrics alone do not give the reason."""
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -257,5 +258,5 @@ class _OwnTerm:
 
 
 async def _result[T](future: Future[T]) -> T:
-    """Rules decide most answers at once: these need no turn of the event loop."""
+    """The result of a future. Most are done at once, by rules, and need no wait in the event loop."""
     return future.result() if future.done() else await asyncio.wrap_future(future)

@@ -1,6 +1,7 @@
 r"""One spelling for what LaTeX, Unicode and Markdown write in many ways: ½, \dfrac12 and \tfrac{1}{2}.
 
-Each rule changes the spelling only, never the meaning. Texts have at most ``normalize.LONGEST`` characters.
+Each rule changes the spelling only, never the meaning. Texts have at most ``normalize.MAX_CHARACTERS``
+characters.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import re
 import unicodedata
 
 DOLLAR = "\u00a4"
-"""The currency, after the dollars of LaTeX are gone."""
+"""The currency, since dollar signs in LaTeX are delimiters and are removed."""
 
 _CHARACTERS = str.maketrans(
     {
@@ -95,7 +96,7 @@ _UNICODE_ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|(\d+|[a-zA-Z]))")
 _STRUCK = re.compile(r"~~[^~]*~~")
 _EMPHASIS = re.compile(r"(?<![\w*])(\*\*|\*|__)(?=[^\s*_])([^*]*?)(?<=[^\s*])\1(?![\w*])")
 
-# LaTeX commands with another spelling. An empty one means nothing: \left, \displaystyle.
+# Replacements of LaTeX commands; empty for commands without meaning, such as \left and \displaystyle.
 _COMMANDS = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
     **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
@@ -176,12 +177,12 @@ _END = re.compile(
 
 
 def strip_end_tokens(text: str) -> str:
-    """Without the tokens that end a response: ``<|im_end|>``, ``</s>``, ``</answer>``."""
+    """Remove tokens that end a response: ``<|im_end|>``, ``</s>``, ``</answer>``."""
     return _END.sub("", text) if text.rstrip()[-1:] in ("]", ">") else text
 
 
-def spell(text: str) -> str:
-    r"""The text in plain LaTeX: one spelling of each command, no delimiters, wrappers or emphasis."""
+def normalise_spelling(text: str) -> str:
+    r"""The text in plain LaTeX: a single spelling of each command; no delimiters, wrappers or emphasis."""
     text = strip_end_tokens(text)
     if not text.isascii():
         text = _from_unicode(text)
@@ -297,7 +298,7 @@ def _command(match: re.Match[str]) -> str:
 
 
 def _accent(match: re.Match[str]) -> str:
-    r"""Bold and hats are decoration, but of i, j and k, which are unit vectors: \mathbf{i}."""
+    r"""Remove bold and hats, except on the unit vectors i, j and k: \mathbf{i}."""
     inside = (match[1] or match[2] or "").strip()
     inside = {"\\imath": "i", "\\jmath": "j"}.get(inside, inside)
     return f"\\unit_{inside} " if inside in ("i", "j", "k") else inside

@@ -1,4 +1,4 @@
-"""Units of measurement: one table, and what a text after a number means as a unit."""
+"""Units of measurement: a table of units, and a parser for the text after a number."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ _TOKEN = re.compile(
     r"|(?P<name>k?\s?\\Omega|M_\\odot|[A-Za-z]+|''|'|[" + CURRENCY + r"])"
     r"|(?P<mark>/|\\cdot|\*|\(|\)|\{|\}|-))"
 )
-# Written directly after a number: 24cm. One letter could be a variable.
+# Units directly after a number: 24cm. A single letter could be a variable.
 GLUED = re.compile(
     r"(?<=\d)(?=(?:[cmk]m|k?g|mg|m[lL]|ft|mph|km/h|kWh?|eV|inches|feet|dollars|degrees|hours)\b(?<!\dg))"
 )
@@ -173,7 +173,7 @@ def parse_unit(text: str) -> Unit | None:
 
 
 def same_unit(a: Unit | None, b: Unit | None) -> bool:
-    """Whether two units agree. A missing one agrees with every other; there is no conversion."""
+    """Whether two units agree, without conversion. A missing unit agrees with all others."""
     if a is None or b is None or a == b:
         return True
     degrees = {(("deg", 1),), (("degC", 1),), (("degF", 1),)}

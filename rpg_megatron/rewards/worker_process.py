@@ -1,7 +1,7 @@
-"""What a reward worker does: it reads calls as JSON, and answers each with a JSON object.
+"""The main loop of a reward worker: reads calls as JSON, and answers each with a JSON object.
 
-An answer has ``value`` and ``counts``, or ``failure`` ("error", "memory" or "timeout") and ``detail``;
-``exits`` means that the worker should get no more calls.
+An answer has ``value`` and ``counts``, or ``failure`` ("error", "memory" or "timeout") and ``detail``. If
+``exits`` is true, the worker must get no more calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_DETAIL = 300
 """Characters of an exception's message that are kept."""
 
 type Call = Callable[[Any], Any]
-"""Calls the function with the arguments of one call, as they were sent."""
+"""Calls the function with the decoded arguments of one call."""
 
 
 def serve(connection: Connection, call: Call) -> None:
@@ -30,12 +30,12 @@ def serve(connection: Connection, call: Call) -> None:
     exits = False
     while not exits:
         try:
-            given = json.loads(connection.recv_bytes())
+            arguments = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
             return
-        count = _responses(given)
+        count = _group_size(arguments)
         try:
-            answer = read_result(call(given), count)
+            answer = read_result(call(arguments), count)
         except MemoryError:
             answer = {"failure": "memory", "detail": "out of memory"}
         except (Exception, SystemExit) as e:
@@ -48,25 +48,26 @@ def serve(connection: Connection, call: Call) -> None:
 
 
 def serve_async(connection: Connection, call: Call, deadline: float) -> None:
-    """Answer many calls of an async function at a time, each a list of its number and its arguments, until
-    the other end is closed. deadline: seconds for each.
+    """Run calls of an async function concurrently, until the other end is closed.
+
+    A message is a list of the call's number and its arguments. deadline: seconds for each call.
     """
-    import asyncio  # other workers do without
+    import asyncio  # other workers do not need it
 
     start = _memory()
     connection.send_bytes(str(os.getpid()).encode())
 
-    async def one(number: int, given: Any) -> None:
-        count, limit = _responses(given), asyncio.timeout(deadline)
+    async def one(number: int, arguments: Any) -> None:
+        count, limit = _group_size(arguments), asyncio.timeout(deadline)
         try:
             async with limit:
-                answer = read_result(await call(given), count)
+                answer = read_result(await call(arguments), count)
         except MemoryError:
             answer = {"failure": "memory", "detail": "out of memory"}
-        except (Exception, SystemExit, asyncio.CancelledError) as e:  # the last also of the user's own tasks
-            over = isinstance(e, TimeoutError) and limit.expired()  # else it is the user's own time-out
-            ended = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
-            answer = ended if over else _error(e)
+        except (Exception, SystemExit, asyncio.CancelledError) as e:  # the function may cancel tasks itself
+            expired = isinstance(e, TimeoutError) and limit.expired()  # else the function raised it
+            timeout = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
+            answer = timeout if expired else _error(e)
         exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
         connection.send_bytes(json.dumps(answer | {"number": number, "exits": exits}).encode())
 
@@ -95,8 +96,8 @@ def serve_async(connection: Connection, call: Call, deadline: float) -> None:
 def read_result(value: Any, count: int | None = None) -> dict[str, Any]:
     """The result of a call: ``value`` (None: no reward) and ``counts``, both of plain Python types.
 
-    count: number of responses, if the call was for a group; the value is a list then.
-    Raises ValueError or TypeError if it is anything else.
+    count: number of responses if the call was for a group, whose value is a list; else None.
+    Raises ValueError or TypeError for any other return value.
     """
     counts: dict[str, float] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
@@ -111,7 +112,7 @@ def read_result(value: Any, count: int | None = None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool | float | None:
-    """The value as a Python bool or float; it may be of a library's own type, such as NumPy's."""
+    """The value as a Python bool or float, also from a library's type, such as NumPy's. Raises ValueError."""
     if value is None or isinstance(value, bool):
         return value
     number = float(value)
@@ -120,8 +121,8 @@ def _plain(value: Any) -> bool | float | None:
     return bool(value) if type(value).__name__ == "bool_" else number
 
 
-def _responses(given: Any) -> int | None:
-    return len(given["responses"]) if isinstance(given, dict) and "responses" in given else None
+def _group_size(arguments: Any) -> int | None:
+    return len(arguments["responses"]) if isinstance(arguments, dict) and "responses" in arguments else None
 
 
 def _error(error: BaseException) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A batch of groups: its index, and its metrics (rewards, groups without a signal, lengths)."""
+"""Index and metrics (rewards, groups without a learning signal, lengths) of a batch of groups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from rpg_megatron.rollout.dynamic_sampling import Group
 def index_of_groups(
     groups: Sequence[Group], worker_of: Callable[[int], int], numbers: Sequence[int] | None = None
 ) -> BatchIndex:
-    """The index of graded groups. worker_of: worker of a prompt. numbers: of the groups; None: 0, 1, 2..."""
+    """The index of graded groups.
+
+    worker_of: prompt id -> number of its worker. numbers: ``BatchIndex.group`` of each; None: 0, 1, 2...
+    """
 
     def column(values: list[int]) -> NDArray[np.int64]:
         return np.array(values, np.int64)
 
-    named = zip(numbers or range(len(groups)), groups, strict=True)
-    each = [(number, g, sample) for number, g in named for sample in range(g.task.samples)]
+    numbered = zip(numbers or range(len(groups)), groups, strict=True)
+    each = [(number, g, sample) for number, g in numbered for sample in range(g.task.samples)]
     return BatchIndex(
         worker=column([worker_of(g.task.prompt_id) for _, g, _ in each]),
         ticket=column([g.task.ticket for _, g, _ in each]),
@@ -35,9 +38,9 @@ def index_of_groups(
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics ``reward/*``, ``groups/*`` and ``response/*`` of a batch.
 
-    ``groups/*`` are shares of the batch's groups, after dynamic sampling: all responses right, all wrong
-    (``Trajectory.correct``: for a reward function that returns a number, above 0), and all rewards equal,
-    whatever they are. The last are those without a learning signal, also under dense rewards.
+    ``groups/*`` are fractions of the batch's groups, after dynamic sampling: all responses right, all wrong
+    (``Trajectory.correct``; for a reward function that returns a number: above 0), and all rewards equal.
+    Groups with equal rewards have no learning signal, also under dense rewards.
     """
     scores = [g.scores for g in groups]
     right = [sum(s.correct) / len(s.correct) for s in scores]

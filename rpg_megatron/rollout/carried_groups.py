@@ -1,4 +1,4 @@
-"""Groups that dynamic sampling carries over to the next step: files in the run's folder, for checkpoints."""
+"""Surplus groups that dynamic sampling carries over to the next step, and their files for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class CarriedGroups:
     """The surplus groups of the last step."""
 
     def __init__(self, folder: Path, dispatcher: Dispatcher, stream: TaskStream):
-        """folder: for the files."""
+        """folder: where the files are written."""
         self._folder, self._dispatcher, self._stream = folder, dispatcher, stream
         self.groups: list[Group] = []
         self._files: dict[int, Path] = {}
-        """Where they are on disk, by ticket."""
+        """File of each group, by ticket."""
 
     async def put(self, groups: list[Group], step: int) -> None:
-        """Replace the groups. New ones are written: checkpoints, and workers that die, refer to the file."""
+        """Replace the groups; new ones are written to files, for checkpoints and restarted workers."""
         new = [g.task.ticket for g in groups if g.task.ticket not in self._files]
 
         def name(worker: int) -> Path:
@@ -35,11 +35,11 @@ class CarriedGroups:
         self.groups, self._files = groups, {g.task.ticket: files[g.task.ticket] for g in groups}
 
     def keep(self, tickets: Sequence[int]) -> None:
-        """Forget the others."""
+        """Forget all groups but these."""
         self.groups = [g for g in self.groups if g.task.ticket in tickets]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON-serialisable."""
+        """State for a checkpoint, JSON-serialisable."""
         return {
             "surplus": [
                 {"ticket": g.task.ticket, "prompt": g.task.prompt_id, "file": self._files[g.task.ticket].name}
@@ -48,11 +48,11 @@ class CarriedGroups:
         }
 
     async def restore(self, state: dict[str, Any]) -> None:
-        """Restore a state. Raises UserError if a group is no longer there."""
+        """Restore what ``state()`` returned. Raises UserError if a group's file is missing or damaged."""
         await self._dispatcher.forget([g.task.ticket for g in self.groups])
         self.groups, self._files = [], {}
         tasks: dict[Path, list[GroupTask]] = {}
-        for group in self._adopt(state["surplus"]):
+        for group in self._convert_earlier(state["surplus"]):
             file = self._files[group["ticket"]] = self._folder / group["file"]
             tasks.setdefault(file, []).append(self._stream.carried(group["prompt"], group["ticket"]))
         for file, some in tasks.items():
@@ -60,8 +60,8 @@ class CarriedGroups:
             self.groups += [Group(task, found) for task, found in zip(some, scores, strict=True)]
         self.groups.sort(key=lambda group: group.task.ticket)
 
-    def _adopt(self, surplus: list[Any]) -> list[dict[str, Any]]:
-        """Groups of a state. An earlier version had their rows in it: these are written to a file."""
+    def _convert_earlier(self, surplus: list[Any]) -> list[dict[str, Any]]:
+        """The surplus groups of a state. Earlier versions put their rows in it: write these to a file."""
         if not surplus or isinstance(surplus[0], dict):
             return surplus
         file = self._folder / "carried_earlier.parquet"

@@ -1,8 +1,8 @@
-"""Gives groups to the engines in the order of their tickets; failures neither lose nor repeat a response.
+"""Dispatches groups to engines in the order of their tickets; failures neither lose nor repeat a response.
 
-A group goes to the engine that serves and has least to do, and to the worker that its prompt determines.
-What a failed engine leaves unfinished goes to another engine, or waits for the restart; what a dead worker
-held is generated again, with the same seeds.
+A group goes to the serving engine with the least load, and to the worker that its prompt determines.
+Responses that a failed engine did not finish go to another engine, or wait for the restart. Groups of a dead
+worker are generated again, with the same seeds.
 """
 
 from __future__ import annotations
@@ -16,57 +16,59 @@ from typing import Any
 
 from rpg_megatron.rollout.engine_pool import EnginePool, Replica
 from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask, GroupWorker
-from rpg_megatron.rollout.remote_worker import WorkerGone
+from rpg_megatron.rollout.remote_worker import WorkerDied
 
 OVERSUBSCRIPTION = 1.25
-"""Responses asked of an engine, relative to those it decodes at once, so that it never waits for a prompt."""
+"""Responses requested from an engine, relative to those that it decodes at once, so that it is never idle."""
 OVERSUBSCRIPTION_AHEAD = 2.0
-"""With ``rollout.ahead``: a group counts until its longest response ends, and there is always a next one."""
+"""The same with ``rollout.ahead``, where there is always a next group. A group counts until its longest
+response has ended, so a larger value is needed."""
 
 
-class _Job:
+class _GroupState:
     """A group from its submission until it is forgotten."""
 
-    def __init__(self, task: GroupTask, number: int, on_generated: Callable[[], None]):
-        self.task, self.number, self.on_generated = task, number, on_generated
+    def __init__(self, task: GroupTask, worker: int, on_generated: Callable[[], None]):
+        self.task, self.worker, self.on_generated = task, worker, on_generated
         self.graded: asyncio.Future[GroupScores] = asyncio.get_running_loop().create_future()
         self.busy = True
-        """Queued, or under way."""
+        """Whether it is queued or running."""
         self.file: Path | None = None
-        """Where its trajectories are, if they are on disk too."""
+        """File of its trajectories, if they are also on disk."""
 
 
 class Dispatcher:
-    """The groups under way, and those whose trajectories the workers keep. For one event loop."""
+    """Queued, running and finished groups; workers keep the trajectories. For one event loop."""
 
     def __init__(
         self,
         pool: EnginePool,
         workers: Sequence[GroupWorker],
         max_sequences: int,
-        keep: Path | None = None,
+        backup_dir: Path | None = None,
         oversubscription: float = OVERSUBSCRIPTION,
         *,
-        keep_all: bool = True,
+        backup_all: bool = True,
     ):
-        """max_sequences: responses that an engine decodes at once. oversubscription: responses asked of it,
-        relative to that. keep: a folder in which graded groups are kept for the case that their worker dies.
-        None: they are generated again, which gives the same only with the same weights. keep_all: False for
-        those only whose rewards may be others the next time.
+        """max_sequences: responses that an engine decodes at once. oversubscription: responses requested from
+        it, relative to that. backup_dir: folder for copies of graded groups, in case their worker dies; None:
+        they are generated again, which gives the same responses only with the same weights. backup_all: False
+        to copy only groups whose rewards may differ the next time.
         """
-        self._pool, self._workers, self._max_sequences, self._keep = pool, workers, max_sequences, keep
-        self._keep_all = keep_all
-        self._most = int(oversubscription * max_sequences)
-        self._jobs: dict[int, _Job] = {}
-        self._queue: list[tuple[int, int, _Job]] = []
+        self._pool, self._workers, self._max_sequences = pool, workers, max_sequences
+        self._backup_dir = backup_dir
+        self._backup_all = backup_all
+        self._max_in_flight = int(oversubscription * max_sequences)
+        self._groups: dict[int, _GroupState] = {}
+        self._queue: list[tuple[int, int, _GroupState]] = []
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._assigning: asyncio.Task[None] | None = None
+        self._assign_task: asyncio.Task[None] | None = None
         self.on_lost: Callable[[Exception], None] = lambda error: None
-        """Called if a graded group, which a dead worker held, cannot be had again."""
+        """Called if a graded group of a dead worker cannot be recovered."""
 
     def worker_of(self, prompt_id: int) -> int:
-        """Number of the worker for a prompt."""
+        """Number of the worker that a prompt belongs to."""
         return prompt_id % len(self._workers)
 
     def submit(
@@ -74,223 +76,226 @@ class Dispatcher:
     ) -> asyncio.Future[GroupScores]:
         """Queue a group; the future gets its scores when it is graded.
 
-        on_generated: called when its responses are complete. Errors of engines and workers that do not pass
-        are raised by the future.
+        on_generated: called when its responses are complete. The future raises errors of engines and workers
+        that a retry does not fix.
         """
-        job = self._jobs[task.ticket] = _Job(task, self.worker_of(task.prompt_id), on_generated)
-        self._enqueue(job)
-        return job.graded
+        state = self._groups[task.ticket] = _GroupState(task, self.worker_of(task.prompt_id), on_generated)
+        self._enqueue(state)
+        return state.graded
 
     async def generate_on(self, replica: Replica, task: GroupTask) -> GroupScores | None:
-        """Generate a group on one engine, past the queue; None if the engine fails.
+        """Generate a group on one engine, bypassing the queue; None if the engine fails.
 
-        Once it is complete it is not generated again: the engine may have other weights then.
+        A complete group is not generated again, because the engine may then have other weights.
         """
         incarnation, version = replica.incarnation, replica.version
-        job = self._jobs[task.ticket] = _Job(task, self.worker_of(task.prompt_id), lambda: None)
-        while self._pool.check(replica, incarnation) and replica.version == version:
+        state = self._groups[task.ticket] = _GroupState(task, self.worker_of(task.prompt_id), lambda: None)
+        while self._pool.is_current(replica, incarnation) and replica.version == version:
             try:
-                done = await self._worker(job).generate(task, replica.index, incarnation)
+                done = await self._worker(state).generate(task, replica.index, incarnation)
                 if done.failure:
                     self._pool.mark_failed(replica, incarnation, done.failure)
                 if not done.complete:
                     break
-                scores = await self._worker(job).score(task.ticket)
-                await self._keep_on_disk(job, scores)
-            except WorkerGone:
+                scores = await self._worker(state).score(task.ticket)
+                await self._back_up(state, scores)
+            except WorkerDied:
                 continue
-            job.busy = False
+            state.busy = False
             return scores
         return None
 
     async def answers(self, task: GroupTask) -> GroupAnswers:
-        """The texts and verdicts of a group that is graded."""
+        """Texts and verdicts of a graded group."""
         while True:
             try:
-                return await self._worker(self._jobs[task.ticket]).answers(task.ticket)
-            except WorkerGone:  # it generates the group again
+                return await self._worker(self._groups[task.ticket]).answers(task.ticket)
+            except WorkerDied:  # its successor generates the group again
                 await asyncio.sleep(0.1)
 
     async def forget(self, tickets: Sequence[int]) -> None:
         """Drop groups, finished or not."""
-        found = [self._jobs.pop(ticket) for ticket in tickets if ticket in self._jobs]
-        for job in found:
-            if job.file is not None and job.file.parent == self._keep:
-                job.file.unlink(missing_ok=True)
+        found = [self._groups.pop(ticket) for ticket in tickets if ticket in self._groups]
+        for state in found:
+            if state.file is not None and state.file.parent == self._backup_dir:
+                state.file.unlink(missing_ok=True)
         for number, worker in enumerate(self._workers):
-            mine = [job.task.ticket for job in found if job.number == number]
+            mine = [state.task.ticket for state in found if state.worker == number]
             if mine:
                 try:
                     await worker.drop(mine)
-                except WorkerGone:  # and its groups with it
+                except WorkerDied:  # its groups are gone too
                     continue
 
     async def save(self, tickets: Sequence[int], name: Callable[[int], Path]) -> dict[int, Path]:
-        """Write groups to files, each worker its own; returns each group's file. Raises UserError."""
-        jobs = [self._jobs[ticket] for ticket in tickets]
+        """Write groups to files, one per worker; returns the file of each ticket. Raises UserError.
+
+        name: number of a worker -> its file.
+        """
+        states = [self._groups[ticket] for ticket in tickets]
 
         async def one(number: int) -> None:
-            mine = [job for job in jobs if job.number == number and job.file is None]
+            mine = [state for state in states if state.worker == number and state.file is None]
             while mine:
                 try:
-                    await self._workers[number].save([job.task.ticket for job in mine], name(number))
+                    await self._workers[number].save([state.task.ticket for state in mine], name(number))
                     break
-                except WorkerGone:
+                except WorkerDied:
                     await asyncio.sleep(0.1)
-            for job in mine:
-                job.file = name(number)
+            for state in mine:
+                state.file = name(number)
 
         await asyncio.gather(*(one(number) for number in range(len(self._workers))))
-        return {job.task.ticket: job.file for job in jobs if job.file is not None}
+        return {state.task.ticket: state.file for state in states if state.file is not None}
 
     async def load(self, tasks: Sequence[GroupTask], file: Path) -> list[GroupScores]:
-        """Let the workers read groups that ``save`` wrote. Raises UserError if the file is not as it was."""
-        jobs = [_Job(task, self.worker_of(task.prompt_id), lambda: None) for task in tasks]
+        """Let the workers read groups that ``save`` wrote. Raises UserError if the file has changed."""
+        states = [_GroupState(task, self.worker_of(task.prompt_id), lambda: None) for task in tasks]
         for number, worker in enumerate(self._workers):
-            mine = [job for job in jobs if job.number == number]
+            mine = [state for state in states if state.worker == number]
             if not mine:
                 continue
-            for job, scores in zip(
-                mine, await worker.load([job.task.ticket for job in mine], file), strict=True
+            for state, scores in zip(
+                mine, await worker.load([state.task.ticket for state in mine], file), strict=True
             ):
-                job.busy, job.file = False, file
-                job.graded.set_result(scores)
-                self._jobs[job.task.ticket] = job
-        return [job.graded.result() for job in jobs]
+                state.busy, state.file = False, file
+                state.graded.set_result(scores)
+                self._groups[state.task.ticket] = state
+        return [state.graded.result() for state in states]
 
     async def counts(self) -> dict[str, float]:
-        """Metrics ``reward/*`` since the last call, summed over all workers: failures, and what reward
-        functions counted, of which a worker knows only what its own have.
+        """Metrics ``reward/*`` since the last call, summed over all workers: failures, and counts of reward
+        functions. A worker reports only the counts that its own functions returned.
         """
         total: dict[str, float] = {}
         for worker in self._workers:
             try:
                 counts = await worker.counts()
-            except WorkerGone:
+            except WorkerDied:
                 continue
             total |= {key: total.get(key, 0.0) + value for key, value in counts.items()}
         return total
 
-    def restore(self, number: int) -> None:
-        """Call it when worker ``number`` was started again: it gets the groups that it had."""
-        on_disk: dict[Path, list[_Job]] = {}
-        for job in self._jobs.values():
-            if job.number == number and not job.busy:
-                job.busy = True
-                if job.file is None:
-                    self._enqueue(job)
+    def restore_worker(self, number: int) -> None:
+        """Give a restarted worker its groups back. number: the worker's."""
+        on_disk: dict[Path, list[_GroupState]] = {}
+        for state in self._groups.values():
+            if state.worker == number and not state.busy:
+                state.busy = True
+                if state.file is None:
+                    self._enqueue(state)
                 else:
-                    on_disk.setdefault(job.file, []).append(job)
-        for file, jobs in on_disk.items():
-            self._spawn(self._reload(jobs, file))
+                    on_disk.setdefault(state.file, []).append(state)
+        for file, states in on_disk.items():
+            self._spawn(self._reload(states, file))
 
     def close(self) -> None:
-        """End what is under way."""
-        for task in (self._assigning, *self._tasks):
+        """Cancel all tasks."""
+        for task in (self._assign_task, *self._tasks):
             if task is not None:
                 task.cancel()
 
-    # -- the way of a group ----------------------------------------------------------------------------------
+    # -- life cycle of a group -------------------------------------------------------------------------------
 
-    def _worker(self, job: _Job) -> GroupWorker:
-        return self._workers[job.number]
+    def _worker(self, state: _GroupState) -> GroupWorker:
+        return self._workers[state.worker]
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _enqueue(self, job: _Job) -> None:
-        heapq.heappush(self._queue, (job.task.ticket, next(self._numbers), job))
-        self._pool.serves.set()
-        if self._assigning is None:
-            self._assigning = asyncio.create_task(self._assign())
+    def _enqueue(self, state: _GroupState) -> None:
+        heapq.heappush(self._queue, (state.task.ticket, next(self._numbers), state))
+        self._pool.dispatch_needed.set()
+        if self._assign_task is None:
+            self._assign_task = asyncio.create_task(self._assign())
 
     async def _assign(self) -> None:
-        """Give queued groups to engines, whenever one has become free."""
+        """Give queued groups to engines whenever one is free."""
         while True:
-            await self._pool.serves.wait()
-            self._pool.serves.clear()
+            await self._pool.dispatch_needed.wait()
+            self._pool.dispatch_needed.clear()
             while self._queue:
-                ticket, _, job = self._queue[0]
-                if self._jobs.get(ticket) is not job:  # forgotten
+                ticket, _, state = self._queue[0]
+                if self._groups.get(ticket) is not state:  # forgotten
                     heapq.heappop(self._queue)
                     continue
-                replica = self._free_replica(job.task.samples)
+                replica = self._free_replica(state.task.samples)
                 if replica is None:
                     break
                 heapq.heappop(self._queue)
-                replica.load += job.task.samples
-                self._spawn(self._generate(job, replica))
+                replica.load += state.task.samples
+                self._spawn(self._generate(state, replica))
 
     def _free_replica(self, samples: int) -> Replica | None:
-        """The serving engine with least to do, if it should get a group of so many responses."""
+        """The serving engine with the least load, if it has room for a group of ``samples`` responses."""
         serving = [replica for replica in self._pool.replicas if replica.serving.is_set()]
         if not serving:
             return None
         least = min(serving, key=lambda replica: replica.load)
         at_once = min(samples, self._max_sequences)
-        groups = max(1, -(-self._most // at_once))
+        groups = max(1, -(-self._max_in_flight // at_once))
         return least if least.load < groups * samples else None
 
-    async def _generate(self, job: _Job, replica: Replica) -> None:
+    async def _generate(self, state: _GroupState, replica: Replica) -> None:
         incarnation = replica.incarnation
         try:
-            done = await self._worker(job).generate(job.task, replica.index, incarnation)
+            done = await self._worker(state).generate(state.task, replica.index, incarnation)
             self._pool.resent += done.resent
             if done.failure:
                 self._pool.mark_failed(replica, incarnation, done.failure)
             elif done.resent:
-                self._pool.check(replica, incarnation)
-        except WorkerGone:
-            self._enqueue(job)
+                self._pool.is_current(replica, incarnation)
+        except WorkerDied:
+            self._enqueue(state)
         except Exception as e:
-            self._fail(job, e)
+            self._fail(state, e)
         else:
             if done.complete:
-                job.on_generated()
-                self._spawn(self._finish(job))
+                state.on_generated()
+                self._spawn(self._finish(state))
             else:
-                self._enqueue(job)
+                self._enqueue(state)
         finally:
-            replica.load -= job.task.samples
-            self._pool.serves.set()
+            replica.load -= state.task.samples
+            self._pool.dispatch_needed.set()
 
-    def _fail(self, job: _Job, error: Exception) -> None:
-        job.busy = False
-        if not job.graded.done():
-            job.graded.set_exception(error)
-        elif self._jobs.get(job.task.ticket) is job:  # a leader may wait for it
+    def _fail(self, state: _GroupState, error: Exception) -> None:
+        state.busy = False
+        if not state.graded.done():
+            state.graded.set_exception(error)
+        elif self._groups.get(state.task.ticket) is state:  # a leader may be waiting for it
             self.on_lost(error)
 
-    async def _finish(self, job: _Job) -> None:
+    async def _finish(self, state: _GroupState) -> None:
         try:
-            scores = await self._worker(job).score(job.task.ticket)
-            await self._keep_on_disk(job, scores)
-        except WorkerGone:
-            self._enqueue(job)
+            scores = await self._worker(state).score(state.task.ticket)
+            await self._back_up(state, scores)
+        except WorkerDied:
+            self._enqueue(state)
         except Exception as e:
-            self._fail(job, e)
+            self._fail(state, e)
         else:
-            job.busy = False
-            if not job.graded.done():
-                job.graded.set_result(scores)
+            state.busy = False
+            if not state.graded.done():
+                state.graded.set_result(scores)
 
-    async def _keep_on_disk(self, job: _Job, scores: GroupScores) -> None:
-        ticket = job.task.ticket
-        if scores.repeatable and not self._keep_all:
+    async def _back_up(self, state: _GroupState, scores: GroupScores) -> None:
+        ticket = state.task.ticket
+        if scores.repeatable and not self._backup_all:
             return
-        if self._keep is not None and job.file is None and ticket in self._jobs:
-            file = self._keep / f"group_{ticket}.parquet"
-            await self._worker(job).save([ticket], file)
-            job.file = file
+        if self._backup_dir is not None and state.file is None and ticket in self._groups:
+            file = self._backup_dir / f"group_{ticket}.parquet"
+            await self._worker(state).save([ticket], file)
+            state.file = file
 
-    async def _reload(self, jobs: Sequence[_Job], file: Path) -> None:
+    async def _reload(self, states: Sequence[_GroupState], file: Path) -> None:
         try:
-            await self._worker(jobs[0]).load([job.task.ticket for job in jobs], file)
-        except WorkerGone:  # its successor calls ``restore`` again
+            await self._worker(states[0]).load([state.task.ticket for state in states], file)
+        except WorkerDied:  # its restart calls ``restore_worker`` again
             pass
         except Exception as e:
-            self._fail(jobs[0], e)
-        for job in jobs:
-            job.busy = False
+            self._fail(states[0], e)
+        for state in states:
+            state.busy = False

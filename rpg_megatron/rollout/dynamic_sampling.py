@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO): drop groups without a learning signal, sample prompts until the step is full.
 
-A group whose responses are all right or all wrong is dropped: its rewards are equal, unless a penalty or a
-dense reward tells them apart; ``rollout.dynamic.type`` may name a function of the user that decides by the
-rewards. Surplus groups come first in the next step, or are dropped (``rollout.dynamic.surplus``).
+By default a group whose responses are all right or all wrong is dropped: its rewards are equal, unless a
+penalty or a dense reward makes them differ. ``rollout.dynamic.type`` may name a custom filter. Surplus groups
+come first in the next step, or are dropped (``rollout.dynamic.surplus``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rpg_megatron.config import UserError
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
-from rpg_megatron.system.own_code import Wanted, load_own, name_errors
+from rpg_megatron.system.custom_code import CustomCode, load_custom, name_errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,27 +27,27 @@ class Group:
     scores: GroupScores
 
 
-def keeps(settings: RolloutSettings, scores: GroupScores) -> bool:
-    """Whether a group is trained on: with dynamic sampling, as its filter says.
+def passes_filter(settings: RolloutSettings, scores: GroupScores) -> bool:
+    """Whether a group is trained on: the result of the filter; True without dynamic sampling.
 
-    Raises UserError if the user's filter cannot be imported, or fails.
+    Raises UserError if a custom filter cannot be imported, or fails.
     """
     if settings.dynamic is None:
         return True
-    chosen = _load_filter(settings.dynamic.path, json.dumps(settings.dynamic.keywords, sort_keys=True))
-    return bool(chosen(scores))
+    keep = _load_filter(settings.dynamic.path, json.dumps(settings.dynamic.keywords, sort_keys=True))
+    return bool(keep(scores))
 
 
 @functools.cache
 def _load_filter(path: str, keywords: str) -> Callable[..., object]:
-    wanted = Wanted("rollout.dynamic", path, json.loads(keywords), 1)
-    return name_errors(load_own(wanted), wanted.where, path)
+    code = CustomCode("rollout.dynamic", path, json.loads(keywords), 1)
+    return name_errors(load_custom(code), code.where, path)
 
 
 class DynamicSampler:
-    """The groups of one step, in the order of their prompts and not of their arrival.
+    """The groups of one step, in the order of their prompts and not of their completion.
 
-    So slow groups are not left out, and the selection does not depend on timing.
+    So the selection does not depend on timing, and slow groups are not left out.
     """
 
     def __init__(self, settings: RolloutSettings, surplus: Sequence[Group] = ()):
@@ -71,7 +71,7 @@ class DynamicSampler:
         if self._dynamic is None:
             return missing
         if self._rounds == self._dynamic.rounds:
-            raise self.not_full(step, self._dynamic.rounds)
+            raise self.rounds_exhausted(step)
         return math.ceil(missing * self._dynamic.oversample)
 
     def add(self, groups: Sequence[Group]) -> None:
@@ -85,19 +85,19 @@ class DynamicSampler:
             self._responses += len(correct)
             self._all_right += right == len(correct)
             self._all_wrong += right == 0
-            if keeps(self._settings, group.scores):
+            if passes_filter(self._settings, group.scores):
                 self._groups.append(group)
             else:
                 self._dropped.append(group)
 
     def result(self) -> tuple[list[Group], list[Group], list[Group]]:
-        """The step's groups, the surplus groups for the next step, and those that are not needed any more."""
+        """The step's groups, the surplus groups for the next step, and the groups to drop."""
         used, surplus = self._groups[: self._settings.prompts_per_step], self._surplus()
         rest = self._groups[len(used) + len(surplus) :]
         return used, surplus, self._dropped + rest
 
     def metrics(self) -> dict[str, float]:
-        """``sampling/*``, in groups; empty unless sampling is dynamic."""
+        """Metrics ``sampling/*``: numbers of groups; empty unless sampling is dynamic."""
         if self._dynamic is None:
             return {}
         counts = {
@@ -117,12 +117,13 @@ class DynamicSampler:
         drop = self._dynamic is not None and self._dynamic.surplus == "drop"
         return [] if drop else self._groups[self._settings.prompts_per_step :]
 
-    def not_full(self, step: int, rounds: int) -> UserError:
-        """The error after so many rounds."""
-        easy = self._all_right > self._all_wrong
+    def rounds_exhausted(self, step: int) -> UserError:
+        """The error if the step is not full after ``rollout.dynamic.rounds`` rounds."""
+        assert self._dynamic is not None
+        rounds, easy = self._dynamic.rounds, self._all_right > self._all_wrong
         # Sampling ahead replaces each rejected group at once.
         keys = "rollout.dynamic.rounds" + ("" if self._settings.ahead else ", rollout.dynamic.oversample")
-        if self._dynamic is not None and self._dynamic.type != "mixed":
+        if self._dynamic.type != "mixed":
             return UserError(
                 f"step {step}: after {rounds} rounds of dynamic sampling {self._dynamic.type} has kept "
                 f"{len(self._groups)} of {self._settings.prompts_per_step} groups (sampled "

@@ -1,4 +1,4 @@
-"""How busy the engines are: vLLM's metrics, sampled while they work, as rows per step."""
+"""Load of the engines: vLLM's metrics, sampled while engines work, summarised per step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WA
 from rpg_megatron.system.timeline import Timeline
 
 ENGINES = "engines.jsonl"
-"""File in the run's folder with the use of each engine in each step."""
+"""File in the run's folder with the load of each engine in each step."""
 
 
 class EngineLoad:
-    """The samples of one engine since the last row; its counters begin at 0, now."""
+    """Samples of one engine since the last row. Create it when the engine's counters are 0."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] = {}
@@ -28,7 +28,7 @@ class EngineLoad:
         self._waiting = self._running = self._preemptions = self._tokens = self._seconds = 0.0
 
     def add(self, values: Mapping[str, float], now: float) -> None:
-        """Add a sample. values: see ``read_metrics``. now: ``time.monotonic()``."""
+        """Add a sample. values: as ``read_metrics`` returns them. now: ``time.monotonic()``."""
         self._samples += 1
         if tokens := self._increase(TOKENS, values):
             self._tokens += tokens
@@ -45,10 +45,10 @@ class EngineLoad:
         return now - before if now >= before else now  # a restarted engine counts from 0 again
 
     def pop(self, index: int) -> dict[str, float]:
-        """The row of engine ``index`` since the last call, as docs/running.md has it; {} without samples.
+        """The row of engine ``index`` since the last call (see docs/running.md); empty without samples.
 
-        kv_use_mean is a mean over samples with running requests; tokens_per_second counts the time between
-        samples in which there were new tokens.
+        kv_use_mean is a mean over samples with running requests. tokens_per_second is over the time between
+        samples that had new tokens.
         """
         kv_use = self._kv_use or [0.0]
         row = {
@@ -67,7 +67,7 @@ class EngineLoad:
 
 
 class EngineTimeline:
-    """The engines' rows of the timeline: one for all engines, at most every ``seconds``."""
+    """Writes the engines' rows of the timeline: one row for all engines, at most every ``seconds``."""
 
     def __init__(self, timeline: Timeline, engines: int, seconds: float):
         self._timeline, self._seconds = timeline, seconds
@@ -82,17 +82,22 @@ class EngineTimeline:
             return
         self._written = now
         self._timeline.write(
-            {"time": round(time.time(), 2), "running": self._of(RUNNING), "waiting": self._of(WAITING)}
+            {
+                "time": round(time.time(), 2),
+                "running": self._latest(RUNNING),
+                "waiting": self._latest(WAITING),
+            }
         )
 
-    def _of(self, name: str) -> list[int | None]:
-        latest = self._written - 3 * self._seconds  # an engine that is away has no sample since
+    def _latest(self, name: str) -> list[int | None]:
+        """The latest value of each engine; None if it has no recent sample, as while it restarts."""
+        oldest = self._written - 3 * self._seconds
         pairs = zip(self._sampled, self._values, strict=True)
-        return [int(values.get(name, 0)) if at >= latest else None for at, values in pairs]
+        return [int(values.get(name, 0)) if at >= oldest else None for at, values in pairs]
 
 
 def summarise(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a step over all engines. rows: one for each."""
+    """Metrics ``engine/*`` of a step over all engines. rows: one per engine."""
     return {
         "engine/kv_use_max": max(row["kv_use_max"] for row in rows),
         "engine/waiting_max": max(row["waiting_max"] for row in rows),

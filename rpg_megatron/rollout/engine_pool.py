@@ -1,8 +1,8 @@
 """The pool of vLLM engines: weight version and health of each, sync, sleep and wake, restarts.
 
 An engine that fails (dead, hung, or with a mixture of weights) is reported to the launcher, which restarts
-it. It comes back with random weights, so it gets no request before it is synced again. For that the trainers
-must publish again: the sampler answers rank 0 with ``sampler_client.ResyncRequired``.
+it. A restarted engine has random weights, so it gets no request before it is synced again. For that the
+trainers must publish again: the sampler answers rank 0 with ``sampler_client.ResyncRequired``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ logger = logging.getLogger("rpg_megatron.sampler")
 
 _POLL_SECONDS = 0.2
 _PROBE_SECONDS = 2.0
-_PROBES_A_SECOND = 32
-"""Of all engines together, so that many of them do not take this process's time."""
-_LEAST_SECONDS = 0.5
+_PROBES_PER_SECOND = 32
+"""Limit for all engines together, so that probing many engines does not slow this process down."""
+_MIN_PROBE_SECONDS = 0.5
 _LATE_SECONDS = 10.0
-"""If a time limit ends that much too late, this process was stopped itself, and the answer may be waiting."""
-_RETURN_SECONDS = 0.3
-"""How long a sync waits for a restarting engine that may be ready already."""
+"""If a timeout expires this much too late, this process itself was stopped, and an answer may be waiting."""
+_RESTART_WAIT_SECONDS = 0.3
+"""How long a sync waits for a restarting engine, which may already be ready."""
 
 
 class Replica:
@@ -49,13 +49,13 @@ class Replica:
         self.serving = asyncio.Event()
         """Set while it serves the weights of the step."""
         self.restart: asyncio.Task[None] | None = None
-        """Ends when a failed engine answers again, without weights. None if it never failed."""
+        """Done when a failed engine answers again, without weights. None if it never failed."""
         self.watch: asyncio.Task[None] | None = None
         self.load = 0
-        """Responses that it is asked for now."""
+        """Number of responses that are requested from it now."""
         self.usage = EngineLoad()
         self.link_timeout = 0.0
-        """During a sync, how long it may wait for a message of a trainer, in seconds."""
+        """During a sync: how long it may wait for a message from a trainer, in seconds."""
 
     @property
     def index(self) -> int:
@@ -63,13 +63,13 @@ class Replica:
         return self.client.index
 
     @property
-    def is_away(self) -> bool:
-        """Failed, and not restarted yet."""
+    def is_restarting(self) -> bool:
+        """Whether it has failed and not been restarted yet."""
         return self.restart is not None and not self.restart.done()
 
     @property
     def needs_weights(self) -> bool:
-        """Restarted, and not synced yet."""
+        """Whether it was restarted and has not been synced yet."""
         return self.restart is not None and self.restart.done() and not self.serving.is_set()
 
 
@@ -85,58 +85,59 @@ class EnginePool:
         *,
         interrupt: bool = False,
     ):
-        """work: the folder shared with the launcher. usage_file: gets a line for each engine and step;
-        the timeline is beside it. interrupt: a sync ends running requests; otherwise there must be none.
+        """work: the folder shared with the launcher. usage_file: file for a line per engine and step; the
+        timeline is in the same folder. interrupt: a sync ends running requests; otherwise there must be none.
         """
         self.replicas = [Replica(client) for client in clients]
         self.version: int | None = None
         """Version that the engines should serve; None before the first sync."""
-        self.returned = asyncio.Event()
+        self.restarted = asyncio.Event()
         """Set when an engine has restarted and needs weights."""
-        self.serves = asyncio.Event()
-        """Set when an engine starts to serve the weights of the step."""
+        self.dispatch_needed = asyncio.Event()
+        """Set when the dispatcher should look for a free engine: one starts to serve the weights of the step,
+        a group is queued, or an engine has finished one."""
         self.resent = 0
-        """Number of requests that were sent again."""
+        """Number of requests that were resent."""
         self.on_synced: Callable[[Replica, int], None] = lambda replica, version: None
-        """Called for each engine that has new weights, just before it gets requests."""
+        """Called for each engine after it has loaded new weights, before it gets requests."""
         self._settings, self._interrupt = settings, interrupt
         self._work, self._usage_file = work, usage_file
         self._restarts_counted = 0
-        probed = max(_PROBE_SECONDS, len(clients) / _PROBES_A_SECOND)
+        probed = max(_PROBE_SECONDS, len(clients) / _PROBES_PER_SECOND)
         self._probe_seconds = min(probed, settings.health_timeout / 4)
         self._timeline = EngineTimeline(_open_timeline(usage_file), len(clients), self._probe_seconds)
 
     def begin(self, version: int) -> None:
-        """No engine gets a request until it serves the weights ``version``."""
+        """Send no requests to an engine until it serves the weights ``version``."""
         self.version = version
         for replica in self.replicas:
             replica.serving.clear()
 
-    async def sync(self, manifest: Manifest, version: int, *, again: bool) -> SyncResult:
+    async def sync(self, manifest: Manifest, version: int, *, resync: bool) -> SyncResult:
         """Load the published weights into the engines, all at the same time.
 
-        again: ``begin`` was called for this version; only engines that do not serve it yet are synced.
-        Waits for engines that start with the run. Engines that are being restarted are left out, and set
-        ``returned`` later. An engine that fails during the sync is reported to the launcher.
+        resync: ``begin`` was called for this version; only engines that do not serve it yet are synced.
+        Waits for the first start of each engine. Engines that are being restarted are left out, and set
+        ``restarted`` later. An engine that fails during the sync is reported to the launcher.
         Raises EngineError if an engine does not start.
         """
         set_gpu_owner(self._work, trainers=False)
-        if not again:
+        if not resync:
             self.begin(version)
-        self.returned.clear()
+        self.restarted.clear()
         self.refresh()
         result = SyncResult()
 
         async def one(replica: Replica) -> None:
             if replica.restart is not None:
-                await asyncio.wait([replica.restart], timeout=_RETURN_SECONDS)
+                await asyncio.wait([replica.restart], timeout=_RESTART_WAIT_SECONDS)
             elif replica.watch is None:
                 await replica.client.wait_ready(self._settings.start_timeout)
                 replica.incarnation = incarnation_of(self._work, replica.index)
                 note_answer(self._work, replica.index, replica.incarnation)
             self._start_watch(replica)
             incarnation = replica.incarnation
-            if not self.check(replica, incarnation):
+            if not self.is_current(replica, incarnation):
                 return
             try:
                 report = await self._sync_one(replica, manifest, version)
@@ -145,8 +146,8 @@ class EnginePool:
             except SyncError as e:
                 self.mark_failed(replica, incarnation, f"engine {replica.index}: {e}")
             else:
-                # If it was restarted since, the new process has no weights.
-                if self.check(replica, incarnation):
+                # If it was restarted meanwhile, the new process has no weights.
+                if self.is_current(replica, incarnation):
                     result.reports.append(report)
                     replica.version = version
                     self.on_synced(replica, version)
@@ -174,8 +175,8 @@ class EnginePool:
         """Put all engines to sleep, which frees their GPU memory.
 
         Level 1 keeps the weights in host memory; level 2 discards them, and the next sync loads new ones.
-        Call it while no request is running. Waits for engines that are starting; one that does not go to
-        sleep is reported to the launcher.
+        Call it while no request is running. Waits for engines that are starting. An engine that does not go
+        to sleep is reported to the launcher.
         """
         if level == 2:
             for replica in self.replicas:
@@ -200,8 +201,8 @@ class EnginePool:
     async def _post_all(self, path: str) -> None:
         async def one(replica: Replica) -> None:
             incarnation = replica.incarnation
-            if not self.check(replica, incarnation):
-                return  # away, or just restarted and awake: it is put to sleep with the others next time
+            if not self.is_current(replica, incarnation):
+                return  # restarting, or just restarted and awake: the next call puts it to sleep
             try:
                 status, text = await replica.client.post(path)
             except EngineError as e:
@@ -221,34 +222,34 @@ class EnginePool:
         """Whether any engine gets requests."""
         return any(replica.serving.is_set() for replica in self.replicas)
 
-    def expect(self, version: int | None) -> None:
-        """Call it before sending requests: check that ``version`` is the one that was synced last.
+    def require_version(self, version: int | None) -> None:
+        """Check that ``version`` was synced last; call it before sending requests.
 
-        None accepts any version. Engines that were never synced serve the weights they started with. Raises
-        EngineError for another version.
+        None accepts any version. Engines that were never synced serve the weights that they started with.
+        Raises EngineError for another version.
         """
         if self.version is None:
             for replica in self.replicas:
-                if not replica.is_away:
+                if not replica.is_restarting:
                     self._set_serving(replica)
                     self._start_watch(replica)
         elif version is not None and version != self.version:
             raise EngineError(f"weights {version} requested, but version {self.version} was synced last")
         self.refresh()
 
-    def check(self, replica: Replica, incarnation: int) -> bool:
-        """Whether the engine is running and still has that incarnation; if not, it counts as away."""
+    def is_current(self, replica: Replica, incarnation: int) -> bool:
+        """Whether the engine runs and still has that incarnation; if not, it is marked as restarting."""
         if replica.incarnation == incarnation and incarnation_of(self._work, replica.index) != incarnation:
-            self._mark_away(replica)
-        return replica.incarnation == incarnation and not replica.is_away
+            self._mark_restarting(replica)
+        return replica.incarnation == incarnation and not replica.is_restarting
 
     def refresh(self) -> None:
         """Detect engines that the launcher restarted on its own."""
         for replica in self.replicas:
-            self.check(replica, replica.incarnation)
+            self.is_current(replica, replica.incarnation)
 
     def pop_counts(self) -> dict[str, float]:
-        """Metrics ``engine/*`` of a step: since the last call."""
+        """Metrics ``engine/*`` since the last call."""
         restarts = sum(incarnation_of(self._work, replica.index) for replica in self.replicas)
         counts = {
             "engine/restarts": float(restarts - self._restarts_counted),
@@ -260,7 +261,7 @@ class EnginePool:
             try:
                 append_rows(self._usage_file, self.version, rows)
             except OSError as e:  # training does not depend on it
-                logger.warning("%s: %s; the file misses a step", self._usage_file, e)
+                logger.warning("%s: %s; a step is missing from this file", self._usage_file, e)
         return counts | (summarise(rows) if rows else {})
 
     def mark_failed(self, replica: Replica, incarnation: int, reason: str) -> None:
@@ -268,7 +269,7 @@ class EnginePool:
 
         Raises EngineError with the reason if ``engine.restarts`` is 0.
         """
-        if not self.check(replica, incarnation):
+        if not self.is_current(replica, incarnation):
             return
         if not self._settings.restarts:
             raise EngineError(reason)
@@ -276,21 +277,21 @@ class EnginePool:
 
     def _set_serving(self, replica: Replica) -> None:
         replica.serving.set()
-        self.serves.set()
+        self.dispatch_needed.set()
 
     def _ask_restart(self, replica: Replica, incarnation: int, reason: str) -> None:
         logger.warning("%s; requesting a restart", reason)
         ask_restart(self._work, replica.index, incarnation, reason)
-        self._mark_away(replica)
+        self._mark_restarting(replica)
 
-    def _mark_away(self, replica: Replica) -> None:
+    def _mark_restarting(self, replica: Replica) -> None:
         replica.serving.clear()
         replica.version = None
-        if not replica.is_away:
+        if not replica.is_restarting:
             replica.restart = asyncio.create_task(self._wait_restarted(replica))
 
     async def _wait_restarted(self, replica: Replica) -> None:
-        """Wait until a new incarnation answers. The launcher limits how long and how often."""
+        """Wait until a new incarnation answers. The launcher limits start time and number of restarts."""
         while (
             incarnation_of(self._work, replica.index) == replica.incarnation
             or not await replica.client.health()
@@ -298,10 +299,10 @@ class EnginePool:
             await asyncio.sleep(_POLL_SECONDS)
         replica.incarnation = incarnation_of(self._work, replica.index)
         note_answer(self._work, replica.index, replica.incarnation)
-        logger.info("engine %d is back", replica.index)
-        if self.version is None:  # never synced: it serves the weights it starts with
+        logger.info("engine %d has restarted", replica.index)
+        if self.version is None:  # never synced: it serves the weights that it starts with
             self._set_serving(replica)
-        self.returned.set()
+        self.restarted.set()
 
     def _start_watch(self, replica: Replica) -> None:
         if replica.watch is None:
@@ -316,24 +317,24 @@ class EnginePool:
         replica.usage = EngineLoad()
         allowed = self._settings.health_timeout
         interval = self._probe_seconds
-        since: float | None = None  # when it was first asked without an answer
+        since: float | None = None  # time of the first probe without an answer
         while True:
             await asyncio.sleep(interval)
             incarnation, asked = replica.incarnation, time.monotonic()
             since = since or asked
-            left = max(since + allowed - interval - asked, _LEAST_SECONDS)
-            well = replica.is_away or await replica.client.progresses(left)
+            left = max(since + allowed - interval - asked, _MIN_PROBE_SECONDS)
+            healthy = replica.is_restarting or await replica.client.is_progressing(left)
             now = time.monotonic()
-            if well and not replica.is_away:
-                with suppress(EngineError, ValueError):  # a sample less
+            if healthy and not replica.is_restarting:
+                with suppress(EngineError, ValueError):  # skip this sample
                     values = await replica.client.metrics(_PROBE_SECONDS)
                     replica.usage.add(values, time.monotonic())
                     self._timeline.add(replica.index, values, time.monotonic())
-            # A worker may wait for a trainer's message as long as the transport allows.
+            # During a sync, a worker may wait for a trainer's message up to the transport's timeout.
             limit = max(allowed, replica.link_timeout)
-            if well or incarnation != replica.incarnation or now > asked + left + _LATE_SECONDS:
+            if healthy or incarnation != replica.incarnation or now > asked + left + _LATE_SECONDS:
                 since = None
-            elif now >= since + limit - interval and self.check(replica, incarnation):
+            elif now >= since + limit - interval and self.is_current(replica, incarnation):
                 key = "engine.health_timeout" if limit == allowed else "bridge.timeout"
                 reason = f"engine {replica.index} hangs: its core did not answer for {limit:.0f} s ({key})"
                 self._ask_restart(replica, incarnation, reason)
@@ -341,6 +342,6 @@ class EnginePool:
 
 def _open_timeline(usage_file: Path | None) -> Timeline:
     def warn(error: OSError) -> None:  # training does not depend on it
-        logger.warning("%s; the timeline misses polls of the engines", error)
+        logger.warning("%s; engine samples are missing from the timeline", error)
 
     return Timeline(usage_file.with_name(TIMELINE) if usage_file else None, warn, rotates=True)

@@ -1,4 +1,4 @@
-"""Groups of responses: what the sampler asks its workers for, and what it keeps of the answers."""
+"""Groups of responses: the tasks that the sampler gives to its workers, and the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GroupTask(msgspec.Struct, frozen=True):
     max_tokens: int
     """Token limit of a response."""
     version: int
-    """Version of the weights that the engines serve, for engines that do not tell it themselves."""
+    """Version of the weights that the engines serve; used if an engine does not report it."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -37,28 +37,28 @@ class GroupTask(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     logprobs: bool = True
     interruptible: bool = False
-    """A weight update ends its requests; they go on with the new weights."""
+    """Whether a weight update may interrupt its requests, which then resume with the new weights."""
     graded: bool = True
     """Whether responses get a reward."""
     correctness_only: bool = False
-    """Compute only what decides whether a response is correct: the first term of the reward."""
+    """Compute only the first term of the reward, which decides whether a response is correct."""
     context: str = ""
-    """What reward functions of the user see of the prompt (``Prompt.context``)."""
+    """``Prompt.context``, for custom reward functions."""
 
 
 class Generated(msgspec.Struct, frozen=True):
     """Result of one engine's work on a group."""
 
     complete: bool
-    """Whether all responses are there; if not, the engine failed or its weights are updated."""
+    """Whether all responses are complete; if not, the engine failed or its weights are being updated."""
     resent: int = 0
-    """Number of requests that have to be sent again."""
+    """Number of requests that must be sent again."""
     failure: str = ""
-    """Why the engine failed."""
+    """Why the engine failed; empty if it did not."""
 
 
 class GroupScores(msgspec.Struct, frozen=True):
-    """What the sampler keeps of a graded group; all lists in the order of its responses."""
+    """The part of a graded group that the sampler keeps; all lists are in the order of its responses."""
 
     lengths: list[int]
     """Tokens of each response."""
@@ -70,17 +70,17 @@ class GroupScores(msgspec.Struct, frozen=True):
     versions: dict[int, int] = {}
     """Number of tokens that each version of the weights sampled."""
     segments: int = 0
-    """Pieces of responses that one version sampled."""
+    """Number of response segments, each sampled by one version."""
     mixed: int = 0
-    """Responses of several versions."""
+    """Number of responses sampled by several versions."""
     recomputed: int = 0
-    """Tokens of prompts and responses that were computed again after a weight update."""
+    """Number of prompt and response tokens that were prefilled again after a weight update."""
     repeatable: bool = True
     """Whether the group would get the same scores again (``Scorer.repeatable``)."""
 
 
 class GroupAnswers(msgspec.Struct, frozen=True):
-    """What an evaluation keeps of a graded group; all lists in the order of its responses."""
+    """The part of a graded group that an evaluation keeps; all lists are in the order of its responses."""
 
     responses: list[str]
     correct: list[bool]
@@ -95,7 +95,7 @@ class GroupWorker(Protocol):
     async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
         """Generate the missing responses of a group on one engine; grading starts when they are complete.
 
-        incarnation: of the engine; what another one answers does not count. Raises EngineError if the engine
+        incarnation: of the engine; answers of another one are discarded. Raises EngineError if the engine
         refuses the request.
         """
         ...
@@ -105,11 +105,11 @@ class GroupWorker(Protocol):
         ...
 
     async def answers(self, ticket: int) -> GroupAnswers:
-        """The texts and verdicts of a complete group, when it is graded."""
+        """Texts and verdicts of a complete group, when it is graded."""
         ...
 
     async def drop(self, tickets: list[int]) -> None:
-        """Forget groups."""
+        """Discard groups."""
         ...
 
     async def save(self, tickets: list[int], file: Path) -> None:
@@ -121,11 +121,11 @@ class GroupWorker(Protocol):
         ...
 
     async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
-        """Trajectories of complete groups, waiting for groups that are generated again."""
+        """Trajectories of complete groups; waits for groups that are generated again."""
         ...
 
     async def counts(self) -> dict[str, float]:
-        """Metrics ``reward/*`` of failures since the last call."""
+        """Metrics ``reward/*`` since the last call: failures, and counts of reward functions."""
         ...
 
 

@@ -15,7 +15,7 @@ from rpg_megatron.rollout.seeds import seed_of
 from rpg_megatron.system.tasks import run_all
 
 _FIRST_TICKET = -(1 << 62)
-"""The tickets of evaluations: before those of rollouts, since the trainer waits for it."""
+"""First ticket of evaluations. They come before rollouts, because the trainer waits for an evaluation."""
 
 
 class HeldOut:
@@ -27,7 +27,7 @@ class HeldOut:
         dispatcher: Dispatcher,
         prompts: Mapping[str, list[Prompt]],
     ):
-        """prompts: of each set, by its name. Raises UserError if the settings have no evaluation."""
+        """prompts: name of each set -> its prompts. Raises UserError if the settings have no evaluation."""
         if settings.evaluation is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
         self._evaluation = settings.evaluation
@@ -51,8 +51,8 @@ class HeldOut:
     ) -> list[EvalResult]:
         """Sample and grade all problems except those in ``skip``, which holds (set name, prompt id).
 
-        on_result: called with each result as it is graded. Returns all of them, in the order of the sets. The
-        responses depend on the seed, the set and the problem's index in it, not on what is skipped.
+        on_result: called with each result when it is graded. Returns all results, in the order of the sets.
+        Responses depend on the seed, the set and the problem's index in it, not on ``skip``.
         """
         problems = [problem for problem in self._problems if (problem[0], problem[1].id) not in skip]
         results: dict[int, EvalResult] = {}

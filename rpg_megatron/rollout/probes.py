@@ -1,9 +1,9 @@
 """Probes: a few prompts that every engine answers after each weight update, for the guard on mismatch.
 
-With ``rollout.ahead`` a batch may have no token that the present weights sampled, and no engine needs to have
-sampled any of it; with top-p, top-k or min-p its log-probs are not those of the trained distribution. So the
-trainer compares its log-probs with those of these answers, of each engine. All engines get the same prompts
-and seeds: answers and differences are alike unless one has other weights.
+With ``rollout.ahead`` a batch may have no tokens sampled by the current weights, and none from some engines.
+With top-p, top-k or min-p, its log-probs are not those of the trained distribution. So the trainer compares
+its log-probs with those of these answers, for each engine. All engines get the same prompts and seeds, so
+their answers are similar unless one has other weights.
 """
 
 from __future__ import annotations
@@ -26,70 +26,70 @@ from rpg_megatron.rollout.seeds import seed_of
 from rpg_megatron.system.tasks import run_all
 
 _FIRST_TICKET = -(1 << 61)
-"""The tickets of probes: those of rollouts must not depend on them."""
+"""First ticket of probes. Rollouts have tickets of their own, which must not depend on probes."""
 
 
 class Probes:
-    """The probes of the present weights. For the dispatcher's event loop."""
+    """The probes of the current weights. For the dispatcher's event loop."""
 
     def __init__(self, settings: Settings, dispatcher: Dispatcher, prompts: Sequence[Prompt]):
-        """prompts: of the training data; each update takes the next few."""
+        """prompts: of the training data; each weight update takes the next few."""
         self._settings, self._dispatcher, self._prompts = settings, dispatcher, prompts
         self._tickets = itertools.count(_FIRST_TICKET)
         self._version = -1
-        self._asked: dict[int, asyncio.Task[list[Group]]] = {}
-        """Of the present version, by engine."""
-        self._begun = asyncio.Event()
+        self._running: dict[int, asyncio.Task[list[Group]]] = {}
+        """Probes of the current version, by engine."""
+        self._started = asyncio.Event()
         self._dropping: set[asyncio.Task[None]] = set()
 
     def begin(self, replica: Replica, version: int) -> None:
-        """Ask an engine that has just loaded the weights ``version``."""
+        """Probe an engine that has just loaded the weights ``version``."""
         if version != self._version:
-            for task in self._asked.values():  # of an engine that came back after the batch
+            for task in self._running.values():  # of an engine that restarted after the batch
                 self._dropping.add(asyncio.create_task(self._drop(task)))
-            self._version, self._asked = version, {}
-        self._asked[replica.index] = asyncio.create_task(self._ask(replica, version))
-        self._begun.set()
+            self._version, self._running = version, {}
+        self._running[replica.index] = asyncio.create_task(self._probe(replica, version))
+        self._started.set()
 
     async def finished(self) -> None:
-        """Wait until no engine is being asked; failures are told by ``collect``."""
-        if self._asked:
-            await asyncio.wait(self._asked.values())
+        """Wait until no probe is running; ``collect`` raises their errors."""
+        if self._running:
+            await asyncio.wait(self._running.values())
 
     async def collect(self) -> tuple[list[Group], BatchIndex]:
-        """The answers of all engines that gave them, of at least one; ``group`` is the engine's index.
+        """The answers of all engines that have answered, at least one; ``group`` is the engine's index.
 
-        Raises what an engine's failure raises if ``engine.restarts`` is 0.
+        Raises EngineError if an engine failed and ``engine.restarts`` is 0.
         """
         while True:
-            self._begun.clear()
-            asked = sorted(self._asked.items())
-            answers = await asyncio.gather(*(asyncio.shield(task) for _, task in asked))
+            self._started.clear()
+            running = sorted(self._running.items())
+            answers = await asyncio.gather(*(asyncio.shield(task) for _, task in running))
             found = [
                 (engine, group)
-                for (engine, _), groups in zip(asked, answers, strict=True)
+                for (engine, _), groups in zip(running, answers, strict=True)
                 for group in groups
             ]
             if found:
-                self._asked = {}
+                self._running = {}
                 groups = [group for _, group in found]
                 index = index_of_groups(groups, self._dispatcher.worker_of, [engine for engine, _ in found])
                 return groups, index
-            await self._begun.wait()  # all engines failed since; one gets weights again
+            await self._started.wait()  # all engines have failed; wait for one that is synced again
 
-    async def _drop(self, asked: asyncio.Task[list[Group]]) -> None:
+    async def _drop(self, probe: asyncio.Task[list[Group]]) -> None:
         with suppress(EngineError):
-            await self._dispatcher.forget([group.task.ticket for group in await asked])
+            await self._dispatcher.forget([group.task.ticket for group in await probe])
         self._dropping = {task for task in self._dropping if not task.done()}
 
-    async def _ask(self, replica: Replica, version: int) -> list[Group]:
+    async def _probe(self, replica: Replica, version: int) -> list[Group]:
         guards, rollout = self._settings.guards, self._settings.rollout
         tasks = []
         for i in range(guards.probe_prompts):
-            place = version * guards.probe_prompts + i
-            prompt = self._prompts[place % len(self._prompts)]
-            seed = seed_of(self._settings.seed, "probe", version, place, prompt.id)
-            longest = min(guards.probe_tokens, rollout.max_response_tokens)
+            index = version * guards.probe_prompts + i
+            prompt = self._prompts[index % len(self._prompts)]
+            seed = seed_of(self._settings.seed, "probe", version, index, prompt.id)
+            max_tokens = min(guards.probe_tokens, rollout.max_response_tokens)
             tasks.append(
                 GroupTask(
                     next(self._tickets),
@@ -98,7 +98,7 @@ class Probes:
                     prompt.answer,
                     1,
                     seed,
-                    longest,
+                    max_tokens,
                     version,
                     rollout.temperature,
                     interruptible=rollout.ahead > 0,
@@ -106,6 +106,6 @@ class Probes:
                 )
             )
         scores = await run_all([self._dispatcher.generate_on(replica, task) for task in tasks])
-        lost = [task.ticket for task, found in zip(tasks, scores, strict=True) if found is None]
-        await self._dispatcher.forget(lost)
+        failed = [task.ticket for task, found in zip(tasks, scores, strict=True) if found is None]
+        await self._dispatcher.forget(failed)
         return [Group(task, found) for task, found in zip(tasks, scores, strict=True) if found is not None]

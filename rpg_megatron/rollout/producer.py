@@ -1,9 +1,9 @@
-"""Asynchronous rollouts: groups that the engines sample while the trainer works (``rollout.ahead``).
+"""Asynchronous rollouts: engines sample groups while the trainer works (``rollout.ahead``).
 
-Groups are admitted in the order of the prompts, as long as ``kept + under way < (version + 1 + ahead) x G``:
-all counted over the run, version = updates that the engines serve, G = ``rollout.prompts_per_step``. A group
-that dynamic sampling rejects leaves the count. A batch is the next G kept groups in the order of the prompts,
-so which prompts it has does not depend on timing, and its tokens are at most ``ahead`` updates old.
+Groups are admitted in the order of the prompts while ``kept + in flight < (version + 1 + ahead) x G``. Counts
+are over the run; version = updates that the engines serve, G = ``rollout.prompts_per_step``. Groups that
+dynamic sampling rejects do not count. A batch is the next G kept groups in the order of the prompts. So its
+prompts do not depend on timing, and its tokens are at most ``ahead`` updates old.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from typing import Any
 
 from rpg_megatron.config import Settings
 from rpg_megatron.rollout.dispatcher import Dispatcher
-from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, Group, keeps
+from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, Group, passes_filter
 from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.rollout.task_stream import TaskStream
 
 
 @dataclass(eq=False)
-class _Entry:
-    """A group that was admitted and is in no batch yet."""
+class _AdmittedGroup:
+    """A group that was admitted and is not in a batch yet."""
 
     task: GroupTask
     position: dict[str, Any]
-    """Where the stream is after this group."""
+    """Position of the stream after this group."""
     group: Group | None = None
-    """With its scores, once it is graded."""
+    """The graded group; None until then."""
     kept: bool = False
+    """Whether dynamic sampling keeps it."""
     forgotten: bool = False
+    """Whether ``reset`` has dropped it."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class NextBatch:
     metrics: dict[str, float]
     """``sampling/*`` and ``async/*``."""
     position: dict[str, Any]
-    """Where the stream is after the step's last group."""
+    """Position of the stream after the step's last group."""
     ready: list[int]
-    """Tickets of the groups that follow, as far as all are graded."""
+    """Tickets of the following groups, up to the first that is not graded."""
 
 
 class RolloutProducer:
@@ -61,97 +63,93 @@ class RolloutProducer:
     ):
         self._rollout, self._steps = settings.rollout, settings.training.steps
         self._dispatcher, self._stream = dispatcher, stream
-        self._front: list[_Entry] = []
-        """The next entries in the order of the prompts, as far as all are graded."""
-        self._rest: deque[_Entry] = deque()
-        """Those that follow."""
-        self._kept = self._under_way = 0
-        """Numbers of entries."""
+        self._graded_entries: list[_AdmittedGroup] = []
+        """The next groups in the order of the prompts, up to the first that is not graded."""
+        self._pending_entries: deque[_AdmittedGroup] = deque()
+        """The groups that follow them."""
+        self._kept = self._in_flight = 0
+        """Number of groups that are kept, and that are not graded yet."""
         self._version: int | None = None
-        self._handed_out = 0
-        """Batches handed out over the run."""
+        self._batches = 0
+        """Number of batches returned over the run."""
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._dropping: set[asyncio.Task[None]] = set()
         self._held, self._held_since = 0.0, 0.0
+        """Seconds without a group in flight, since the last batch; and the start of the current interval."""
 
     def admit(self, version: int) -> None:
-        """The engines get the weights ``version`` next: admit the groups that these allow."""
+        """Admit the groups that weights ``version``, which the engines get next, allow."""
         if self._version is None:
-            self._handed_out = version
+            self._batches = version
         self._version = version
-        self._fill()
+        self._admit_groups()
 
     async def next_batch(self, step: int, on_progress: Callable[[int, int], None]) -> NextBatch:
         """The groups of the step, when all of them are graded.
 
-        on_progress: called with the number of groups that are ready for it, and their total. Raises UserError
-        if dynamic sampling rejects too many, and what failed in engines and workers.
+        on_progress: called with the number of groups that are ready, and the number needed. Raises UserError
+        if dynamic sampling rejects too many groups, and the errors of engines and workers.
         """
-        while (window := self._window(step)) is None:
+        while (window := self._next_window(step)) is None:
             on_progress(min(self._kept, self._rollout.prompts_per_step), self._rollout.prompts_per_step)
             await self._wait()
-        del self._front[: len(window)]
+        del self._graded_entries[: len(window)]
         groups = [entry.group for entry in window if entry.kept and entry.group]
         self._kept -= len(groups)
-        self._handed_out += 1
+        self._batches += 1
         if self._held_since:
-            self._note_held()
+            self._add_held_time()
         held, self._held = self._held, 0.0
         sampling = DynamicSampler(self._rollout)
         sampling.add([entry.group for entry in window if entry.group])
         metrics = sampling.metrics() | version_metrics(groups, step - 1)
         metrics |= {
             "async/ready": float(self._kept),
-            "async/in_flight": float(self._under_way),
+            "async/in_flight": float(self._in_flight),
             "async/sampler_held": held,
         }
-        ready = [entry.task.ticket for entry in self._front]
+        ready = [entry.task.ticket for entry in self._graded_entries]
         return NextBatch(groups, metrics, window[-1].position, ready)
 
-    async def drained(self, serving: Callable[[], bool]) -> None:
-        """Wait until everything that the version allows is graded, or no engine serves it any more.
+    async def drain(self, serving: Callable[[], bool]) -> None:
+        """Wait until all admitted groups are graded, or no engine is serving.
 
-        serving: whether an engine serves.
+        serving: whether any engine is serving.
         """
-        while self._under_way and serving():
+        while self._in_flight and serving():
             await self._wait()
 
     def reset(self, position: dict[str, Any], carried: Sequence[Group]) -> list[int]:
-        """Begin anew, with groups that a synchronous step carried over; returns all tickets so far."""
-        before = [*self._front, *self._rest]
+        """Start over with groups that a synchronous step carried over; returns the tickets to forget."""
+        before = [*self._graded_entries, *self._pending_entries]
         for entry in before:
             entry.forgotten = True
-        self._front = [_Entry(g.task, position, g, True) for g in carried]
-        self._rest = deque()
-        self._kept, self._under_way, self._version = len(self._front), 0, None
+        self._graded_entries = [_AdmittedGroup(g.task, position, g, True) for g in carried]
+        self._pending_entries = deque()
+        self._kept, self._in_flight, self._version = len(self._graded_entries), 0, None
         self._held, self._held_since = 0.0, 0.0
         return [entry.task.ticket for entry in before]
 
-    def close(self) -> None:
-        """End what is under way."""
-        for task in self._dropping:
-            task.cancel()
-
-    def _window(self, step: int) -> list[_Entry] | None:
-        """The entries up to the step's last group, if all are graded."""
-        while self._rest and self._rest[0].group is not None:
-            self._front.append(self._rest.popleft())
+    def _next_window(self, step: int) -> list[_AdmittedGroup] | None:
+        """The groups up to the step's last one, if all are graded; else None."""
+        while self._pending_entries and self._pending_entries[0].group is not None:
+            self._graded_entries.append(self._pending_entries.popleft())
         total, kept = self._rollout.prompts_per_step, 0
         if self._kept >= total:
-            for number, entry in enumerate(self._front, 1):
+            for number, entry in enumerate(self._graded_entries, 1):
                 kept += entry.kept
                 if kept == total:
-                    return self._front[:number]
+                    return self._graded_entries[:number]
         dynamic = self._rollout.dynamic
-        if dynamic is not None and len(self._front) >= dynamic.rounds * total:
+        if dynamic is not None and len(self._graded_entries) >= dynamic.rounds * total:
             sampling = DynamicSampler(self._rollout)
-            sampling.add([entry.group for entry in self._front if entry.group])
-            raise sampling.not_full(step, dynamic.rounds)
+            sampling.add([entry.group for entry in self._graded_entries if entry.group])
+            raise sampling.rounds_exhausted(step)
         return None
 
     async def _wait(self) -> None:
-        """Until a group is graded, or for a moment. Raises what failed."""
+        """Wait until a group is graded, for 0.5 s at most. Raises the error of a failed group."""
         if self._error is not None:
             raise self._error
         self._changed.clear()
@@ -160,31 +158,31 @@ class RolloutProducer:
         if self._error is not None:
             raise self._error
 
-    def _fill(self) -> None:
-        """Admit groups up to the bound."""
+    def _admit_groups(self) -> None:
+        """Admit groups up to the limit."""
         if self._version is None or self._error is not None:
             return
-        batches = min(self._version + 1 + self._rollout.ahead, self._steps) - self._handed_out
+        batches = min(self._version + 1 + self._rollout.ahead, self._steps) - self._batches
         limit = batches * self._rollout.prompts_per_step
-        while self._kept + self._under_way < limit:
+        while self._kept + self._in_flight < limit:
             task, position = self._stream.take_ahead(self._version)
-            entry = _Entry(task, position)
-            self._rest.append(entry)
-            self._under_way += 1
+            entry = _AdmittedGroup(task, position)
+            self._pending_entries.append(entry)
+            self._in_flight += 1
             future = self._dispatcher.submit(task)
-            future.add_done_callback(partial(self._graded, entry))
-        if self._under_way and self._held_since:
-            self._note_held()
-        elif not self._under_way and not self._held_since:
+            future.add_done_callback(partial(self._on_graded, entry))
+        if self._in_flight and self._held_since:
+            self._add_held_time()
+        elif not self._in_flight and not self._held_since:
             self._held_since = time.monotonic()
 
-    def _graded(self, entry: _Entry, future: asyncio.Future[Any]) -> None:
+    def _on_graded(self, entry: _AdmittedGroup, future: asyncio.Future[Any]) -> None:
         if future.cancelled() or entry.forgotten:
             return
-        self._under_way -= 1
+        self._in_flight -= 1
         try:
             scores = future.result()
-            entry.kept = keeps(self._rollout, scores)
+            entry.kept = passes_filter(self._rollout, scores)
         except Exception as e:  # raised by ``next_batch``; here it would only be logged
             self._error = self._error or e
         else:
@@ -194,13 +192,13 @@ class RolloutProducer:
                 task = asyncio.create_task(self._dispatcher.forget([entry.task.ticket]))
                 self._dropping.add(task)
                 task.add_done_callback(self._dropping.discard)
-            self._fill()
+            self._admit_groups()
         self._changed.set()
 
-    def _note_held(self) -> None:
+    def _add_held_time(self) -> None:
         now = time.monotonic()
         self._held += now - self._held_since
-        self._held_since = 0.0 if self._under_way else now
+        self._held_since = 0.0 if self._in_flight else now
 
 
 def version_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

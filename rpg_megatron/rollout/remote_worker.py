@@ -1,4 +1,4 @@
-"""A sampler worker in a process of its own, started again when it dies."""
+"""A sampler worker in a process of its own, which is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from typing import Any
 
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask
+from rpg_megatron.rollout.worker import worker_socket
 from rpg_megatron.system.messages import AsyncClient
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
 logger = logging.getLogger("rpg_megatron.sampler")
 
 _DEATHS = 3
-"""A worker that dies so often without finishing a group ends the run."""
+"""A worker that dies this often without finishing a group ends the run."""
 
 
-class WorkerGone(RuntimeError):
-    """The worker died during a call; it is started again, without its groups."""
+class WorkerDied(RuntimeError):
+    """The worker died during a call; it is restarted, without its groups."""
 
 
 class RemoteWorker:
-    """See ``GroupWorker``: a call waits until the worker runs. For one event loop."""
+    """``GroupWorker`` in another process; calls wait until it runs. For one event loop."""
 
     def __init__(
         self,
@@ -39,14 +40,15 @@ class RemoteWorker:
         on_restart: Callable[[int], None],
         on_end: Callable[[int, str], None],
     ):
-        """host: address at which other nodes reach it; empty: a unix socket only. on_restart: called with the
-        number when it runs again. on_end: called with exit code and message if it cannot run.
+        """run, work: folders of the run. host: address at which other nodes reach the worker; empty: a unix
+        socket only. on_restart: called with ``number`` after a restart. on_end: called with exit code and
+        message if the worker cannot run.
         """
         self.number, self._run, self._work, self._token = number, run, work, token
         self._stops = [str(token) for token in stop_token_ids]
         self._address = f"tcp://{host}:*" if host else ""
         self._on_restart, self._on_end = on_restart, on_end
-        self._socket = work / f"worker-{number}.sock"
+        self._socket = worker_socket(work, number)
         self._client: AsyncClient | None = None
         self._up = asyncio.Event()
         self._deaths = 0
@@ -55,7 +57,7 @@ class RemoteWorker:
 
     @property
     def address(self) -> str:
-        """Where the leaders fetch trajectories; after ``start``."""
+        """Address from which the leaders fetch trajectories; valid after ``start``."""
         return self._address
 
     async def start(self) -> None:
@@ -122,15 +124,8 @@ class RemoteWorker:
         first = True
         while True:
             self._socket.unlink(missing_ok=True)
-            module = [sys.executable, "-P", "-m", "rpg_megatron.rollout.worker"]
-            command = [
-                *module,
-                str(self._run),
-                str(self._work),
-                str(self.number),
-                self._address,
-                *self._stops,
-            ]
+            command = [sys.executable, "-P", "-m", "rpg_megatron.rollout.worker"]
+            command += [str(self._run), str(self._work), str(self.number), self._address, *self._stops]
             self._process = await asyncio.create_subprocess_exec(
                 *with_parent_death_signal(command, signal.SIGKILL)
             )
@@ -148,10 +143,10 @@ class RemoteWorker:
             code = await ended
             hello.cancel()
             self._up.clear()
-            self._client.fail(WorkerGone(f"sampler worker {self.number} died"))
+            self._client.fail(WorkerDied(f"sampler worker {self.number} died"))
             self._client.close()
             self._deaths += 1
-            logger.warning("sampler worker %d ended with code %d; it is started again", self.number, code)
+            logger.warning("sampler worker %d ended with code %d; restarting it", self.number, code)
             if code == 2 or self._deaths == _DEATHS:
                 self._on_end(
                     code, f"sampler worker {self.number} ended {self._deaths} times, with code {code}"

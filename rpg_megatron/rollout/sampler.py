@@ -1,9 +1,9 @@
-"""The sampler process: gives the engines prompts in one order, and collects the scores of the responses.
+"""The sampler process: gives prompts to the engines in a fixed order, and collects the responses' scores.
 
 ``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR``: settings from RUN_DIR/config.yaml,
 sockets in WORK_DIR, the run's token in the environment. Sampler workers (``worker.py``, as many as
-``rollout.workers``) talk to the engines and keep the trajectories; this process keeps lengths and rewards.
-It ends on SIGTERM or when the launcher is gone; the launcher handles Ctrl-C.
+``rollout.workers``) send requests to the engines and keep the trajectories; this process keeps lengths and
+rewards. It ends on SIGTERM or when the launcher has died; the launcher handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.cluster import ADDRESS_VARIABLE
+from rpg_megatron.config.cluster import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from rpg_megatron.data.prompts import (
     decoder_of,
     load_prompts,
@@ -28,7 +28,6 @@ from rpg_megatron.data.prompts import (
     save_decoder,
     without_torch,
 )
-from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.carried_groups import CarriedGroups
@@ -69,8 +68,8 @@ class Sampler:
         events: EventSender,
         work: Path,
     ):
-        """run: the run's folder, for groups that are carried over to the next step. work: a folder for groups
-        that are sampled ahead, which ends with the run.
+        """run: the run's folder, for groups that are carried over to the next step. work: the work folder,
+        for copies of graded groups; it is removed when the run ends.
         """
         self._settings, self._pool, self._events = settings, pool, events
         self._request: asyncio.Task[Any] | None = None
@@ -78,9 +77,14 @@ class Sampler:
         prompts = load_prompts(settings.data, tokenizer, rows=settings.reward.own)
         self._stream = TaskStream(settings, prompts)
         ahead = settings.rollout.ahead > 0
-        keep = work if len(workers) > 1 else None
-        more = OVERSUBSCRIPTION_AHEAD if ahead else OVERSUBSCRIPTION
-        self.dispatcher = Dispatcher(pool, workers, settings.engine.max_sequences, keep, more, keep_all=ahead)
+        self.dispatcher = Dispatcher(
+            pool,
+            workers,
+            settings.engine.max_sequences,
+            backup_dir=work if len(workers) > 1 else None,
+            oversubscription=OVERSUBSCRIPTION_AHEAD if ahead else OVERSUBSCRIPTION,
+            backup_all=ahead,
+        )
         self._carried = CarriedGroups(run / "rollouts", self.dispatcher, self._stream)
         self._producer: RolloutProducer | None = None
         self._probes: Probes | None = None
@@ -90,11 +94,11 @@ class Sampler:
             self._probes = Probes(settings, self.dispatcher, prompts)
             pool.on_synced = self._probes.begin
         self._position: dict[str, Any] = self._stream.position()
-        """After the last batch."""
-        self._drained_seconds = 0.0
-        """How long the last sync waited for what was sampled ahead."""
+        """Position of the stream after the last batch."""
+        self._drain_seconds = 0.0
+        """How long the last sync waited for groups in flight."""
         self._used: list[int] = []
-        """Tickets of the last step, until the leaders have their trajectories."""
+        """Tickets of the last step's groups, until the leaders have fetched the trajectories."""
         self._heldout: HeldOut | None = None
         if settings.evaluation is not None:
             heldout = {
@@ -108,19 +112,19 @@ class Sampler:
     async def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
         """Sample and score the next ``prompts_per_step`` prompts with weights ``version``.
 
-        The responses depend on seed, step, index in the batch and weights, not on timing or on the engine
-        that generated them. A prompt that the stream returns twice in a step makes two groups.
+        Responses depend on seed, step, index in the batch and weights, not on timing or on the engine that
+        generated them. A prompt that the stream returns twice in a step has two groups.
         """
-        self._pool.expect(version)
+        self._pool.require_version(version)
         batch: RolloutBatch | ResyncRequired = await self._start(self._rollout(step, version))
         return batch
 
     async def evaluate(self) -> list[EvalResult] | ResyncRequired:
-        """Sample and grade the held-out sets; results in their order.
+        """Sample and grade the held-out sets; results are in the order of the sets.
 
-        The seeds are the same at each evaluation, so that two evaluations differ by the weights only.
+        The seeds are the same in each evaluation, so that evaluations differ only by the weights.
         """
-        self._pool.expect(None)
+        self._pool.require_version(None)
         results: list[EvalResult] | ResyncRequired = await self._start(self._evaluate())
         return results
 
@@ -132,24 +136,24 @@ class Sampler:
         while not task.done():
             if unsynced := [r.index for r in self._pool.replicas if r.needs_weights]:
                 return ResyncRequired(tuple(unsynced))
-            self._pool.returned.clear()
-            returned = asyncio.create_task(self._pool.returned.wait())
+            self._pool.restarted.clear()
+            returned = asyncio.create_task(self._pool.restarted.wait())
             await asyncio.wait([task, returned], return_when=asyncio.FIRST_COMPLETED)
             returned.cancel()
         self._request = None
         return task.result()
 
-    async def sync(self, manifest: Manifest, version: int, again: bool) -> SyncResult:
+    async def sync(self, manifest: Manifest, version: int, resync: bool) -> SyncResult:
         """Load the published weights into the engines; see ``EnginePool.sync``."""
-        if self._producer is not None and not again:
+        if self._producer is not None and not resync:
             if self._settings.rollout.inflight == "drain":
                 began = time.monotonic()
-                await self._producer.drained(self._pool.is_serving)
-                self._drained_seconds = time.monotonic() - began
+                await self._producer.drain(self._pool.is_serving)
+                self._drain_seconds = time.monotonic() - began
             self._pool.begin(version)
             self._producer.admit(version)
-            again = True
-        return await self._pool.sync(manifest, version, again=again)
+            resync = True
+        return await self._pool.sync(manifest, version, resync=resync)
 
     async def sleep(self, level: int) -> None:
         """Put the engines to sleep; see ``EnginePool.sleep``."""
@@ -166,19 +170,19 @@ class Sampler:
         return self._pool.pop_counts()
 
     async def release(self) -> None:
-        """The leaders have their trajectories: the workers may forget them."""
+        """Let the workers discard the last step's trajectories: the leaders have fetched them."""
         used, self._used = self._used, []
         await self.dispatcher.forget(used)
 
     async def state(self) -> dict[str, Any]:
-        """State for a checkpoint, JSON-serialisable: position in the data, and where surplus groups are.
+        """State for a checkpoint, JSON-serialisable: position in the data, and files of the surplus groups.
 
-        What is sampled ahead is after the position.
+        Groups that are sampled ahead come after the position, so a resumed run samples them again.
         """
         return self._position | self._carried.state()
 
     async def restore(self, state: dict[str, Any]) -> None:
-        """Restore what ``state()`` returned. Raises UserError if a surplus group is no longer there."""
+        """Restore what ``state()`` returned. Raises UserError if the file of a surplus group is missing."""
         self._stream.restore(state)
         used, self._used = self._used, []
         await self.dispatcher.forget(used)
@@ -188,7 +192,7 @@ class Sampler:
             await self.dispatcher.forget(self._producer.reset(self._position, self._carried.groups))
 
     async def _start(self, request: Coroutine[Any, Any, Any]) -> Any:
-        if self._request is not None:  # of a client that disconnected
+        if self._request is not None:  # started by a client that has disconnected
             self._request.cancel()
         self._request = asyncio.create_task(request)
         return await self.resume_request()
@@ -199,7 +203,7 @@ class Sampler:
         started, reward_seconds, start = time.monotonic(), 0.0, 0
         await self.release()
         if self._producer is not None:
-            return await self._next_batch(self._producer, step)
+            return await self._rollout_ahead(self._producer, step)
         dynamic = DynamicSampler(self._settings.rollout, self._carried.groups)
         while count := dynamic.prompts_needed(step):
             groups, seconds = await self._sample_groups(self._stream.take(count, start, step, version))
@@ -218,8 +222,8 @@ class Sampler:
         metrics |= {"time/rollout": seconds - reward_seconds, "time/reward": reward_seconds}
         return RolloutBatch(index, metrics, seconds, await self.state(), probes)
 
-    async def _next_batch(self, producer: RolloutProducer, step: int) -> RolloutBatch:
-        """The step's groups, of those that are sampled ahead."""
+    async def _rollout_ahead(self, producer: RolloutProducer, step: int) -> RolloutBatch:
+        """The step's groups, with ``rollout.ahead``."""
         started, probes, probed = time.monotonic(), None, list[Group]()
         if self._probes is not None:
             probed, probes = await self._probes.collect()
@@ -230,14 +234,14 @@ class Sampler:
         self._position = batch.position
         self._carried.keep(batch.ready)
         seconds = time.monotonic() - started
-        waited, self._drained_seconds = seconds + self._drained_seconds, 0.0
+        waited, self._drain_seconds = seconds + self._drain_seconds, 0.0
         metrics = batch_metrics(batch.groups) | batch.metrics | await self.dispatcher.counts()
         metrics |= {"time/rollout": seconds, "time/reward": 0.0, "async/trainer_waited": waited}
         index = index_of_groups(batch.groups, self.dispatcher.worker_of)
         return RolloutBatch(index, metrics, seconds, await self.state(), probes)
 
     async def _sample_groups(self, tasks: list[GroupTask]) -> tuple[list[Group], float]:
-        """Graded groups in their order, and seconds from the last response to the last score."""
+        """Graded groups in the order of the tasks, and seconds from the last response to the last score."""
         done, generated = 0, time.monotonic()
         self._events.phase("rollout", 0, len(tasks))
 
@@ -297,7 +301,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
         loop.add_signal_handler(number, end, 0)
 
     def on_end(code: int, message: str) -> None:
-        if code != 2:  # a user error is in the log already
+        if code != 2:  # a user error is already in the log
             logger.error("%s; see the messages above", message)
         end(code if code == 2 else 1)
 
@@ -307,36 +311,38 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     save_decoder(tokenizer, work / DECODER)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers
+
+    def on_restart(number: int) -> None:
+        sampler.dispatcher.restore_worker(number)
+
     remote = [
-        RemoteWorker(
-            i, run, work, token, host, stops, lambda number: sampler.dispatcher.restore(number), on_end
-        )
+        RemoteWorker(i, run, work, token, host, stops, on_restart, on_end)
         for i in range(count if count > 1 else 0)
     ]
     starting = [asyncio.create_task(worker.start()) for worker in remote]
     clients = engine_clients(settings, work, token)
-    own = None if remote else Worker(settings, decoder_of(tokenizer), clients, work, stops)
+    local = None if remote else Worker(settings, decoder_of(tokenizer), clients, work, stops)
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.ahead > 0)
-    sampler = Sampler(settings, run, tokenizer, pool, [own] if own else remote, events, work)
+    sampler = Sampler(settings, run, tokenizer, pool, [local] if local else remote, events, work)
 
-    def lost(error: Exception) -> None:
+    def on_lost(error: Exception) -> None:
         if isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr, flush=True)
         on_end(2 if isinstance(error, UserError) else 1, str(error))
 
-    sampler.dispatcher.on_lost = lost
+    sampler.dispatcher.on_lost = on_lost
 
     async def addresses() -> list[str]:
         await asyncio.gather(*starting)
         return [worker.address for worker in remote] or [listening]
 
     methods = {name: getattr(sampler, name) for name in _METHODS} | {"addresses": addresses}
-    if own:
-        methods["fetch"] = own.fetch
+    if local:
+        methods["fetch"] = local.fetch
     server = Server(token, methods)
     listening = server.listen(f"ipc://{work / SOCKET}")
-    if own and host:
+    if local and host:
         listening = server.listen(f"tcp://{host}:*")
     serving = asyncio.create_task(server.serve())
     code = await ended
@@ -344,8 +350,8 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     sampler.dispatcher.close()
     for worker in remote:
         await worker.close()
-    if own:
-        own.close()
+    if local:
+        local.close()
     for client in clients:
         await client.close()
     events.close()

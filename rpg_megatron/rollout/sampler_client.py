@@ -1,9 +1,10 @@
-"""Rank 0's client of the sampler process, the leaders' client of its workers, and what they exchange."""
+"""Rank 0's client of the sampler process, the leaders' client of its workers, and the messages' types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from rpg_megatron.system.messages import Client
 
 SOCKET = "sampler.sock"
 """File name of the sampler's socket in the work folder."""
-_TRAJECTORIES = 64
-"""Number of trajectories in an answer to ``fetch``."""
+_FETCH_SIZE = 64
+"""Maximum number of trajectories in an answer to ``fetch``."""
 
 
 class RolloutBatch(msgspec.Struct, tag=True):
@@ -27,14 +28,14 @@ class RolloutBatch(msgspec.Struct, tag=True):
 
     index: BatchIndex
     metrics: dict[str, float] = {}
-    """``reward/*``, ``response/*``, ``time/*``."""
+    """Metrics such as ``reward/*``, ``response/*`` and ``time/*``."""
     seconds: float = 0.0
     """From the request to the last graded response."""
     state: dict[str, Any] = {}
     """The sampler's state after these rollouts, for a checkpoint: JSON-serialisable."""
     probes: BatchIndex | None = None
-    """With ``rollout.ahead``: what the engines sampled for the guard on mismatch with the weights of the last
-    sync, an entry per response; ``group`` is the engine's index. None without ``ahead``."""
+    """The engines' answers to probes (``probes.py``), one entry per response, sampled with the weights of the
+    last sync; ``group`` is the engine's index. None if there are no probes."""
 
 
 @dataclass
@@ -44,13 +45,13 @@ class SyncResult:
     reports: list[SyncReport] = field(default_factory=list)
     """One for each engine that serves the new weights now."""
     refused: list[str] = field(default_factory=list)
-    """Messages of engines whose check failed; they keep their old weights. Publishing again may help."""
+    """Messages of engines whose check failed; they keep their old weights. A retry may succeed."""
 
 
 class ResyncRequired(msgspec.Struct, tag=True, frozen=True):
     """Returned instead of a result: engines were restarted, and the weights must be published again.
 
-    Publish, ``sync(..., again=True)``, then ``resume_request``; meanwhile the request continues.
+    Publish, call ``sync(..., resync=True)``, then ``resume_request``; the request continues meanwhile.
     """
 
     engines: tuple[int, ...]
@@ -87,18 +88,18 @@ class SamplerClient:
         """Type of the result of the last rollout or evaluation."""
 
     def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
-        """Sample and grade the next prompts; ``version``: of the weights that the engines serve."""
+        """Sample and grade the prompts of a step. version: of the weights that the engines serve."""
         self._request = _ROLLOUT
         answer: RolloutBatch | ResyncRequired = self._client.call("rollout", _ROLLOUT, step, version)
         return answer
 
-    def sync(self, manifest: Manifest, version: int, *, again: bool = False) -> SyncResult:
-        """Load the published weights into the engines; ``again``: only into those that do not serve them."""
-        answer: SyncResult = self._client.call("sync", SyncResult, manifest, version, again)
+    def sync(self, manifest: Manifest, version: int, *, resync: bool = False) -> SyncResult:
+        """Load the published weights into the engines. resync: only into those that do not serve them."""
+        answer: SyncResult = self._client.call("sync", SyncResult, manifest, version, resync)
         return answer
 
     def sleep(self, level: int) -> None:
-        """Put the engines to sleep. Level 1: until ``wake``. Level 2 discards the weights: until ``sync``."""
+        """Put the engines to sleep. Level 1: until ``wake``. Level 2: until ``sync``; drops the weights."""
         self._client.call("sleep", None, level)
 
     def wake(self) -> None:
@@ -106,7 +107,7 @@ class SamplerClient:
         self._client.call("wake", None)
 
     def evaluate(self) -> list[EvalResult] | ResyncRequired:
-        """Sample and grade the held-out sets; results in their order."""
+        """Sample and grade the held-out sets; results are in the order of the sets."""
         self._request = _EVALUATION
         answer: list[EvalResult] | ResyncRequired = self._client.call("evaluate", _EVALUATION)
         return answer
@@ -116,11 +117,11 @@ class SamplerClient:
         return self._client.call("resume_request", self._request)
 
     def release(self) -> None:
-        """Let the workers forget the last rollout: every leader has its trajectories."""
+        """Let the workers discard the last rollout: every leader has fetched its trajectories."""
         self._client.call("release", None)
 
     def addresses(self) -> list[str]:
-        """Where the workers hand out trajectories, by their number."""
+        """Addresses from which trajectories are fetched, by number of the worker."""
         answer: list[str] = self._client.call("addresses", list[str])
         return answer
 
@@ -150,7 +151,7 @@ class SamplerClient:
 
 
 class TrajectoryClient:
-    """A leader's connections to the workers, made when first needed; see ``TrajectorySource``."""
+    """``TrajectorySource`` that fetches from the workers; connects to a worker when first needed."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class TrajectoryClient:
         timeout: float = 120.0,
         while_waiting: Callable[[], None] = lambda: None,
     ):
-        """timeout: seconds to wait for a worker, also while it is started again. while_waiting: as above."""
+        """timeout: seconds to wait for a worker, also while it restarts. while_waiting: see SamplerClient."""
         self._addresses, self._token = addresses, token
         self._timeout, self._while_waiting = timeout, while_waiting
         self._clients: dict[int, Client] = {}
@@ -169,9 +170,8 @@ class TrajectoryClient:
         """See ``TrajectorySource``."""
         found: dict[int, Trajectory] = {}
         for number in sorted(set(worker)):
-            places = [i for i, w in enumerate(worker) if w == number]
-            for start in range(0, len(places), _TRAJECTORIES):
-                some = places[start : start + _TRAJECTORIES]
+            rows = [i for i, w in enumerate(worker) if w == number]
+            for some in batched(rows, _FETCH_SIZE):
                 answer = self._client(number).call(
                     "fetch", list[Trajectory], [int(ticket[i]) for i in some], [int(sample[i]) for i in some]
                 )
@@ -191,6 +191,6 @@ class TrajectoryClient:
                 name=f"sampler worker {number}",
                 timeout=self._timeout,
                 while_waiting=self._while_waiting,
-                again=True,
+                reconnect=True,
             )
         return self._clients[number]

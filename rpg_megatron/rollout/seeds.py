@@ -12,23 +12,23 @@ from rpg_megatron.config.files import read_json
 
 
 def seed_of(seed: int, purpose: str, step: int, index: int, prompt_id: int) -> int:
-    """Seed of a group's first response: a 62-bit hash, so that the seeds of two groups do not overlap."""
+    """Seed of a group's first response: a 62-bit hash, so that seeds of different groups do not overlap."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}/{index}/{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def segment_seed(seed: int, start: int) -> int:
-    """Seed of the segment at token ``start`` of the response that began with ``seed``.
+    """Seed for continuing a response at token ``start``. seed: of the response.
 
-    With the response's own seed, the engine would draw the random numbers of its first tokens again.
+    With the response's own seed, the engine would reuse the random numbers of its first tokens.
     """
     return seed if start == 0 else seed_of(seed, "segment", 0, start, 0)
 
 
 def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = ()) -> list[int]:
     """Token ids that end a response: the tokenizer's end-of-sequence token, those of the checkpoint's
-    generation_config.json (config.json if there is none), and ``more``. Raises UserError if the first two are
-    none at all.
+    generation_config.json (config.json if there is none), and ``more``. Raises UserError if neither tokenizer
+    nor checkpoint names one.
     """
     found = {tokenizer.eos_token_id}
     listed = None

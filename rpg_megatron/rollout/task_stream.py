@@ -1,4 +1,4 @@
-"""The training prompts as groups to sample: each has a ticket, seeds and token limits."""
+"""Turns the stream of training prompts into group tasks, with tickets, seeds and token limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rpg_megatron.rollout.seeds import seed_of
 
 
 class TaskStream:
-    """Groups in the order of the prompts."""
+    """Stream of group tasks, in the order of the prompts."""
 
     def __init__(self, settings: Settings, prompts: list[Prompt]):
         """prompts: of the training data."""
@@ -24,14 +24,14 @@ class TaskStream:
         self._next_ticket = 0
 
     def take(self, count: int, start: int, step: int, version: int) -> list[GroupTask]:
-        """The next groups of a step, of which ``start`` is the index of the first."""
+        """The next ``count`` groups of a step. start: index of the first one in the step."""
         prompts = self._stream.take(count)
         return [self._task(p, self.new_ticket(), start + i, step, version) for i, p in enumerate(prompts)]
 
     def take_ahead(self, version: int) -> tuple[GroupTask, dict[str, Any]]:
         """The next group, for weights ``version`` or newer, and the position after it.
 
-        Its seeds follow from the ticket; without dynamic sampling they are those that ``take`` gives.
+        Seeds are derived from the ticket; without dynamic sampling they equal those of ``take``.
         """
         ticket, (prompt,) = self.new_ticket(), self._stream.take(1)
         step, index = divmod(ticket, self._settings.rollout.prompts_per_step)
@@ -39,7 +39,7 @@ class TaskStream:
         return msgspec.structs.replace(task, interruptible=True), self.position()
 
     def carried(self, prompt_id: int, ticket: int) -> GroupTask:
-        """A group that was sampled already."""
+        """The task of a group that was already sampled."""
         return self._task(self._prompts[prompt_id], ticket, 0, 0, 0)
 
     def new_ticket(self) -> int:

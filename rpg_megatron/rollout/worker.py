@@ -1,9 +1,9 @@
-"""A sampler worker: asks engines for groups, detokenises and grades responses, keeps the trajectories.
+"""A sampler worker: generates groups on engines, detokenises and grades responses, keeps the trajectories.
 
-With ``rollout.workers: 1`` it is a part of the sampler's process; with more, each is a process of its own,
-``python -m rpg_megatron.rollout.worker RUN_DIR WORK_DIR NUMBER ADDRESS STOP_TOKEN...``, which the
-sampler starts and restarts. It serves the sampler by a unix socket in WORK_DIR, and there or at ADDRESS, if
-that is not empty, the data-parallel leaders, which fetch their trajectories.
+With ``rollout.workers: 1`` it runs inside the sampler's process. With more, each is a process of its own,
+``python -m rpg_megatron.rollout.worker RUN_DIR WORK_DIR NUMBER ADDRESS STOP_TOKEN...``, which the sampler
+starts and restarts. It serves the sampler at a unix socket in WORK_DIR. The data-parallel leaders fetch their
+trajectories there too, or at ADDRESS if that is not empty.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.prompts import load_decoder
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.client import EngineClient, EngineError, EngineGone, Sample
-from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
 from rpg_megatron.rewards.reward import Response, Score, Scorer
@@ -33,8 +33,8 @@ from rpg_megatron.rollout.seeds import segment_seed
 from rpg_megatron.system.messages import Server
 from rpg_megatron.system.tasks import run_all
 
-_TOKENS_PER_CALL = 4096
-"""A call to an engine is for as many responses as this covers at their token limit, at least one."""
+_TOKENS_PER_REQUEST = 4096
+"""A request to an engine is for as many responses as this covers at their token limit, at least one."""
 DECODER = "decoder.json"
 """File in the work folder with which workers decode tokens."""
 METHODS = ("generate", "score", "answers", "drop", "save", "load", "fetch", "counts")
@@ -42,24 +42,24 @@ METHODS = ("generate", "score", "answers", "drop", "save", "load", "fetch", "cou
 
 
 class _Group:
-    """A group under way, or complete."""
+    """A group, complete or not."""
 
     def __init__(self, task: GroupTask):
         self.task = task
         self.pieces: dict[int, list[Sample]] = {}
-        """The responses so far, by number: one piece, unless weight updates interrupted it. Any engine may
-        generate the others: the seed determines them.
+        """The responses so far, by number: each is one piece, unless weight updates interrupted it. Missing
+        ones may come from any engine, because seeds determine them.
         """
         self.grading: asyncio.Task[None] | None = None
         self.graded: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
 
-    def missing(self, most: int) -> list[range]:
-        """Numbers of the responses of which nothing is there, in runs of at most ``most``."""
+    def missing(self, limit: int) -> list[range]:
+        """Numbers of the responses without any piece, in runs of at most ``limit``."""
         runs: list[range] = []
         for number in range(self.task.samples):
             if number in self.pieces:
                 continue
-            if runs and runs[-1].stop == number and len(runs[-1]) < most:
+            if runs and runs[-1].stop == number and len(runs[-1]) < limit:
                 runs[-1] = range(runs[-1].start, number + 1)
             else:
                 runs.append(range(number, number + 1))
@@ -67,17 +67,17 @@ class _Group:
 
     @property
     def interrupted(self) -> list[int]:
-        """Numbers of the responses of which a part is there."""
+        """Numbers of the responses that a weight update interrupted."""
         return [number for number, pieces in self.pieces.items() if pieces[-1].finish == "abort"]
 
     def add(self, number: int, piece: Sample) -> None:
-        """Add a response, or a part of it."""
+        """Add a response, or a piece of it."""
         if piece.finish != "abort" or len(piece.tokens):
             self.pieces.setdefault(number, []).append(piece)
 
 
 class Worker:
-    """See ``GroupWorker``. For one event loop."""
+    """``GroupWorker`` in this process. For one event loop."""
 
     def __init__(
         self,
@@ -100,17 +100,17 @@ class Worker:
         """Set when a group was added."""
 
     async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
-        """See ``GroupWorker``. Few responses share a call, so that answers arrive over time."""
+        """See ``GroupWorker``. A request is for a few responses, so that answers arrive over time."""
         group = self._group(task)
         resent, failure = 0, ""
 
-        async def ask(numbers: range) -> None:
+        async def request(numbers: range) -> None:
             nonlocal resent, failure
-            begun = [piece.tokens for piece in group.pieces.get(numbers.start, ())]
-            start = sum(map(len, begun))
+            previous = [piece.tokens for piece in group.pieces.get(numbers.start, ())]
+            start = sum(map(len, previous))
             try:
                 samples = await self._engines[engine].generate(
-                    np.concatenate([task.prompt, *begun]),
+                    np.concatenate([task.prompt, *previous]),
                     n=len(numbers),
                     max_tokens=task.max_tokens - start,
                     seed=segment_seed(task.seed + numbers.start, start),
@@ -122,27 +122,27 @@ class Worker:
                     stop=self._stop_texts,
                     logprobs=task.logprobs,
                     interruptible=task.interruptible,
-                    # The last token so far is computed now, by the weights that sample the next one.
+                    # The last previous token is computed now, by the weights that sample the next one.
                     routes_from=len(task.prompt) + start - 1 if start else 0,
                 )
-            except EngineGone as e:
+            except EngineUnavailable as e:
                 failure = failure or str(e)
                 resent += 1
                 return
             if incarnation_of(self._work, engine) != incarnation:
-                resent += 1  # a restarted engine may have answered, without weights
+                resent += 1  # the answer may be from a restarted engine, without weights
                 return
             for number, sample in zip(numbers, samples, strict=True):
                 if task.interruptible and sample.version is None and len(sample.tokens):
                     raise EngineError(
-                        f"engine {engine} does not tell which weights sampled a response, as rollout.ahead "
+                        f"engine {engine} does not report which weights sampled a response, as rollout.ahead "
                         "needs; start it with the vLLM plug-in of this package, or set rollout.ahead to 0"
                     )
                 group.add(number, sample)
 
-        most = min(self._max_sequences, max(1, _TOKENS_PER_CALL // task.max_tokens))
+        limit = min(self._max_sequences, max(1, _TOKENS_PER_REQUEST // task.max_tokens))
         interrupted = [range(number, number + 1) for number in group.interrupted]
-        await run_all([ask(numbers) for numbers in [*interrupted, *group.missing(most)]])
+        await run_all([request(numbers) for numbers in [*interrupted, *group.missing(limit)]])
         complete = len(group.pieces) == task.samples and not group.interrupted
         if complete and group.grading is None:
             group.grading = asyncio.create_task(self._grade(group))
@@ -188,7 +188,7 @@ class Worker:
                     found[t.group].append(t)
         except OSError as e:
             raise UserError(
-                f"{file} cannot be read ({e}): groups that a step carried over; restore it"
+                f"{file} cannot be read ({e}); it holds groups that a step carried over; restore it"
             ) from None
         for ticket, trajectories in found.items():
             if not trajectories:
@@ -207,7 +207,7 @@ class Worker:
         return self._scorer.pop_counts()
 
     def close(self) -> None:
-        """End the grading workers."""
+        """End the reward workers."""
         self._scorer.close()
 
     def _group(self, task: GroupTask) -> _Group:
@@ -236,16 +236,16 @@ class Worker:
 
     async def _trajectories(self, task: GroupTask, responses: list[list[Sample]]) -> list[Trajectory]:
         """The graded responses of a group."""
-        seen = []
+        whole = []
         for pieces in responses:
             tokens = np.concatenate([piece.tokens for piece in pieces])
-            seen.append(Response(self._decode(tokens.tolist()), tokens, pieces[-1].finish))
-        scores = [Score(0.0, False, None, "not graded", {})] * len(seen)
+            whole.append(Response(self._decode(tokens.tolist()), tokens, pieces[-1].finish))
+        scores = [Score(0.0, False, None, "not graded", {})] * len(whole)
         if task.graded:
             scores = await self._scorer.score(
-                seen, task.answer, task.context, first_only=task.correctness_only
+                whole, task.answer, task.context, first_only=task.correctness_only
             )
-        each = zip(responses, seen, scores, strict=True)
+        each = zip(responses, whole, scores, strict=True)
         return [_trajectory(task, number, *one) for number, one in enumerate(each)]
 
 
@@ -295,12 +295,12 @@ def _task_of(ticket: int, group: list[Trajectory]) -> GroupTask:
 
 
 def worker_socket(work: Path, number: int) -> Path:
-    """Where worker ``number`` listens."""
+    """Unix socket at which worker ``number`` listens."""
     return work / f"worker-{number}.sock"
 
 
 def engine_clients(settings: Settings, work: Path, token: str) -> list[EngineClient]:
-    """A client of each engine."""
+    """A client for each engine of the run."""
     replay = settings.training.router_replay == "rollout"
     experts = read_model_shape(settings.model.path).experts if replay else None
     timeout = settings.engine.request_timeout

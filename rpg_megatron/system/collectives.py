@@ -1,8 +1,8 @@
 """CPU collectives between ranks over gloo: broadcast and gather objects, sum arrays, barrier, fail together.
 
-They use a gloo group, the control group, and no GPU: in an NCCL collective a waiting rank runs a kernel on
+They use a gloo group (the control group) and no GPU. In an NCCL collective, a waiting rank runs a kernel on
 its GPU, which engines may share, and objects take GPU memory. Only the main thread of a rank uses the control
-group; every other thread has a group of its own.
+group; other threads have groups of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rpg_megatron.config.errors import UserError
 
 TIMEOUT = timedelta(hours=12)
-"""Long, because ranks wait while rank 0 waits for rollouts. The launcher detects dead ranks."""
+"""Long, because ranks wait while rank 0 waits for rollouts; the launcher detects dead ranks."""
 
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """The default process group -> the control group over its ranks; one entry at most."""
@@ -71,9 +71,10 @@ def broadcast_object(value: Any) -> Any:
 
 
 def sum_arrays(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum of every rank's array, of one shape, on every rank; ``values`` may be overwritten.
+    """The element-wise sum of all ranks' arrays, float64 of one shape, on every rank; may overwrite
+    ``values``.
 
-    ``values`` without an initialised process group.
+    Returns ``values`` without an initialised process group.
     """
     if not dist.is_initialized():
         return values
@@ -89,9 +90,9 @@ def barrier() -> None:
 
 @contextmanager
 def default_group_on_host() -> Iterator[None]:
-    """Make the control group torch's default group within the block.
+    """Make the control group torch's default process group within the block.
 
-    For object collectives inside Megatron and torch that use the default group, such as those that plan a
+    For object collectives of Megatron and torch that use the default group, such as those that plan a
     checkpoint. Not for GPU tensors. Does nothing without an initialised process group.
     """
     if not dist.is_initialized():

@@ -14,7 +14,7 @@ EVENTS = "events.sock"
 class EventSender:
     """Sends small JSON objects as datagrams to a unix socket. Never blocks and never raises.
 
-    Events are dropped if nobody listens or the queue is full, so only the display may depend on them.
+    Events are dropped if no process listens or the queue is full, so only the display may depend on them.
     """
 
     def __init__(self, path: Path):

@@ -1,4 +1,4 @@
-"""Import of ``module:name``. Imports nothing but the standard library: reward workers use it."""
+"""Import ``module:name``. Imports only the standard library, because reward workers use it."""
 
 from __future__ import annotations
 

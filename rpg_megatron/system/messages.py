@@ -1,9 +1,9 @@
 """Requests and answers between the processes of a run: msgpack over ZeroMQ, encrypted.
 
-A server is a ROUTER socket, a client a DEALER socket. A request is (number, method, arguments), an answer
+A server has a ROUTER socket, a client a DEALER socket. A request is (number, method, arguments), an answer
 (number, kind, value) with kind "ok", "user_error" or "error". Values are dataclasses, msgspec structs and
-numpy arrays; both sides know their types and refuse others, and nothing in a message is executed. The CURVE
-keys follow from the run's token: whoever does not know it can neither read nor ask.
+numpy arrays. Both sides know their types and reject others; nothing in a message is executed. The CURVE keys
+are derived from the run's token: without it, a process can neither read messages nor send requests.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _ARRAY = 1
 _POLL_SECONDS = 0.2
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES = 5
-"""Failed handshakes in a row that mean another token; one that ends fails only once."""
+"""Consecutive failed handshakes that mean another token; a server that is ending causes only one."""
 
 
 class ExpectedError(RuntimeError):
-    """An error whose message says all: a client gets it without a traceback."""
+    """An error whose message is sufficient: a client gets it without a traceback."""
 
 
-class PeerGone(RuntimeError):
-    """The other process has ended or closed the connection."""
+class ConnectionLost(RuntimeError):
+    """The server's process has ended or closed the connection."""
 
 
 # -- encoding ------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def _unpack_array(code: int, data: memoryview) -> Any:
     dtype, values, shape = msgspec.msgpack.decode(data, type=tuple[str, bytes, tuple[int, ...]])
     if code != _ARRAY or np.dtype(dtype).kind not in "biuf":
         raise ValueError(f"extension {code} of type {dtype}")
-    return np.frombuffer(values, dtype).reshape(shape).copy()  # what is read from bytes cannot be written to
+    return np.frombuffer(values, dtype).reshape(shape).copy()  # arrays over bytes are read-only
 
 
 def _unpack(kind: type, value: Any) -> Any:
@@ -74,12 +74,12 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
 def encode(value: Any) -> bytes:
-    """A value as msgpack."""
+    """Encode a value as msgpack. Raises TypeError for unsupported types."""
     return _encoder.encode(value)
 
 
 def decode(data: bytes | memoryview, kind: Any) -> Any:
-    """The value, of type ``kind``. Raises msgspec.DecodeError."""
+    """Decode a value of type ``kind``. Raises msgspec.DecodeError."""
     return msgspec.msgpack.Decoder(kind, ext_hook=_unpack_array, dec_hook=_unpack).decode(data)
 
 
@@ -96,8 +96,8 @@ def _keys(token: str, owner: str) -> _Keys:
     return _Keys(zmq.curve_public(secret), secret)
 
 
-class _OnlyClients:
-    """ZeroMQ asks it about the key of each client that connects."""
+class _ClientKeyCheck:
+    """ZeroMQ calls it with the public key of each client that connects."""
 
     def __init__(self, token: str):
         self._key = _keys(token, "client").public
@@ -126,12 +126,12 @@ class Server:
     """Serves coroutines by name, several requests at a time. For one event loop."""
 
     def __init__(self, token: str, methods: Mapping[str, Handler]):
-        """methods: by name; the types of their arguments are those of their annotations."""
+        """methods: coroutine functions by name; their annotations are the types of the arguments."""
         self._methods = {name: (method, _arguments_of(method)) for name, method in methods.items()}
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OnlyClients(token))
+        self._authenticator.configure_curve_callback("*", _ClientKeyCheck(token))
         self._socket = self._context.socket(zmq.ROUTER)
         own = _keys(token, "server")
         self._socket.curve_server = True
@@ -140,9 +140,9 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def listen(self, address: str) -> str:
-        """Listen at ``ipc://PATH``, or at ``tcp://HOST:PORT``, where the port may be ``*``.
+        """Listen at ``ipc://PATH`` or ``tcp://HOST:PORT``; the port may be ``*``.
 
-        Returns the address with its port. Raises OSError if it cannot be used.
+        Returns the address with the chosen port. Raises OSError if it cannot be used.
         """
         try:
             self._socket.bind(address)
@@ -200,7 +200,7 @@ class AsyncClient:
     """Client for one event loop; any number of requests at a time."""
 
     def __init__(self, address: str, token: str):
-        """Connect, when the server listens."""
+        """Connect as soon as the server listens; does not wait."""
         self._context = zmq.asyncio.Context()
         self._socket = _client_socket(self._context, token)
         self._socket.connect(address)
@@ -209,9 +209,10 @@ class AsyncClient:
         self._reader = asyncio.create_task(self._read())
 
     async def call(self, method: str, returns: Any, *arguments: Any) -> Any:
-        """The method's result, of type ``returns``.
+        """Call a method of the server; returns its result, of type ``returns``.
 
-        Raises UserError and RuntimeError with the server's message, and what ``fail`` was called with.
+        Raises UserError and RuntimeError with the server's message, and the error that ``fail`` was called
+        with.
         """
         number = next(self._numbers).to_bytes(8, "big")
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -223,7 +224,7 @@ class AsyncClient:
         return _result(kind, value, returns)
 
     def fail(self, error: Exception) -> None:
-        """End all requests with this exception: the server is gone."""
+        """Let all pending requests raise this exception; call it when the server has died."""
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -252,15 +253,15 @@ class Client:
         name: str,
         timeout: float = 120.0,
         while_waiting: Callable[[], None] = lambda: None,
-        again: bool = False,
+        reconnect: bool = False,
     ):
         """Connect; waits up to ``timeout`` seconds for the server to listen.
 
         name: of the server, for messages. while_waiting: called a few times a second during a request; if it
-        raises, the request ends with that exception. again: if the server is gone, wait up to ``timeout``
-        seconds for its successor, and send the request again.
+        raises, the request ends with that exception. reconnect: if the server dies, wait up to ``timeout``
+        seconds for its successor, and resend the request.
         """
-        self._name, self._address, self._timeout, self._again = name, address, timeout, again
+        self._name, self._address, self._timeout, self._reconnect = name, address, timeout, reconnect
         self._while_waiting = while_waiting
         self._context = zmq.Context()
         self._context.linger = 0
@@ -274,7 +275,7 @@ class Client:
         end = time.monotonic() + timeout
         try:
             while not self._connected:
-                self._look(min(_POLL_SECONDS, timeout))
+                self._handle_events(min(_POLL_SECONDS, timeout))
                 if not self._connected and time.monotonic() > end:
                     raise RuntimeError(f"no {name} answers at {address}; see its log")
         except RuntimeError:
@@ -282,25 +283,25 @@ class Client:
             raise
 
     def call(self, method: str, returns: Any, *arguments: Any) -> Any:
-        """The method's result, of type ``returns``.
+        """Call a method of the server; returns its result, of type ``returns``.
 
-        Raises UserError and RuntimeError with the server's message, PeerGone if the server is gone.
+        Raises UserError and RuntimeError with the server's message, ConnectionLost if the server has died.
         """
         self._number += 1
         number = self._number.to_bytes(8, "big")
         request = [number, method.encode(), encode(arguments)]
-        self._look(0)
-        losses: int | None = None  # of the connection, when the request was sent
-        gone: float | None = None  # since when the server is gone
+        self._handle_events(0)
+        losses: int | None = None  # number of lost connections when the request was sent
+        gone: float | None = None  # time when the connection was lost
         while True:
             if self._connected and losses != self._losses:
-                if losses is not None and not self._again:
+                if losses is not None and not self._reconnect:
                     break
                 self._socket.send_multipart(request)
                 losses, gone = self._losses, None
             if not self._connected:
                 gone = gone or time.monotonic()
-                if not self._again or time.monotonic() - gone > self._timeout:
+                if not self._reconnect or time.monotonic() - gone > self._timeout:
                     break
             if not self._socket.poll(1000 * _POLL_SECONDS):
                 self._while_waiting()
@@ -308,16 +309,16 @@ class Client:
                 got, kind, value = self._socket.recv_multipart()
                 if got == number:
                     return _result(kind, value, returns)
-            self._look(0)
-        raise PeerGone(f"the {self._name} is gone (while waiting for {method}); see its log")
+            self._handle_events(0)
+        raise ConnectionLost(f"the {self._name} has ended (while waiting for {method}); see its log")
 
     def close(self) -> None:
         """Disconnect."""
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
-    def _look(self, seconds: float) -> None:
-        """Take what has happened to the connection, waiting so long for the first event."""
+    def _handle_events(self, seconds: float) -> None:
+        """Handle events of the connection. seconds: how long to wait for the first one."""
         while self._events.poll(1000 * seconds):
             event = recv_monitor_message(self._events)["event"]
             if event == zmq.EVENT_DISCONNECTED:

@@ -2,9 +2,9 @@
 
 ``python -m rpg_megatron.system.parent_death PARENT SIGNAL COMMAND...``
 
-The kernel sends SIGNAL when the launcher ends, even by kill -9. This is a separate program, because code
-between fork and exec (``preexec_fn``) may deadlock once the launcher has threads. The setting survives exec.
-The signal is sent when the *thread* that started the child ends, so start children from the main thread only.
+The kernel sends SIGNAL when the parent ends, even by kill -9. This is a separate program, because code
+between fork and exec (``preexec_fn``) may deadlock once the parent has threads. The setting survives exec.
+The signal is sent when the *thread* that started the child ends, so start children only from the main thread.
 """
 
 from __future__ import annotations

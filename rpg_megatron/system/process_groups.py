@@ -15,8 +15,13 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def boot_id() -> str:
+    """Identifies this machine since it was booted."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
 def _stat_fields(pid: int | str) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (the name before it may contain spaces), or []."""
+    """Fields of /proc/PID/stat from the state on (the name before it may contain spaces); [] if it ended."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -33,11 +38,11 @@ def start_time(pid: int) -> int | None:
 
 def members(*leaders: int) -> list[int]:
     """Pids of the running processes in the groups or sessions that ``leaders`` lead; no zombies."""
-    return [pid for pid, _ in _found(leaders)]
+    return [pid for pid, _ in _members_of(leaders)]
 
 
-def _found(leaders: Iterable[int]) -> list[tuple[int, int]]:
-    """Pid and leader of each of them. Reads /proc once, whatever the number of leaders."""
+def _members_of(leaders: Iterable[int]) -> list[tuple[int, int]]:
+    """Pid and leader of each member of the groups. Reads /proc once, for any number of leaders."""
     wanted = {str(leader): leader for leader in leaders}
     found = []
     for entry in os.listdir("/proc") if wanted else ():
@@ -68,7 +73,7 @@ def wait_empty(leaders: Iterable[int], seconds: float) -> set[int]:
     """Wait until the groups have no running member. Returns those that still have one after ``seconds``."""
     left, end = set(leaders), time.monotonic() + seconds
     while True:
-        left = {leader for _, leader in _found(left)}
+        left = {leader for _, leader in _members_of(left)}
         if not left or time.monotonic() >= end:
             return left
         time.sleep(0.05)
@@ -97,19 +102,19 @@ def _is_tracker(pid: int) -> bool:
 
 
 def leftover_segments(leaders: Iterable[int]) -> set[Path]:
-    """Shared-memory files of vLLM that may be left when its processes end; call it before they end.
+    """Shared-memory files of vLLM that may remain when its processes end; call it before they end.
 
-    No process removes those of the CPU workers' all-reduce (cpushm); message queues (psm_) are removed by
-    vLLM or by Python's resource tracker, unless both are killed. Only the processes' memory maps show which
-    process uses a file.
+    Files of the CPU workers' all-reduce (cpushm) are removed by no process. Message queues (psm_) are removed
+    by vLLM or by Python's resource tracker, unless both are killed. Only memory maps of the processes show
+    which process uses a file.
     """
     return set().union(*segments_of(leaders).values())
 
 
 def segments_of(leaders: Iterable[int]) -> dict[int, set[Path]]:
-    """The same by leader; those without any are left out."""
+    """``leftover_segments`` by leader; leaders without any are left out."""
     found: dict[int, set[Path]] = {}
-    for pid, leader in _found(leaders):
+    for pid, leader in _members_of(leaders):
         try:
             lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:

@@ -1,4 +1,4 @@
-"""Run coroutines together."""
+"""Run coroutines concurrently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def run_all(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Run concurrently; results in order. The first failure cancels the rest and is raised."""
+    """Run coroutines concurrently; results in order. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(c) for c in coroutines]
@@ -18,7 +18,7 @@ async def run_all(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first exception inside nested exception groups."""
+    """The first exception in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

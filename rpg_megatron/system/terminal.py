@@ -1,7 +1,7 @@
 """Ctrl-C and the standard streams of a command.
 
-A run that takes days must not end because the reader of its output did (``| head``, a closed terminal), and
-Ctrl-C before any command runs needs no traceback.
+A run that takes days must not end because the reader of its output has ended (``| head``, a closed terminal).
+Ctrl-C before a command has started should not print a traceback.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Stream(io.FileIO):
-    """A standard stream. What nobody can read any more is dropped; a full disk is an error all the same."""
+    """A standard stream that drops output if its reader has ended; a full disk is still an error."""
 
     drops_on_full_disk = False
 
     def write(self, data: object) -> int:
-        """Write bytes; see the class."""
+        """Write bytes; returns their number, also if they were dropped. Raises OSError on a full disk."""
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as e:
-            if e.errno not in _FULL:  # a closed pipe or terminal: it stays closed
+            if e.errno not in _FULL:  # a closed pipe or terminal, which stays closed
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.fileno())
                 os.close(null)
@@ -37,13 +37,13 @@ class _Stream(io.FileIO):
 
 
 def protect_streams() -> None:
-    """Make stdout and stderr outlive their readers; streams that are closed from the start go to /dev/null.
+    """Let stdout and stderr ignore that their readers have ended; open closed standard streams on /dev/null.
 
-    Without effect on streams that something else has replaced.
+    Streams that other code has replaced are left alone.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # the lowest free descriptor is the one that is missing
+        if stream is None:  # closed: ``os.open`` returns its descriptor, the lowest free one
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False))
@@ -60,7 +60,7 @@ def protect_streams() -> None:
 
 @contextmanager
 def without_full_disk_errors() -> Iterator[None]:
-    """Within the block, output that a full disk cannot take is dropped too."""
+    """Within the block, output is also dropped if the disk is full."""
     _Stream.drops_on_full_disk = True
     try:
         yield
@@ -72,7 +72,7 @@ def without_full_disk_errors() -> Iterator[None]:
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Within the block, Ctrl-C ends the process with a message and no traceback: for imports."""
+    """Within the block, Ctrl-C ends the process with a message and no traceback. Use it around imports."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

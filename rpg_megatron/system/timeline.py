@@ -3,7 +3,7 @@
 Rank 0 and the sampler append to it. Rows:
 
 - ``{"start"}``: a trainer starts;
-- ``{"phase", "step", "begin", "end"}``: a phase of the trainer. ``step`` has the others in it, except
+- ``{"phase", "step", "begin", "end"}``: a phase of the trainer. Phase ``step`` contains the others, except
   ``evaluation`` and ``checkpoint``, which follow it;
 - ``{"time", "running", "waiting"}``: number of requests in each engine; null: it did not answer.
 
@@ -21,17 +21,17 @@ from typing import Any
 
 TIMELINE = "timeline.jsonl"
 EARLIER = "timeline_earlier.jsonl"
-"""What ``TIMELINE`` was before it reached its size limit."""
+"""The previous ``TIMELINE``, renamed when it reached its size limit."""
 _LIMIT = 32_000_000
-"""Bytes after which a new file is begun: more than a day with 64 engines. Two files are kept."""
+"""Bytes after which a new file is started: more than a day with 64 engines. Two files are kept."""
 
 
 class Timeline:
-    """Appends rows to a run's timeline. An OSError is reported once, until a row is written again."""
+    """Appends rows to a run's timeline. An OSError is reported once, until a row can be written again."""
 
     def __init__(self, file: Path | None, warn: Callable[[OSError], None], *, rotates: bool = False):
-        """file: None to write nothing. warn: called with the error. rotates: keep the size limit; one process
-        of a run does that.
+        """file: None to write nothing. warn: called with an OSError. rotates: whether this process enforces
+        the size limit; only one process of a run does.
         """
         self._file, self._warn, self._rotates = file, warn, rotates
         self._failed = False
@@ -41,10 +41,10 @@ class Timeline:
         if self._file is None:
             return
         try:
-            # Opened each time: the other process may have begun a new file.
+            # Opened for each row: the other process may have started a new file.
             with self._file.open("ab+") as file:
                 if file.tell() and file.seek(-1, 2) and file.read(1) != b"\n":
-                    file.write(b"\n")  # a process was killed while it wrote
+                    file.write(b"\n")  # a process was killed while writing a row
                 file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
                 size = file.tell()
             if self._rotates and size > _LIMIT:
@@ -57,7 +57,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Append a row for a block of the trainer, at its end."""
+        """Append a row for a phase of the trainer, at the end of the block."""
         begin = time.time()
         try:
             yield

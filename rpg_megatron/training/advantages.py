@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.advantages import AnyAdvantageSettings
-from rpg_megatron.system.own_code import load_section
+from rpg_megatron.system.custom_code import load_section
 
 Advantages = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], NDArray[np.float64]]
 """(rewards [N] float64, group [N] integer labels of the prompts, response lengths [N]) -> advantages [N]."""
@@ -21,7 +21,7 @@ def build_advantages(settings: AnyAdvantageSettings) -> Advantages:
 
     Each call checks the result, and raises UserError unless it is N finite numbers.
     """
-    function = load_section(settings, "advantage", given=3)
+    function = load_section(settings, "advantage", positional=3)
 
     def checked(rewards: NDArray[Any], group: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.float64]:
         returned = function(rewards.copy(), group.copy(), lengths.copy())

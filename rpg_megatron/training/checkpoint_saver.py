@@ -77,7 +77,7 @@ class SaveResult:
 
 
 @dataclass
-class _Job:
+class _PendingSave:
     """A save in progress."""
 
     step: int
@@ -149,9 +149,9 @@ class Saver:
             self._clean()
             self._add_result(step, folder, started, str(e))
             return
-        job = _Job(step, folder, started, self._plan(part, step), files)
+        save = _PendingSave(step, folder, started, self._plan(part, step), files)
         # A daemon thread: a rank that exits with an error must not wait for a hanging disk.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)
         self._thread.start()
         if not self._settings.asynchronous:
             self.wait()
@@ -184,40 +184,40 @@ class Saver:
             ) from None
         return planned
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, save: _PendingSave) -> None:
         """On the thread: write, gather all ranks' results, finish."""
         try:
             gathered: list[Any] = [None] * self._policy.mesh.world
-            dist.all_gather_object(gathered, self._write(job), group=self._group)
+            dist.all_gather_object(gathered, self._write(save), group=self._group)
             problems = [f"rank {r}: {result}" for r, result in enumerate(gathered) if isinstance(result, str)]
             outcome = ["; ".join(problems) or None]
             if self._first:
                 if not problems:
-                    outcome = [self._finish(job, gathered)]
+                    outcome = [self._finish(save, gathered)]
                 if outcome[0]:
                     self._clean()
             dist.broadcast_object_list(outcome, src=0, group=self._group)
             problem = outcome[0]
         except Exception as e:  # another rank died, and ends the run
             problem = _reason(e)
-        self._add_result(job.step, job.folder, job.started, problem)
+        self._add_result(save.step, save.folder, save.started, problem)
 
-    def _write(self, job: _Job) -> tuple[list[Any], dict[str, dict[str, Any]]] | str:
+    def _write(self, save: _PendingSave) -> tuple[list[Any], dict[str, dict[str, Any]]] | str:
         """Write results for ``PlannedSave.finish`` and the files' hashes; or the error message."""
         try:
-            written = [planned.write() for planned in job.planned.values()]
-            names = [f"{folder}/{name}" for folder, planned in job.planned.items() for name in planned.files]
-            return written, hash_files(part_folder(job.folder), names)
+            written = [planned.write() for planned in save.planned.values()]
+            names = [f"{folder}/{name}" for folder, planned in save.planned.items() for name in planned.files]
+            return written, hash_files(part_folder(save.folder), names)
         except Exception as e:
             return _reason(e)
 
-    def _finish(self, job: _Job, gathered: list[Any]) -> str | None:
+    def _finish(self, save: _PendingSave, gathered: list[Any]) -> str | None:
         """Complete the checkpoint (rank 0, after all ranks wrote); returns an error message or None."""
-        part, policy = part_folder(job.folder), self._policy
+        part, policy = part_folder(save.folder), self._policy
         try:
-            for i, planned in enumerate(job.planned.values()):
+            for i, planned in enumerate(save.planned.values()):
                 planned.finish([written[i] for written, _ in gathered])
-            for name, content in job.files.items():
+            for name, content in save.files.items():
                 with (part / name).open("wb") as file:
                     file.write(content)
                     file.flush()
@@ -229,7 +229,7 @@ class Saver:
                 pipeline=policy.mesh.pipeline,
             )
             write_manifest(part, metadata, known={n: h for _, hashes in gathered for n, h in hashes.items()})
-            publish(part, job.folder, job.step)
+            publish(part, save.folder, save.step)
         except Exception as e:
             return _reason(e)
         with suppress(OSError):  # removal is tried again after the next save

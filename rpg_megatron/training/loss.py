@@ -13,7 +13,7 @@ from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.objective import CorrectionSettings
 from rpg_megatron.objectives import Correction, LossOutput, ResponseTokens, aggregate, rollout_correction
 from rpg_megatron.policy.policy import Aggregator, TokenLoss
-from rpg_megatron.system.own_code import load_section
+from rpg_megatron.system.custom_code import load_section
 
 
 def build_loss(settings: Settings) -> TokenLoss:
@@ -41,7 +41,7 @@ def build_aggregator(settings: Settings) -> Aggregator:
 
 def _objective(settings: Settings) -> TokenLoss:
     section = settings.objective
-    loss: TokenLoss = load_section(section, "objective", given=0, makes=True)
+    loss: TokenLoss = load_section(section, "objective", positional=0, instantiate=True)
     if isinstance(section, ImportedSettings):
         loss = _checked(loss, settings)
     if settings.anchor.type != "old":

@@ -218,7 +218,7 @@ def open_publisher(
 
 def _sync(manifest: Manifest, version: int, again: bool, sampler: SamplerClient) -> SyncResult:
     """Calls ``EnginePool.sync`` in the sampler process, over its socket."""
-    return sampler.sync(manifest, version, again=again)
+    return sampler.sync(manifest, version, resync=again)
 
 
 def _broadcast(publish: bool, stopped: bool) -> bool:

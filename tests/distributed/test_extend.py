@@ -23,9 +23,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rpg_megatron.config import Settings
 from rpg_megatron.data.problems import read_problems
-from rpg_megatron.launcher.input_checks import check_own_code
+from rpg_megatron.launcher.input_checks import check_custom_code
 from rpg_megatron.rewards.reward import Response, Scorer
-from rpg_megatron.rollout.dynamic_sampling import keeps
+from rpg_megatron.rollout.dynamic_sampling import passes_filter
 from rpg_megatron.rollout.groups import scores_of
 from tests.support.judges import stand_in_judge
 from tests.support.layouts import TEMPERATURE, make_case, write_rewarded_batch
@@ -88,9 +88,9 @@ def check_board(folder: Path, rows: list[dict]) -> None:
 def test_the_examples_of_the_page_train(tmp_path: Path, sections: dict[str, Any]) -> None:
     batch = write_rewarded_batch(tmp_path, 3)
     settings = Settings.model_validate(make_case(tmp_path / "model", {}, 0, sections)["settings"])
-    check_own_code(settings)
+    check_custom_code(settings)
     groups = [scores_of(batch[i : i + 3]) for i in range(0, 12, 3)]
-    assert all(keeps(settings.rollout, group) for group in groups), "dense rewards, all of them wrong"
+    assert all(passes_filter(settings.rollout, group) for group in groups), "dense rewards, all of them wrong"
 
     rows = train(tmp_path, sections, 1, {"TP1": {}})["TP1"]
     assert [row["lr"] for row in rows] == [1e-3, 5e-4]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rpg_megatron.bridge.checksum import MODULUS
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Manifest, PublishedBox, PublishedTensor, Shard
-from rpg_megatron.bridge.transports.buckets import own_bytes, plan_streams, room_of
+from rpg_megatron.bridge.transports.buckets import exclusive_bytes, message_bytes, plan_streams
 from rpg_megatron.bridge.transports.mapped_reader import ShardError
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
@@ -122,7 +122,7 @@ def test_workers_get_their_slices_again_and_again(trainers, tmp_path, bucket_byt
         folder = Path(manifest.place["folder"])
         assert folder.stat().st_mode & 0o777 == 0o700
         assert {file.name.partition("%")[0] for file in folder.iterdir()} == {"manifest", "link"}
-        with pytest.raises(ShardError, match="no trainer meets its engines in"):
+        with pytest.raises(ShardError, match="no trainer has a rendezvous in"):
             GroupReader(torch.device("cpu")).open(manifest.place | {"folder": str(folder / "gone")}, 9)
 
 
@@ -209,13 +209,13 @@ def test_streams_send_every_element_once_in_order_of_the_reads():
     manifest = Manifest("process_group", {}, 0, (Shard(0, HEADER_BYTES), Shard(1, HEADER_BYTES)), tensors)
     wanted = [("n", Box((1,), (3,))), ("w", Box((2, 3), (9, 4)))]
     for most in (1, 40, 100, 10_000):
-        streams = plan_streams(manifest, wanted, most, own_bytes(manifest, wanted))
+        streams = plan_streams(manifest, wanted, most, exclusive_bytes(manifest, wanted))
         seen = {name: torch.zeros(t.shape) for name, t in tensors.items()}
         for shard, buckets in streams.items():
             parts = list(itertools.chain(*buckets))
             assert [p.hf_name for p in parts] == sorted((p.hf_name for p in parts), key="nw".index)
             for bucket in buckets:
-                assert room_of(bucket) <= most or len(bucket) == 1
+                assert message_bytes(bucket) <= most or len(bucket) == 1
             for part in parts:
                 assert part.nbytes == 4 * part.box.numel
                 seen[part.hf_name][part.box.slices()] += 1

@@ -21,7 +21,7 @@ from rpg_megatron.bridge.transports.folder_store import FolderStore
 from rpg_megatron.bridge.transports.process_group_link import Link, Rendezvous
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
-from rpg_megatron.bridge.vllm.sync_route import add_up
+from rpg_megatron.bridge.vllm.sync_route import sum_acks
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_trainers import PublishingRanks
@@ -114,7 +114,7 @@ def test_every_replica_sends_an_equal_share(trainers, tensor, data, engines):
         for engine in readers:
             acks = [read(reader, manifest, worker) for worker, reader in enumerate(engine)]
             assert compare_checksums(manifest, acks) == {}
-            assert compare_totals(manifest, add_up(acks))
+            assert compare_totals(manifest, sum_acks(acks))
             # The norms come from the rank that a worker reads the rest from.
             assert [len(reader._links) for reader in engine] == [1] * WORKERS
         sent = t.tell("retract")
@@ -183,12 +183,12 @@ def test_a_wait_for_a_request_blocks_in_the_store():
     waiting = host.reconnect()
     waiting.store = Counted(waiting.store)
     found = []
-    thread = threading.Thread(target=lambda: found.append(waiting.wait("inbox")), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(waiting.wait_request("inbox")), daemon=True)
     thread.start()
     time.sleep(0.5)
     assert waiting.store.calls == ["set_timeout", "queue_pop"]
     host.store.queue_push("inbox", "unsigned")
-    host.ask("inbox", {"kind": "hello"})
+    host.send_request("inbox", {"kind": "hello"})
     thread.join(60)
     assert found == [{"kind": "hello"}]
 

@@ -18,7 +18,7 @@ from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.commands.audit import compare_engines as auditing
 from rpg_megatron.commands.audit.module_check import StoredWeights
 from rpg_megatron.config import Settings, load_settings
-from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.layers import PackedAttention

@@ -161,7 +161,7 @@ def test_stale_versions_and_foreign_folders_are_refused(rig, tmp_path):
         rig.engine.sync(21)
     shutil.copytree(rig.engine.bridge, tmp_path / "copy")
     manifest = read_manifest(tmp_path / "copy" / "manifest.json")
-    with pytest.raises(CheckFailed, match="lies outside"):
+    with pytest.raises(CheckFailed, match="is outside"):
         rig.engine.sync(20, manifest)
     assert rig.error(6) < TOLERANCE
 
@@ -289,7 +289,7 @@ def test_a_failing_apply_is_not_resumed(rig):
         return await rig.engine.post(path, body, timeout)
 
     manifest = read_manifest(rig.engine.bridge / "manifest.json")
-    with pytest.raises(ApplyFailed, match=r"shard-00001\.bin \(trainer rank 1\) is not to be read now"):
+    with pytest.raises(ApplyFailed, match=r"shard-00001\.bin \(trainer rank 1\) must not be read now"):
         asyncio.run(sync_engine(post, manifest, version=40, engine_tensor=rig.engine.tensor, timeout=60))
     assert json.loads(rig.engine.call("GET", "/is_paused")[1])["is_paused"] is True
 

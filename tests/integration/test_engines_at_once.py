@@ -27,7 +27,7 @@ from rpg_megatron.launcher import engines as module
 from rpg_megatron.launcher import node_agent
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.node_agent import NodeAgent, NodeEndpoint
-from rpg_megatron.launcher.nodes import share_of
+from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.supervisor import StopSignals, Supervisor
 from rpg_megatron.system.process_groups import members
 from tests.support.launcher import wait_for
@@ -101,7 +101,7 @@ def settings(config_file: Path) -> Settings:
 def node(settings: Settings, folder: Path, engines: list[EngineProcess]) -> NodeAgent:
     channel: Any = SimpleNamespace(send=lambda *_, **__: None)
     where = NodeEndpoint("127.0.0.1", {})
-    agent = NodeAgent(settings, share_of(settings, 0, 1), where, folder, "secret", channel, StopSignals())
+    agent = NodeAgent(settings, assign_node(settings, 0, 1), where, folder, "secret", channel, StopSignals())
     agent._engines = {engine.index: engine for engine in engines}
     return agent
 
@@ -109,7 +109,7 @@ def node(settings: Settings, folder: Path, engines: list[EngineProcess]) -> Node
 def test_64_engines_are_probed_and_put_to_sleep_at_once(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place, name in ((module, "_ANSWER"), (module, "_PATIENT"), (node_agent, "_ANSWER")):
+    for place, name in ((module, "_ANSWER"), (module, "_LONG_ANSWER"), (node_agent, "_ANSWER")):
         monkeypatch.setattr(place, f"{name}_SECONDS", 60.0)  # room for a busy machine
     monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
     processes = build(Listening, settings, tmp_path, 64)

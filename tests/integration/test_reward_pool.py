@@ -262,7 +262,7 @@ def test_a_killed_fork_server_is_started_again(
     pool._server._process[0].kill()  # its worker dies with it
     pool._server._process[0].wait()
     assert pool.submit(["a", "a"]).result(timeout=300).value is True
-    assert "starting it again" in caplog.text
+    assert "restarting it" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
-from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
@@ -377,7 +377,7 @@ def test_a_core_that_hangs_is_told_from_one_that_works(engine: Engine) -> None:
     async def probe(timeout: float) -> tuple[bool, bool]:
         client = EngineClient(0, engine.process.socket, engine.token, timeout=120)
         try:
-            return await client.health(), await client.progresses(timeout)
+            return await client.health(), await client.is_progressing(timeout)
         finally:
             await client.close()
 

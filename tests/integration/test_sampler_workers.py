@@ -25,8 +25,8 @@ import pytest
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import load_settings
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.trajectory import Trajectory, to_row
-from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from tests.support.stand_in_engines import StandIns, stand_in_engines

@@ -27,7 +27,7 @@ import psutil
 from rpg_megatron.bridge.controller import SyncReport, sync_engine
 from rpg_megatron.bridge.manifest import Manifest, read_manifest
 from rpg_megatron.config import Settings
-from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.engine.process import EngineProcess, engine_socket
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient

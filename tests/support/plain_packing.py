@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from rpg_megatron.data.packing import Plan, fill_length
+from rpg_megatron.data.packing import Plan, padded_length
 
 _BALANCED = 1.01
 
@@ -24,7 +24,7 @@ def plan_batches(
 ) -> Plan:
     """As ``rpg_megatron.data.packing.plan_batches``."""
     size = len(lengths) // minibatches
-    padded = [fill_length(n, context) for n in lengths]
+    padded = [padded_length(n, context) for n in lengths]
     costs = [n + n * n / attention_length for n in lengths]
     plan: Plan = [[] for _ in range(data)]
     for m in range(minibatches):

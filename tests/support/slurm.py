@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from rpg_megatron.engine.command import TOKEN_VARIABLE
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 SECRET = "wandb-5ecret-0123456789abcdef0123456789abcdef"

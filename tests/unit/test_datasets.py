@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.presets import PRESETS, find_preset
-from rpg_megatron.data.problems import read_counted, read_problems
+from rpg_megatron.data.problems import read_problems, read_problems_with_counts
 
 ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in range(10)]
 
@@ -56,7 +56,7 @@ def test_parquet_arrow_folder_and_hub_give_the_same(tmp_path: Path, monkeypatch:
 def test_filters_and_duplicates_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = parquet(tmp_path / "d.parquet", [*ROWS, {"prompt": " 0+0\n", "answer": "0", "level": 0}])
     settings = DataSettings(path=file, where={"level": (0, 1)}, deduplicate=True)
-    problems, left_out, _ = read_counted(settings)
+    problems, left_out, _ = read_problems_with_counts(settings)
     assert [p.id for p in problems] == [0, 1, 3, 4, 6, 7, 9]
     assert left_out == {"filtered": 3, "duplicate": 1}
     read_problems(settings)
@@ -185,7 +185,7 @@ def test_malformed_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     good = json.dumps(ROWS[1]).encode()
     file.write_bytes(b"\n".join([good, b"{broken", b'{"prompt": "\xff"}', b"[]", b'{"prompt": "1"}', good]))
-    problems, left_out, first = read_counted(DataSettings(path=file, malformed="skip"))
+    problems, left_out, first = read_problems_with_counts(DataSettings(path=file, malformed="skip"))
     assert [p.id for p in problems] == [0, 5]
     assert left_out == {"malformed": 4}
     assert str(first).startswith(f"{file}:2: not valid JSON")

@@ -15,7 +15,7 @@ from rpg_megatron.commands.eval.settings import check_request
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.engine.command import context_length, engine_command, engine_environment
 from rpg_megatron.engine.process import first_error, tail_of
-from rpg_megatron.launcher.nodes import share_of
+from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.preflight import check, check_expert_columns, check_head_dim
 from tests.support.tiny_models import TINY, TINY_MOE
 
@@ -96,7 +96,7 @@ def test_engines_have_the_gpus_behind_the_ranks(
     )
 
     def gpus(index: int) -> str:
-        seen = share_of(settings, 0, 1).gpus(settings, index)
+        seen = assign_node(settings, 0, 1).gpus(settings, index)
         return engine_environment(settings, index, tmp_path, "secret", seen)["CUDA_VISIBLE_DEVICES"]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -114,7 +114,7 @@ def test_colocated_engines_have_the_ranks_gpus_and_can_sleep(config_file: Path, 
     overrides = ["engine.colocated=true", "parallel.tensor=2", "parallel.data=2", "engine.kv_cache_gib=2"]
     gpu = [*overrides, "engine.replicas=2", "device=cuda", "bridge.transport=cuda_ipc"]
     settings = load_settings(config_file, gpu)
-    assert [share_of(settings, 0, 1).gpus(settings, i) for i in (0, 1)] == [[0, 1, 2, 3], [1, 0, 2, 3]]
+    assert [assign_node(settings, 0, 1).gpus(settings, i) for i in (0, 1)] == [[0, 1, 2, 3], [1, 0, 2, 3]]
     command = engine_command(settings, 0, tmp_path / "e.sock")
     assert "--enable-sleep-mode" in command
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2 * 1024**3)

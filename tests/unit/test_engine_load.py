@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rpg_megatron.config.rollout import EngineSettings
-from rpg_megatron.engine.client import EngineGone
+from rpg_megatron.engine.client import EngineUnavailable
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING, read_metrics
 from rpg_megatron.rollout.engine_load import EngineLoad, EngineTimeline
 from rpg_megatron.rollout.engine_pool import EnginePool
@@ -45,13 +45,13 @@ class Engine:
     async def wait_ready(self, timeout: float) -> None:
         pass
 
-    async def progresses(self, timeout: float) -> bool:
+    async def is_progressing(self, timeout: float) -> bool:
         return True
 
     async def metrics(self, timeout: float) -> dict[str, float]:
         if not self.samples:
             self.refused += 1
-            raise EngineGone("no answer")
+            raise EngineUnavailable("no answer")
         return self.samples.pop(0)
 
 
@@ -71,7 +71,7 @@ def test_a_row_for_the_step_and_a_line_for_each_engine(tmp_path: Path) -> None:
 
     async def scene() -> None:
         pool = EnginePool(EngineSettings(health_timeout=0.1), engines, tmp_path, file)
-        pool.expect(None)
+        pool.require_version(None)
         async with asyncio.timeout(20):
             while any(
                 engine.refused < 2 for engine in engines

@@ -24,7 +24,7 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import EngineSettings, RolloutSettings
-from rpg_megatron.engine.client import EngineError, EngineGone, Sample
+from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
     has_answered,
@@ -32,7 +32,7 @@ from rpg_megatron.engine.restarts import (
     is_trainers_turn,
     take_request,
 )
-from rpg_megatron.rollout import engine_pool as fleet_module
+from rpg_megatron.rollout import engine_pool as pool_module
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
@@ -62,20 +62,20 @@ class Engine:
         weights = self.weights
         await asyncio.sleep(random.random() * 0.01 + self.slow)
         if not self.up or self.fail(self.asked):
-            raise EngineGone(f"engine {self.index} is gone")
+            raise EngineUnavailable(f"engine {self.index} is gone")
         answers = [np.array([weights, (seed + i) % 1000], np.int32) for i in range(n)]
         return [Sample(tokens, np.zeros(2, np.float32), "stop") for tokens in answers]
 
     async def post(self, path: str, body: Any = None, timeout: float | None = None) -> tuple[int, str]:
         if not self.up:
-            raise EngineGone(f"engine {self.index} is gone")
+            raise EngineUnavailable(f"engine {self.index} is gone")
         self.posted.append(path)
         return self.status, "no"
 
     async def health(self, timeout: float = 5.0) -> bool:
         return self.up
 
-    async def progresses(self, timeout: float) -> bool:
+    async def is_progressing(self, timeout: float) -> bool:
         if self.up and self.core_answers:
             return True
         await asyncio.sleep(timeout if self.up else 0)  # nobody listens, or nobody answers
@@ -106,9 +106,9 @@ def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.weights = version
         return SyncReport(version)
 
-    monkeypatch.setattr(fleet_module, "sync_engine", sync_engine)
-    monkeypatch.setattr(fleet_module, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(fleet_module, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "sync_engine", sync_engine)
+    monkeypatch.setattr(pool_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "_RESTART_WAIT_SECONDS", 0.05)
 
 
 def build(work: Path, count: int, restarts: int = 3) -> tuple[EnginePool, list[Engine]]:
@@ -120,11 +120,11 @@ def draws(count: int = 12) -> list[GroupTask]:
     return [GroupTask(i, i, np.zeros(3, np.int32), "", 6, 100 * i, 9, version=0) for i in range(count)]
 
 
-async def sample(fleet: EnginePool) -> list[list[list[int]]]:
+async def sample(pool: EnginePool) -> list[list[list[int]]]:
     """Sample a dozen groups; their tokens. Fails if a group is finished twice."""
-    clients: Any = [replica.client for replica in fleet.replicas]
-    worker = Worker(SETTINGS, str, clients, fleet._work, [0])
-    dispatcher = Dispatcher(fleet, [worker], SETTINGS.engine.max_sequences)
+    clients: Any = [replica.client for replica in pool.replicas]
+    worker = Worker(SETTINGS, str, clients, pool._work, [0])
+    dispatcher = Dispatcher(pool, [worker], SETTINGS.engine.max_sequences)
     finished: list[int] = []
     tasks = draws()
     try:
@@ -158,20 +158,20 @@ def play(scene: Callable[[], Awaitable[None]]) -> None:
 
 def test_the_others_finish_what_a_lost_engine_began(tmp_path: Path) -> None:
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 2)
-        assert len((await fleet.sync(NOTHING, 5, again=False)).reports) == 2
+        pool, engines = build(tmp_path, 2)
+        assert len((await pool.sync(NOTHING, 5, resync=False)).reports) == 2
         engines[1].fail = lambda request: "gone" if request > 3 else None
-        assert await sample(fleet) == expected(5)
+        assert await sample(pool) == expected(5)
         assert take_request(tmp_path, 1, 0) == "engine 1 is gone"
         assert take_request(tmp_path, 1, 0) is None
         assert take_request(tmp_path, 0, 0) is None
         assert engines[1].asked <= 3 + 4  # at most the requests under way: two of each group
-        counts = fleet.pop_counts()
+        counts = pool.pop_counts()
         assert 1 <= counts["engine/requests_resent"] <= 4
         assert counts["engine/restarts"] == 0
         engines[1].restart()
-        await until(lambda: fleet.replicas[1].needs_weights)
-        assert fleet.pop_counts() == {"engine/restarts": 1, "engine/requests_resent": 0}
+        await until(lambda: pool.replicas[1].needs_weights)
+        assert pool.pop_counts() == {"engine/restarts": 1, "engine/requests_resent": 0}
 
     play(scene)
 
@@ -180,22 +180,22 @@ def test_engines_that_share_gpus_are_put_to_sleep_or_lost(tmp_path: Path) -> Non
     """An engine that stays awake holds memory that the trainer counts on."""
 
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 3)
-        await fleet.sync(NOTHING, 5, again=False)
-        await fleet.sleep(1)
-        await fleet.wake()
+        pool, engines = build(tmp_path, 3)
+        await pool.sync(NOTHING, 5, resync=False)
+        await pool.sleep(1)
+        await pool.wake()
         assert [e.posted for e in engines] == [["/sleep?level=1&mode=abort", "/wake_up"]] * 3
-        assert await sample(fleet) == expected(5)
+        assert await sample(pool) == expected(5)
         engines[1].status, engines[2].up = 500, False
-        await fleet.sleep(2)
+        await pool.sleep(2)
         assert [e.posted[2:] for e in engines] == [["/sleep?level=2&mode=abort"]] * 2 + [[]]
         assert [take_request(tmp_path, i, 0) for i in range(3)] == [
             None,
             "engine 1 answered /sleep?level=2&mode=abort with 500: no",
             "engine 2 is gone",
         ]
-        assert [r.version for r in fleet.replicas] == [None] * 3
-        assert len((await fleet.sync(NOTHING, 6, again=False)).reports) == 1
+        assert [r.version for r in pool.replicas] == [None] * 3
+        assert len((await pool.sync(NOTHING, 6, resync=False)).reports) == 1
 
     play(scene)
 
@@ -204,15 +204,15 @@ def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_g
     """It takes all of its memory while it starts; and while the trainers have theirs, none is started."""
 
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 3)
-        await fleet.sync(NOTHING, 5, again=False)
+        pool, engines = build(tmp_path, 3)
+        await pool.sync(NOTHING, 5, resync=False)
         assert not is_trainers_turn(tmp_path)
         for engine in engines[1:]:
             engine.up = False
-            fleet.mark_failed(fleet.replicas[engine.index], 0, "died")
+            pool.mark_failed(pool.replicas[engine.index], 0, "died")
         engines[1].restart()
         engines[1].up = False  # its process runs and does not answer yet; nobody has started engine 2
-        sleeping = asyncio.create_task(fleet.sleep(2))
+        sleeping = asyncio.create_task(pool.sleep(2))
         await until(lambda: is_trainers_turn(tmp_path))
         await asyncio.sleep(0.1)
         assert not sleeping.done()
@@ -220,7 +220,7 @@ def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_g
         engines[1].up = True
         await sleeping
         assert [len(e.posted) for e in engines] == [1, 1, 0]
-        await fleet.sync(NOTHING, 6, again=False)
+        await pool.sync(NOTHING, 6, resync=False)
         assert not is_trainers_turn(tmp_path)
 
     play(scene)
@@ -228,17 +228,17 @@ def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_g
 
 def test_what_nobody_can_do_waits_until_the_engine_is_back_and_synced(tmp_path: Path) -> None:
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 1)
-        await fleet.sync(NOTHING, 5, again=False)
+        pool, engines = build(tmp_path, 1)
+        await pool.sync(NOTHING, 5, resync=False)
         engines[0].fail = lambda request: "gone" if request > 3 else None
-        sampling = asyncio.create_task(sample(fleet))
+        sampling = asyncio.create_task(sample(pool))
         await until(lambda: take_request(tmp_path, 0, 0) is not None)
         engines[0].restart()
-        await until(lambda: fleet.returned.is_set())
+        await until(lambda: pool.restarted.is_set())
         asked = engines[0].asked
         await asyncio.sleep(0.1)
         assert engines[0].asked == asked, "an engine without weights was asked for samples"
-        assert len((await fleet.sync(NOTHING, 5, again=True)).reports) == 1
+        assert len((await pool.sync(NOTHING, 5, resync=True)).reports) == 1
         assert await sampling == expected(5)
 
     play(scene)
@@ -248,15 +248,15 @@ def test_an_answer_of_the_next_life_is_not_taken(tmp_path: Path) -> None:
     """The process is replaced while a request is on its way, and nothing seems to have failed."""
 
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 1)
-        await fleet.sync(NOTHING, 5, again=False)
+        pool, engines = build(tmp_path, 1)
+        await pool.sync(NOTHING, 5, resync=False)
         engines[0].slow = 0.1
-        sampling = asyncio.create_task(sample(fleet))
+        sampling = asyncio.create_task(sample(pool))
         await until(lambda: engines[0].asked > 0)
         engines[0].restart()
-        await until(lambda: fleet.replicas[0].needs_weights)
+        await until(lambda: pool.replicas[0].needs_weights)
         engines[0].slow = 0.0
-        await fleet.sync(NOTHING, 5, again=True)
+        await pool.sync(NOTHING, 5, resync=True)
         assert await sampling == expected(5)
 
     play(scene)
@@ -264,20 +264,20 @@ def test_an_answer_of_the_next_life_is_not_taken(tmp_path: Path) -> None:
 
 def test_engines_that_do_not_take_weights(tmp_path: Path) -> None:
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 3)
-        await fleet.sync(NOTHING, 5, again=False)
+        pool, engines = build(tmp_path, 3)
+        await pool.sync(NOTHING, 5, resync=False)
         engines[0].sync_error = CheckFailed("version 6 refused: norm.weight")
         engines[1].sync_error = ApplyFailed("version 6: out of memory; restart the engine")
-        result = await fleet.sync(NOTHING, 6, again=False)
+        result = await pool.sync(NOTHING, 6, resync=False)
         assert result.refused == ["engine 0: version 6 refused: norm.weight"]
         assert [r.version for r in result.reports] == [6]
-        assert [r.version for r in fleet.replicas] == [5, None, 6]
+        assert [r.version for r in pool.replicas] == [5, None, 6]
         assert "out of memory" in (take_request(tmp_path, 1, 0) or "")
-        assert await sample(fleet) == expected(6)  # by the one that is left
+        assert await sample(pool) == expected(6)  # by the one that is left
         # Published once more: the first takes them now, the second is still away.
-        result = await fleet.sync(NOTHING, 6, again=True)
+        result = await pool.sync(NOTHING, 6, resync=True)
         assert (len(result.reports), result.refused) == (1, [])
-        assert [r.version for r in fleet.replicas] == [6, None, 6]
+        assert [r.version for r in pool.replicas] == [6, None, 6]
 
     play(scene)
 
@@ -286,33 +286,33 @@ def test_an_engine_that_was_restarted_between_steps(tmp_path: Path) -> None:
     """The launcher saw it die; the sampler finds the next life at its next sync, or before it asks."""
 
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 1)
-        await fleet.sync(NOTHING, 5, again=False)
+        pool, engines = build(tmp_path, 1)
+        await pool.sync(NOTHING, 5, resync=False)
         engines[0].restart()
-        assert len((await fleet.sync(NOTHING, 6, again=False)).reports) == 1
-        assert await sample(fleet) == expected(6)
+        assert len((await pool.sync(NOTHING, 6, resync=False)).reports) == 1
+        assert await sample(pool) == expected(6)
         engines[0].restart()
-        fleet.expect(6)
-        sampling = asyncio.create_task(sample(fleet))
-        await until(lambda: fleet.replicas[0].needs_weights)
-        await fleet.sync(NOTHING, 6, again=True)
+        pool.require_version(6)
+        sampling = asyncio.create_task(sample(pool))
+        await until(lambda: pool.replicas[0].needs_weights)
+        await pool.sync(NOTHING, 6, resync=True)
         assert await sampling == expected(6)
-        assert fleet.pop_counts()["engine/restarts"] == 2
+        assert pool.pop_counts()["engine/restarts"] == 2
 
     play(scene)
 
 
 def test_without_restarts_the_first_loss_is_an_error(tmp_path: Path) -> None:
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 2, restarts=0)
-        await fleet.sync(NOTHING, 5, again=False)
+        pool, engines = build(tmp_path, 2, restarts=0)
+        await pool.sync(NOTHING, 5, resync=False)
         engines[1].up = False
         with pytest.raises(EngineError, match="engine 1 is gone"):
-            await sample(fleet)
+            await sample(pool)
         with pytest.raises(EngineError, match="cannot start a weight update"):
-            await fleet.sync(NOTHING, 6, again=False)
+            await pool.sync(NOTHING, 6, resync=False)
         with pytest.raises(EngineError, match="weights 4"):
-            fleet.expect(4)
+            pool.require_version(4)
 
     play(scene)
 
@@ -320,12 +320,12 @@ def test_without_restarts_the_first_loss_is_an_error(tmp_path: Path) -> None:
 def test_a_silent_engine_is_lost(tmp_path: Path) -> None:
     async def scene() -> None:
         engines = [Engine(0, tmp_path)]
-        fleet = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
-        await fleet.sync(NOTHING, 5, again=False)
+        pool = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
+        await pool.sync(NOTHING, 5, resync=False)
         await asyncio.sleep(0.2)
         assert take_request(tmp_path, 0, 0) is None
         engines[0].up = False
-        await until(lambda: fleet.replicas[0].is_away)
+        await until(lambda: pool.replicas[0].is_restarting)
         assert "engine.health_timeout" in (take_request(tmp_path, 0, 0) or "")
 
     play(scene)
@@ -338,20 +338,20 @@ def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, 
     async def scene() -> None:
         for synced in (True, False):
             engines = [Engine(int(synced), tmp_path)]
-            fleet = EnginePool(EngineSettings(health_timeout=0.05, restarts=restarts), engines, tmp_path)
+            pool = EnginePool(EngineSettings(health_timeout=0.05, restarts=restarts), engines, tmp_path)
             if synced:
-                await fleet.sync(NOTHING, 5, again=False)
+                await pool.sync(NOTHING, 5, resync=False)
             else:
-                fleet.expect(None)
+                pool.require_version(None)
             await asyncio.sleep(0.2)
-            assert not fleet.replicas[0].is_away
+            assert not pool.replicas[0].is_restarting
             engines[0].core_answers = False
-            await until(lambda fleet=fleet: fleet.replicas[0].is_away)
+            await until(lambda pool=pool: pool.replicas[0].is_restarting)
             reason = take_request(tmp_path, int(synced), 0) or ""
             assert reason.startswith(f"engine {int(synced)} hangs: its core did not answer for 0 s")
             engines[0].core_answers = True
             engines[0].restart()
-            await until(lambda fleet=fleet: not fleet.replicas[0].is_away)
+            await until(lambda pool=pool: not pool.replicas[0].is_restarting)
 
     play(scene)
 
@@ -359,7 +359,7 @@ def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, 
 def test_a_worker_may_wait_for_a_trainer_as_long_as_the_transport_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "_LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "_MIN_PROBE_SECONDS", 0.01)
     links = Manifest("process_group", {"timeout": 1.0}, 0, (), {})
 
     async def sync_engine(post: Any, manifest: Manifest, **_: Any) -> SyncReport:
@@ -369,15 +369,15 @@ def test_a_worker_may_wait_for_a_trainer_as_long_as_the_transport_allows(
         await asyncio.sleep(600 * (manifest is not links))
         return SyncReport(5)
 
-    monkeypatch.setattr(fleet_module, "sync_engine", sync_engine)
+    monkeypatch.setattr(pool_module, "sync_engine", sync_engine)
 
     async def scene() -> None:
         engines = [Engine(0, tmp_path)]
-        fleet = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
-        assert len((await fleet.sync(links, 5, again=False)).reports) == 1
+        pool = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
+        assert len((await pool.sync(links, 5, resync=False)).reports) == 1
         assert take_request(tmp_path, 0, 0) is None
-        syncing = asyncio.create_task(fleet.sync(NOTHING, 6, again=False))  # weights in shared memory
-        await until(lambda: fleet.replicas[0].is_away)
+        syncing = asyncio.create_task(pool.sync(NOTHING, 6, resync=False))  # weights in shared memory
+        await until(lambda: pool.replicas[0].is_restarting)
         syncing.cancel()
 
     play(scene)
@@ -386,10 +386,10 @@ def test_a_worker_may_wait_for_a_trainer_as_long_as_the_transport_allows(
 def test_a_sampler_that_was_stopped_itself_asks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "_LATE_SECONDS", 0.2)
+    monkeypatch.setattr(pool_module, "_LATE_SECONDS", 0.2)
 
     class Stopped(Engine):
-        async def progresses(self, timeout: float) -> bool:
+        async def is_progressing(self, timeout: float) -> bool:
             self.asked += 1
             if self.asked == 1:
                 time.sleep(timeout + 0.3)  # the whole process; its time is up before it sees the answer
@@ -398,8 +398,8 @@ def test_a_sampler_that_was_stopped_itself_asks_again(
 
     async def scene() -> None:
         engines = [Stopped(0, tmp_path)]
-        fleet = EnginePool(EngineSettings(health_timeout=0.1), engines, tmp_path)
-        await fleet.sync(NOTHING, 5, again=False)
+        pool = EnginePool(EngineSettings(health_timeout=0.1), engines, tmp_path)
+        await pool.sync(NOTHING, 5, resync=False)
         await until(lambda: engines[0].asked > 2)
         assert take_request(tmp_path, 0, 0) is None
 
@@ -407,7 +407,7 @@ def test_a_sampler_that_was_stopped_itself_asks_again(
 
 
 def test_a_request_for_a_life_that_is_over_is_dropped(tmp_path: Path) -> None:
-    fleet_module.ask_restart(tmp_path, 0, 0, "died")
+    pool_module.ask_restart(tmp_path, 0, 0, "died")
     begin_incarnation(tmp_path, 0, 1)
     assert take_request(tmp_path, 0, incarnation_of(tmp_path, 0)) is None
     assert list(tmp_path.glob("*.restart")) == []
@@ -415,14 +415,14 @@ def test_a_request_for_a_life_that_is_over_is_dropped(tmp_path: Path) -> None:
 
 def test_each_life_that_came_up_is_noted(tmp_path: Path) -> None:
     async def scene() -> None:
-        fleet, engines = build(tmp_path, 1)
+        pool, engines = build(tmp_path, 1)
         assert not has_answered(tmp_path, 0, 0)
-        await fleet.sync(NOTHING, 1, again=False)
+        await pool.sync(NOTHING, 1, resync=False)
         assert has_answered(tmp_path, 0, 0)
         engines[0].restart()
-        fleet.refresh()
+        pool.refresh()
         assert not has_answered(tmp_path, 0, 1)
-        await until(lambda: not fleet.replicas[0].is_away)
+        await until(lambda: not pool.replicas[0].is_restarting)
         assert has_answered(tmp_path, 0, 1)
 
     play(scene)
@@ -441,12 +441,12 @@ def test_a_carried_group_that_cannot_be_read_again_is_told(tmp_path: Path) -> No
             return [GroupScores([1], [1.0], [True], [False], {}) for _ in tickets]
 
     async def scene() -> None:
-        fleet, _ = build(tmp_path, 1)
+        pool, _ = build(tmp_path, 1)
         worker: Any = Damaged()
-        dispatcher, lost = Dispatcher(fleet, [worker], 4), []
+        dispatcher, lost = Dispatcher(pool, [worker], 4), []
         dispatcher.on_lost = lost.append
         assert len(await dispatcher.load(draws(3), tmp_path / "carried")) == 3
-        dispatcher.restore(0)
+        dispatcher.restore_worker(0)
         await until(lambda: bool(lost))
         assert [str(e) for e in lost] == ["the file is damaged"]
         assert worker.loads == 2  # a file is read once, whatever number of groups is in it

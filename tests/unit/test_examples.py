@@ -20,7 +20,7 @@ from rpg_megatron.commands.plan.assumptions import assume
 from rpg_megatron.commands.plan.plan import Plan, make_plan
 from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import UserError, load_settings, read_model_shape
-from rpg_megatron.launcher.nodes import share_of
+from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.preflight import check_model
 from tests.support.recipes import AHEAD, EXAMPLES, H100, MIXTURES, PAPER, REHEARSED, ROWS, shrunk
 
@@ -175,7 +175,7 @@ def test_each_documented_layout_fits_and_fills_its_cards(
     check_margin(plan)
     tensor = settings.parallel.tensor
     for node in range(nodes := cards // 8):
-        share = share_of(settings, node, nodes)  # refuses what cannot be dealt out
+        share = assign_node(settings, node, nodes)  # refuses what cannot be dealt out
         workers = len(share.engines) * settings.engine.tensor
         cards = (len(share.ranks), workers)
         assert cards == (8, 8) if settings.engine.colocated else sum(cards) == 8

@@ -269,7 +269,7 @@ def test_a_tokenizer_with_code_of_its_own_asks_nothing(tmp_path: Path, monkeypat
 
 def test_a_small_file_that_stands_for_gigabytes_is_refused(tmp_path: Path, monkeypatch) -> None:
     """A limit of 4 MB stands for that of 256 MB, and a file of 100 MB for one of GBs."""
-    monkeypatch.setattr(rows, "_ALWAYS", 4_000_000)
+    monkeypatch.setattr(rows, "_MIN_TEXT_LIMIT", 4_000_000)
     table = pa.table({"prompt": ["x" * 100_000] * 1000, "answer": ["1"] * 1000})
     file = tmp_path / "d.parquet"
     pq.write_table(table, file, compression="zstd")

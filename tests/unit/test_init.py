@@ -17,7 +17,7 @@ import pytest
 from rpg_megatron.commands.init import command
 from rpg_megatron.commands.init.command import write_files
 from rpg_megatron.config import UserError, load_settings, read_model_shape
-from rpg_megatron.data.problems import read_counted
+from rpg_megatron.data.problems import read_problems_with_counts
 
 
 @pytest.mark.parametrize("task", ["math", "custom"])
@@ -31,7 +31,7 @@ def test_what_is_written_loads(tmp_path: Path, task: str) -> None:
     assert (settings.reward.type == "my_reward:digits") == (task == "custom")
     assert settings.evaluation is not None
     for data in (settings.data, settings.evaluation.heldout[0].data):
-        problems, *_ = read_counted(data)
+        problems, *_ = read_problems_with_counts(data)
         assert len(problems) >= 200
 
 

@@ -17,7 +17,8 @@ from rpg_megatron.config.reward import OverlongSettings, RewardSettings
 from rpg_megatron.rewards import Grader, Verdict, grade
 from rpg_megatron.rewards.extraction import WINDOW, find_answer
 from rpg_megatron.rewards.grader import grade_by_rules
-from rpg_megatron.rewards.normalize import answers_match, as_number, canonical
+from rpg_megatron.rewards.normalize import canonical
+from rpg_megatron.rewards.quantity import as_number
 from rpg_megatron.rewards.reward import Response, Scorer, overlong_penalty
 
 
@@ -128,6 +129,11 @@ def test_no_text_raises(text: str) -> None:
         grade_by_rules(find_answer(text, style), text)
         grade_by_rules(find_answer("Answer: " + text, style), text or "x")
     canonical(text)
+
+
+def answers_match(a: str, b: str) -> bool:
+    verdict = grade_by_rules(a, b)
+    return verdict is not None and verdict.correct
 
 
 @settings(max_examples=100, deadline=None)

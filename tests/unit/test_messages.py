@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.engine.client import EngineError
-from rpg_megatron.system.messages import AsyncClient, Client, PeerGone, Server, decode, encode
+from rpg_megatron.system.messages import AsyncClient, Client, ConnectionLost, Server, decode, encode
 
 
 @dataclass
@@ -133,8 +133,8 @@ def test_many_requests_at_a_time(address: str) -> None:
         waiting = asyncio.create_task(client.call("wait", None))
         calls = [client.call("double", Point, Point(np.array([i])), 3) for i in range(50)]
         assert [int(p.place[0]) for p in await asyncio.gather(*calls)] == [3 * i for i in range(50)]
-        client.fail(PeerGone("it died"))
-        with pytest.raises(PeerGone, match="it died"):
+        client.fail(ConnectionLost("it died"))
+        with pytest.raises(ConnectionLost, match="it died"):
             await waiting
         client.close()
 
@@ -175,7 +175,9 @@ def test_nobody_there_and_a_server_that_dies(address: str) -> None:
         call = Caller(client)
         time.sleep(0.3)
     call.join()
-    with pytest.raises(PeerGone, match=r"the sampler is gone \(while waiting for wait\); see its log"):
+    with pytest.raises(
+        ConnectionLost, match=r"the sampler has ended \(while waiting for wait\); see its log"
+    ):
         raise call.error
     client.close()
 
@@ -199,7 +201,7 @@ class Caller(threading.Thread):
 
 def test_a_request_is_sent_again_to_the_successor(address: str) -> None:
     with serving(address):
-        client = Client(address, "secret", name="worker", timeout=20, again=True)
+        client = Client(address, "secret", name="worker", timeout=20, reconnect=True)
     call = Caller(client, "touch", Path("/a"))
     time.sleep(0.3)
     assert call.is_alive()

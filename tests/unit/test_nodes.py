@@ -23,12 +23,12 @@ from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
     address_towards,
+    assign_node,
     expand_hosts,
     find_nodes,
     free_port,
     interface_of,
     own_address,
-    share_of,
     transport_note,
 )
 
@@ -98,7 +98,7 @@ def test_options_win_and_are_checked() -> None:
 
 
 def shares(settings: Settings, count: int) -> list[NodeAssignment]:
-    return [share_of(settings, rank, count) for rank in range(count)]
+    return [assign_node(settings, rank, count) for rank in range(count)]
 
 
 def test_shares(config_file: Path) -> None:
@@ -165,7 +165,7 @@ def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str
     settings = load_settings(config_file, [*fit, *overrides])
     engine = settings.engine.model_copy(update={"colocated": True})
     with pytest.raises(UserError, match=told):
-        share_of(settings.model_copy(update={"engine": engine}), 0, 2)
+        assign_node(settings.model_copy(update={"engine": engine}), 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -180,13 +180,13 @@ def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str
 def test_what_cannot_be_shared_out(config_file: Path, overrides: list[str], told: str) -> None:
     fit = ["bridge.transport=process_group", "parallel.data=2", "engine.replicas=2"]
     with pytest.raises(UserError, match=told):
-        share_of(load_settings(config_file, [*fit, *overrides]), 0, 2)
+        assign_node(load_settings(config_file, [*fit, *overrides]), 0, 2)
 
 
 def test_nodes_without_work_are_an_error(config_file: Path) -> None:
     settings = load_settings(config_file, ["cluster={trainer_nodes: 1, engine_nodes: 1}"])
     with pytest.raises(UserError, match=r"leave 1 of the job's 3 nodes idle"):
-        share_of(settings, 0, 3)
+        assign_node(settings, 0, 3)
 
 
 def test_addresses() -> None:
@@ -212,7 +212,7 @@ def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pyte
     file = rendezvous_file(settings, Nodes(1, 2, "job-x"))
     try:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        place = control_channel._read(file)
+        place = control_channel._read_endpoint(file)
         assert place is not None
         silent = socket.create_connection((place.address, place.port))  # says nothing, and blocks nobody
         guessing = socket.create_connection((place.address, place.port))
@@ -263,7 +263,7 @@ def test_a_loopback_address_of_another_machine_is_explained(
 ) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     try:
-        monkeypatch.setattr(control_channel, "_machine", lambda: "another")
+        monkeypatch.setattr(control_channel, "boot_id", lambda: "another")
         with pytest.raises(UserError, match=r"gives 127.0.0.1 as its address.*cluster.interface"):
             join(settings, Nodes(1, 2, "job-x"), lambda: None)
     finally:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpg_megatron.data.packing import Plan, fill_length, pack_rows, plan_batches
+from rpg_megatron.data.packing import Plan, pack_rows, padded_length, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.microbatch import make_micro_batch
 
@@ -79,7 +79,7 @@ def test_every_trajectory_once_and_ranks_in_step(
 def test_rows_to_score(lengths: list[int], budget: int, context: int) -> None:
     rows = pack_rows(lengths, budget, context)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    totals = [sum(fill_length(lengths[i], context) for i in row) for row in rows]
+    totals = [sum(padded_length(lengths[i], context) for i in row) for row in rows]
     assert all(total <= budget or len(row) == 1 for row, total in zip(rows, totals, strict=True))
     assert all(a + b > budget for a, b in itertools.pairwise(totals))  # no two of them fit into one
 

@@ -83,7 +83,7 @@ def test_only_the_owner_can_lock_a_run(tmp_path: Path) -> None:
 
 def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) -> None:
     run = open_run(make_settings(tmp_path))
-    assert (run.folder, run.checkpoint, run.made) == (killed, step_folder(killed, 4), False)
+    assert (run.folder, run.checkpoint, run.is_new) == (killed, step_folder(killed, 4), False)
     assert "resuming" in run.notes[0]
     assert "from step 4" in run.notes[0]
     # What the redone steps will write again is gone, and nothing else.
@@ -105,7 +105,7 @@ def test_a_run_that_is_at_work_is_not_started_twice(
             open_run(same)
     # Two runs of one name that learn something else may work side by side, as in a search for a rate.
     other = open_run(make_settings(tmp_path, optimizer={"lr": 1.0}))
-    assert (other.folder.name, other.checkpoint, other.made) == ("r-002", None, True)
+    assert (other.folder.name, other.checkpoint, other.is_new) == ("r-002", None, True)
     assert other.notes[0].endswith("r-001 is running with other settings")
     assert open_run(make_settings(tmp_path), fresh=True).folder.name == "r-003"
 
@@ -143,14 +143,14 @@ def test_a_finished_run_is_lengthened_by_its_own_command(tmp_path: Path, killed:
     other.close()
     shutil.rmtree(other.folder)
     longer = open_run(make_settings(tmp_path, training={"steps": 9}))
-    assert (longer.folder, longer.checkpoint, longer.made) == (killed, step_folder(killed, 4), False)
+    assert (longer.folder, longer.checkpoint, longer.is_new) == (killed, step_folder(killed, 4), False)
     assert "resuming" in longer.notes[0]
     assert not (killed / "summary.json").exists()  # it is not finished any more
 
 
 def test_from_a_checkpoint_of_another_run(tmp_path: Path, killed: Path) -> None:
     run = open_run(make_settings(tmp_path, name="fork"), source=step_folder(killed, 2))
-    assert (run.folder.name, run.checkpoint, run.made) == ("fork-001", step_folder(killed, 2), True)
+    assert (run.folder.name, run.checkpoint, run.is_new) == ("fork-001", step_folder(killed, 2), True)
     assert (run.folder / "metrics.jsonl").read_text() == '{"step":2}\n'
     assert step_folder(killed, 4).exists()
     assert open_run(make_settings(tmp_path, name="fork"), source=killed).checkpoint == step_folder(killed, 4)

@@ -61,7 +61,7 @@ class FakeEngine:
     async def close(self) -> None:
         """Nothing to close."""
 
-    async def progresses(self, timeout: float) -> bool:
+    async def is_progressing(self, timeout: float) -> bool:
         return True
 
     def sample(self, seed: int, logprobs: bool) -> Sample:

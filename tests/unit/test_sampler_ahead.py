@@ -26,7 +26,7 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.rollout import OwnDynamicSamplingSettings
 from rpg_megatron.data.prompts import decoder_of
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.client import EngineError, EngineGone, Sample
+from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.restarts import begin_incarnation, incarnation_of
 from rpg_megatron.rollout import engine_pool
 from rpg_megatron.rollout.engine_pool import EnginePool
@@ -67,7 +67,7 @@ class Engine:
             while not finish:
                 await asyncio.sleep(0.0005 * self.rng.random())
                 if not self.up:
-                    raise EngineGone(f"engine {self.index} is gone")
+                    raise EngineUnavailable(f"engine {self.index} is gone")
                 if self.closed:
                     finish = "abort"
                     break
@@ -96,7 +96,7 @@ class Engine:
     async def health(self, timeout: float = 5.0) -> bool:
         return self.up
 
-    async def progresses(self, timeout: float) -> bool:
+    async def is_progressing(self, timeout: float) -> bool:
         return True
 
     def restart(self) -> None:
@@ -118,7 +118,7 @@ def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine_pool, "sync_engine", sync_engine)
     monkeypatch.setattr(engine_pool, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(engine_pool, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "_RESTART_WAIT_SECONDS", 0.05)
 
 
 class Run:

@@ -84,7 +84,7 @@ def test_reader_refuses_what_is_stale_foreign_or_misplaced(folder, tmp_path):
     with pytest.raises(ShardError, match="holds version 1, asked for 2"):
         reader.open(manifest.place, 2)
     pub._word.fill_(-1)
-    with pytest.raises(ShardError, match=r"shard-00000\.bin \(trainer rank 0\) is not to be read now"):
+    with pytest.raises(ShardError, match=r"shard-00000\.bin \(trainer rank 0\) must not be read now"):
         reader.open(manifest.place, 1)
     pub._word.fill_(1)
     with pytest.raises(ShardError, match="outside"):

@@ -23,8 +23,8 @@ from rpg_megatron.bridge.controller import (
 )
 from rpg_megatron.bridge.transports.mapped_reader import ShardError, ShardReader
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
-from rpg_megatron.bridge.vllm.generate_route import Gate
-from rpg_megatron.bridge.vllm.sync_route import SYNC, StepFailed, add_up, run_steps
+from rpg_megatron.bridge.vllm.generate_route import RequestGate
+from rpg_megatron.bridge.vllm.sync_route import SYNC, StepFailed, run_steps, sum_acks
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
@@ -41,7 +41,7 @@ class StandInEngine:
         self.unsettled = unsettled
         self.folder, self.fail, self.status, self.skip = folder, fail, status or {}, skip
         self.calls, self.acks, self.posts = [], {}, 0
-        self.gate = Gate()
+        self.gate = RequestGate()
 
     async def post(self, path, body, timeout):
         self.posts += 1
@@ -217,7 +217,7 @@ def test_a_stale_or_half_written_publication_is_refused(published):
     with pytest.raises(CheckFailed, match="holds version 4, asked for 5"):
         sync(engine, manifest, version=5)
     pub._word.fill_(-1)
-    with pytest.raises(CheckFailed, match="is not to be read now"):
+    with pytest.raises(CheckFailed, match="must not be read now"):
         sync(engine, manifest)
 
 
@@ -261,10 +261,10 @@ def test_tensors_read_k_times_must_sum_to_k_times_the_checksum(published):
     for workers in (1, 2, 3):
         acks = [{"rank": r, "sums": backwards if workers == 2 else sums} for r in range(workers)]
         assert compare_checksums(manifest, acks) == {}
-        assert compare_totals(manifest, add_up(acks))
+        assert compare_totals(manifest, sum_acks(acks))
     one_off = {**sums, "model.norm.weight": ((sums["model.norm.weight"][0] + 1) % MODULUS, 48)}
     acks = [{"rank": 0, "sums": sums}, {"rank": 1, "sums": one_off}]
     assert list(compare_checksums(manifest, acks)) == ["model.norm.weight"]
-    assert not compare_totals(manifest, add_up(acks))
+    assert not compare_totals(manifest, sum_acks(acks))
     del sums["model.norm.weight"]
-    assert not compare_totals(manifest, add_up([{"rank": 0, "sums": sums}]))
+    assert not compare_totals(manifest, sum_acks([{"rank": 0, "sums": sums}]))

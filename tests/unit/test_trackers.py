@@ -32,7 +32,7 @@ from rpg_megatron.commands.doctor.probe import Subject
 from rpg_megatron.commands.doctor.run_inputs import probe_trackers
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.launcher.input_checks import check_own_code, check_trackers
+from rpg_megatron.launcher.input_checks import check_custom_code, check_trackers
 from rpg_megatron.launcher.run_dir import create_run
 from rpg_megatron.training import metrics
 from rpg_megatron.training.metrics import MetricsWriter
@@ -252,9 +252,9 @@ def test_wrong_settings_are_one_line_and_show_no_secret(
 
 
 def test_a_tracker_of_the_user_is_checked_before_the_start(make: Callable[..., Settings]) -> None:
-    check_own_code(make("['my_trackers:Works', {type: 'my_trackers:Raises'}]"))
+    check_custom_code(make("['my_trackers:Works', {type: 'my_trackers:Raises'}]"))
     with pytest.raises(UserError, match=r"trackers\[0\].fil: my_trackers:Works has no setting 'fil'"):
-        check_own_code(make("[{type: 'my_trackers:Works', fil: x}]"))
+        check_custom_code(make("[{type: 'my_trackers:Works', fil: x}]"))
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])

@@ -1,6 +1,6 @@
-"""Transport ``process_group``: how slices are packed into messages (buckets), and in which order.
+"""Transport ``process_group``: packs slices into messages (buckets), in an order that both ends know.
 
-Trainer rank and engine worker compute the same plan, so only weights go over the link. No torch here.
+The engine worker plans and sends the lists of slices; after that only weights go over a link. No torch here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class BucketPart:
     nbytes: int
 
     @property
-    def room(self) -> int:
-        """Bytes in a bucket, padding included."""
+    def padded_nbytes(self) -> int:
+        """Bytes in a bucket, including padding."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -36,8 +36,8 @@ Bucket = tuple[BucketPart, ...]
 """Consecutive parts that are sent as one message."""
 
 
-def own_bytes(manifest: Manifest, wanted: Iterable[tuple[str, Box]]) -> Counter[int]:
-    """Index of a shard -> bytes of a worker's reads that no other shard holds."""
+def exclusive_bytes(manifest: Manifest, wanted: Iterable[tuple[str, Box]]) -> Counter[int]:
+    """Index of a shard -> number of bytes of a worker's reads that only this shard holds."""
     found: Counter[int] = Counter()
     for name, box in wanted:
         for published in manifest.tensors[name].boxes:
@@ -47,17 +47,17 @@ def own_bytes(manifest: Manifest, wanted: Iterable[tuple[str, Box]]) -> Counter[
     return found
 
 
-def choose_shard(published: PublishedBox, own: Counter[int]) -> int:
-    """The shard to read a box from: of those that hold it, the one that the worker reads most of anyway."""
-    return max((published.shard, *published.shared_with), key=lambda shard: (own[shard], -shard))
+def choose_shard(published: PublishedBox, exclusive: Counter[int]) -> int:
+    """The shard to read a box from: of those that hold it, the one with the most ``exclusive_bytes``."""
+    return max((published.shard, *published.shared_with), key=lambda shard: (exclusive[shard], -shard))
 
 
 def split_box(
-    manifest: Manifest, hf_name: str, wanted: Box, most: int, own: Counter[int]
+    manifest: Manifest, hf_name: str, wanted: Box, max_bytes: int, exclusive: Counter[int]
 ) -> Iterator[tuple[int, BucketPart]]:
-    """Cut a box into (index of the shard to read it from, part) of at most ``most`` bytes, by rows.
+    """Cut a box by rows into (index of the shard to read from, part) of at most ``max_bytes`` each.
 
-    Rows are not split: a row larger than ``most`` is a part of its own. own: the worker's ``own_bytes``.
+    A row is never split, so a part of one row may be larger. exclusive: the worker's ``exclusive_bytes``.
     """
     tensor = manifest.tensors[hf_name]
     item = ITEM_BYTES[tensor.dtype]
@@ -65,9 +65,9 @@ def split_box(
         common = published.hf.intersect(wanted)
         if common is None:
             continue
-        shard = choose_shard(published, own)
+        shard = choose_shard(published, exclusive)
         rows = common.extent[0] if common.extent else 1
-        step = max(1, most * rows // max(item * common.numel, 1))
+        step = max(1, max_bytes * rows // max(item * common.numel, 1))
         for row in range(0, rows, step):
             count = min(step, rows - row)
             start = (common.start[0] + row, *common.start[1:]) if common.extent else ()
@@ -76,30 +76,31 @@ def split_box(
 
 
 def plan_streams(
-    manifest: Manifest, wanted: Iterable[tuple[str, Box]], most: int, own: Counter[int]
+    manifest: Manifest, wanted: Iterable[tuple[str, Box]], max_bytes: int, exclusive: Counter[int]
 ) -> dict[int, list[Bucket]]:
     """Index of a shard -> the buckets that its rank sends for a worker's reads, in the order of the reads.
 
-    most: bytes of a bucket; a larger part has a bucket of its own. own: ``own_bytes`` of the reads.
+    max_bytes: size of a bucket; a larger part has a bucket of its own. exclusive: ``exclusive_bytes`` of the
+    reads.
     """
     streams: dict[int, list[list[BucketPart]]] = {}
     used: dict[int, int] = {}
     for name, box in wanted:
-        for shard, part in split_box(manifest, name, box, most, own):
+        for shard, part in split_box(manifest, name, box, max_bytes, exclusive):
             buckets = streams.setdefault(shard, [])
-            if not buckets or used[shard] + part.room > most:
+            if not buckets or used[shard] + part.padded_nbytes > max_bytes:
                 buckets.append([])
                 used[shard] = 0
             buckets[-1].append(part)
-            used[shard] += part.room
+            used[shard] += part.padded_nbytes
     return {shard: [tuple(b) for b in buckets] for shard, buckets in streams.items()}
 
 
-def room_of(bucket: Bucket) -> int:
+def message_bytes(bucket: Bucket) -> int:
     """Bytes of a bucket's message."""
-    return sum(p.room for p in bucket)
+    return sum(p.padded_nbytes for p in bucket)
 
 
 def largest(buckets: Sequence[Bucket]) -> int:
     """Bytes of the largest message."""
-    return max(map(room_of, buckets), default=0)
+    return max(map(message_bytes, buckets), default=0)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
-from rpg_megatron.bridge.publisher import Sums, make_publish_plan, node_name, write_manifest
+from rpg_megatron.bridge.publisher import SliceSums, make_publish_plan, node_name, write_manifest
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
@@ -74,7 +74,7 @@ class CudaIpcPublisher:
         also verifies that both are equal.
         """
 
-        def own() -> tuple[Sums, _Memory]:
+        def own() -> tuple[SliceSums, _Memory]:
             torch.cuda.synchronize()
             return self._plan.sum_boxes(self._params, self.dtype), self._memory()
 

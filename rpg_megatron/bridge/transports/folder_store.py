@@ -1,8 +1,8 @@
 """A key-value store with queues in a private folder, for processes of one user on one node.
 
-It has the methods of torch's TCP store that links need. That store has no authentication: every user of the
-node can read and change it. Torch's store in a file cannot replace it, since the file only grows: it would
-hold the manifest of every sync.
+It has the methods of torch's TCPStore that links need. TCPStore has no authentication: every user of the node
+can read and change it. Torch's FileStore is no replacement, because its file only grows: it would keep the
+manifest of every sync.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from rpg_megatron.system.files import atomic_write_text
 
-_LEAST_SECONDS, _MOST_SECONDS = 0.002, 0.05
-"""How often a reader of an empty queue looks again."""
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
+"""Shortest and longest interval at which a reader polls an empty queue."""
 
 
 class FolderStore:
@@ -29,7 +29,7 @@ class FolderStore:
         self._folder = folder
 
     def set(self, key: str, value: str) -> None:
-        """Set a key. Raises RuntimeError, as torch's stores do, if the folder is gone."""
+        """Set a key. Raises RuntimeError, as torch's stores do, if the folder was removed."""
         try:
             atomic_write_text(self._path(key), value)
         except OSError as e:
@@ -47,12 +47,12 @@ class FolderStore:
             raise RuntimeError(f"{self._folder}: {e.strerror or e}") from None
 
     def queue_push(self, key: str, value: str) -> None:
-        """Append to a queue; safe with several writers. Raises RuntimeError if the folder is gone."""
+        """Append to a queue; safe with several writers. Raises RuntimeError if the folder was removed."""
         queue = self._path(key)
         name = f"{time.monotonic_ns():020d}-{secrets.token_hex(4)}"  # in the order of this writer's messages
         try:
             while True:
-                # Not exist_ok, which looks at it again: the reader may have removed it by then.
+                # Not exist_ok, which checks the folder again: the reader may have removed it by then.
                 with suppress(FileExistsError):
                     queue.mkdir()
                 with suppress(FileNotFoundError):  # the reader has just removed the empty queue
@@ -70,14 +70,14 @@ class FolderStore:
     def queue_pop(self, key: str) -> bytes:
         """Remove and return the first message of a queue; waits for one. For one reader.
 
-        Raises RuntimeError if the folder is gone.
+        Raises RuntimeError if the folder was removed.
         """
         began = time.monotonic()
         while not (messages := self._messages(key)):
             if not self._folder.is_dir():
                 raise RuntimeError(f"{self._folder}: no such folder")
-            # A tenth of the time waited so far: an idle reader costs little, and nobody waits long for it.
-            time.sleep(min(max((time.monotonic() - began) / 10, _LEAST_SECONDS), _MOST_SECONDS))
+            # Wait a tenth of the time so far: an idle reader needs little CPU, and messages wait briefly.
+            time.sleep(min(max((time.monotonic() - began) / 10, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS))
         first = messages[0]
         value = first.read_bytes()
         first.unlink()
@@ -86,7 +86,7 @@ class FolderStore:
         return value
 
     def link_store(self, name: str, timeout: timedelta) -> dist.Store:
-        """A store of torch for the processes at the ends of a link."""
+        """A torch store for the two processes of a link."""
         store = dist.FileStore(str(self._path(f"link/{name}")))
         store.set_timeout(timeout)
         return store

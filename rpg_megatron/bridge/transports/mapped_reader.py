@@ -26,8 +26,8 @@ from rpg_megatron.bridge.transports.cuda_ipc import HandleError, choose_copies, 
 from rpg_megatron.models.boxes import Box, check_cover
 from rpg_megatron.system.dtypes import torch_dtype
 
-Sums = dict[str, tuple[int, int]]
-"""HF tensor name -> checksum and number of bytes that a worker read of it."""
+ReadSums = dict[str, tuple[int, int]]
+"""HF tensor name -> checksum and number of bytes of what a worker read of it."""
 
 
 class ShardError(Exception):
@@ -48,11 +48,10 @@ class Reader(Protocol):
         """Open a published version. Raises ShardError if it is missing or another version is published."""
         ...
 
-    def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
-        """Verify that all of ``wanted`` can be read; returns checksums of what was read for that.
+    def check(self, wanted: Sequence[tuple[str, Box]]) -> ReadSums:
+        """Verify that all of ``wanted`` can be read; returns checksums of what it read to do so.
 
-        Does not touch the model.
-        Raises ShardError.
+        Does not change the model. Raises ShardError.
         """
         ...
 
@@ -63,19 +62,17 @@ class Reader(Protocol):
     def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
         """The parts of a box of an HF tensor, as (values, their box in the HF tensor).
 
-        They cover it exactly. Values are valid until the next part is requested, and read-only.
+        They cover the box exactly. Values are read-only, and valid until the next part is requested.
         """
         ...
 
     def whole(self, name: str) -> torch.Tensor:
-        """A full HF tensor, as a copy of its own."""
+        """A full HF tensor, as a copy."""
         ...
 
-    def end(self) -> Sums:
-        """Verify that everything read since ``begin`` is of the open version; returns checksums computed
-        since then.
-
-        Raises ShardError.
+    def end(self) -> ReadSums:
+        """Verify that everything read since ``begin`` is of the open version; returns the checksums computed
+        since then. Raises ShardError.
         """
         ...
 
@@ -141,7 +138,7 @@ class ShardReader:
         path = self.root / str(place.get("manifest", ""))  # an absolute path replaces the root
         real = path.resolve()
         if not real.is_relative_to(self.root):
-            raise ShardError(f"{path}: lies outside {self.root}, the engine's RPG_BRIDGE_DIR")
+            raise ShardError(f"{path}: is outside {self.root}, the engine's RPG_BRIDGE_DIR")
         try:
             manifest = parse_manifest(real.read_text(encoding="utf-8"), place)
         except (OSError, ValueError) as e:
@@ -169,25 +166,25 @@ class ShardReader:
         """Raise ShardError unless all shards hold the manifest's version; call before and after reading."""
         manifest = self._opened()
         if manifest.transport == "cuda_ipc":
-            # GPU memory has no version word that the trainer's CPU could set; it removes the manifest.
+            # The trainer's CPU cannot set a version word in GPU memory; it removes the manifest instead.
             try:
                 unchanged = self._path.stat().st_mtime_ns == self._written
             except OSError:
                 unchanged = False
             if not unchanged:
-                raise ShardError(f"version {manifest.version} is not to be read now")
+                raise ShardError(f"version {manifest.version} must not be read now")
             return
         for info, memory in zip(manifest.shards, self._files, strict=True):
             word = int(memory[:8].view(torch.int64))
             if word != manifest.version:
-                state = "is not to be read now" if word < 0 else f"holds version {word}"
+                state = "must not be read now" if word < 0 else f"holds version {word}"
                 raise ShardError(
                     f"{info.file} (trainer rank {info.rank}) {state}, asked for {manifest.version}"
                 )
 
-    def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
+    def check(self, wanted: Sequence[tuple[str, Box]]) -> ReadSums:
         """Compute the checksums of exactly what will be read."""
-        sums: Sums = {name: (0, 0) for name, _ in wanted}
+        sums: ReadSums = {name: (0, 0) for name, _ in wanted}
         parts = [(name, *cut) for name, box in wanted for cut in self.cut(name, box)]
 
         def slices() -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
@@ -206,7 +203,7 @@ class ShardReader:
         """Verify that the version is still the one that was checked."""
         self.check_version()
 
-    def end(self) -> Sums:
+    def end(self) -> ReadSums:
         """Verify that the version did not change while reading; checksums were computed in ``check``."""
         self.check_version()
         return {}
@@ -226,7 +223,7 @@ class ShardReader:
                 yield self._view(name, box, common), common
 
     def whole(self, name: str) -> torch.Tensor:
-        """A full HF tensor, as a copy of its own."""
+        """A full HF tensor, as a copy."""
         tensor = self._opened().tensors[name]
         device = self._files[0].device
         out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)

@@ -1,7 +1,7 @@
-"""Transport ``process_group``: links of one trainer rank and one engine worker, and their rendezvous.
+"""Transport ``process_group``: links between one trainer rank and one engine worker, and their rendezvous.
 
-With groups of two, an engine that dies or restarts breaks only its own links, and only pairs that exchange
-data are connected. Torch's default group is not used: engines have their own.
+Each link is a process group of two, so an engine that dies or restarts breaks only its own links, and only
+pairs that exchange data are connected. Torch's default group is not used: engines have their own.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ _UNLIMITED = timedelta(days=20)  # torch counts milliseconds in 32 bits
 class Rendezvous:
     """A key-value store through which trainer ranks and engine workers connect.
 
-    On one node it is a private folder, on several a TCP store of trainer rank 0. Torch's TCP store has no
+    On one node it is a private folder, on several nodes a TCPStore of trainer rank 0. TCPStore has no
     authentication. So requests for weights are signed with a secret that is part of ``place``, which engines
-    receive by authenticated HTTP. The links themselves are not authenticated, as always with
-    torch.distributed.
+    receive by authenticated HTTP. The links themselves are not authenticated, as in all of torch.distributed.
     """
 
     def __init__(self, place: dict[str, Any], store: dist.Store | FolderStore) -> None:
@@ -84,7 +83,7 @@ class Rendezvous:
         """Connect to the store at ``place``. Raises OSError if there is none."""
         if "folder" in place:
             if not (folder := Path(place["folder"])).is_dir():
-                raise OSError(f"no trainer meets its engines in {folder}")
+                raise OSError(f"no trainer has a rendezvous in {folder}")
             return cls(place, FolderStore(folder))
         address = str(place["address"]), int(place["port"])
         try:
@@ -96,22 +95,22 @@ class Rendezvous:
         store.set_timeout(timedelta(seconds=float(place["timeout"])))
         return cls(place, store)
 
-    def ask(self, inbox: str, request: dict[str, Any]) -> None:
-        """Queue a signed request. Raises RuntimeError if the store is gone."""
+    def send_request(self, inbox: str, request: dict[str, Any]) -> None:
+        """Queue a signed request. Raises RuntimeError if the store has closed."""
         body = json.dumps(request)
         self.store.queue_push(inbox, json.dumps([body, self._sign(inbox, body)]))
 
-    def take(self, inbox: str) -> dict[str, Any] | None:
-        """The next request, or None; requests without a valid signature are dropped."""
+    def poll_request(self, inbox: str) -> dict[str, Any] | None:
+        """The next request; None if there is none. Requests without a valid signature are dropped."""
         while self.store.queue_len(inbox):
             if (request := self._verified(inbox, self.store.queue_pop(inbox))) is not None:
                 return request
         return None
 
-    def wait(self, inbox: str) -> dict[str, Any]:
-        """Wait for the next request, without limit; blocks this connection.
+    def wait_request(self, inbox: str) -> dict[str, Any]:
+        """Wait for the next request, without a time limit; blocks this connection.
 
-        Raises RuntimeError if the store is gone.
+        Raises RuntimeError if the store has closed.
         """
         self.store.set_timeout(_UNLIMITED)
         while (request := self._verified(inbox, self.store.queue_pop(inbox))) is None:
@@ -131,7 +130,7 @@ class Rendezvous:
         return hmac.new(self._secret, f"{inbox}|{body}".encode(), hashlib.sha256).hexdigest()
 
     def reconnect(self) -> Rendezvous:
-        """A new connection to the same store: a connection serves one thread at a time."""
+        """A new connection to the same store, because a connection serves one thread at a time."""
         return Rendezvous.join(self.place)
 
     def connect(self, name: str, side: int, device: torch.device) -> Link:
@@ -146,7 +145,7 @@ class Rendezvous:
 
 
 class LinkError(Exception):
-    """The other end of a link is gone or timed out."""
+    """The other end of a link has closed, died or timed out."""
 
 
 class Link:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from rpg_megatron.bridge.manifest import Manifest, Shard
-from rpg_megatron.bridge.publisher import Sums, build_manifest, make_publish_plan, node_name
-from rpg_megatron.bridge.transports.buckets import BucketPart, largest, room_of
+from rpg_megatron.bridge.publisher import SliceSums, build_manifest, make_publish_plan, node_name
+from rpg_megatron.bridge.transports.buckets import BucketPart, largest, message_bytes
 from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError, Rendezvous
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.mapping import ModelMapping
@@ -54,13 +54,11 @@ class GroupPublisher:
     ) -> None:
         """Make the publish plan; rank 0 starts the key-value store at ``address``, an address of its machine.
 
-        private: on a single node, the private folder in which the store is a file instead.
-
-        params: live parameters by Megatron name. dtype: what engines receive. timeout: seconds per message.
-        bucket_bytes: memory for messages in flight, per worker. colocated_in: RPG_BRIDGE_DIR of this node's
-        engines if they share the trainers' GPUs. NCCL does not allow both ends on one GPU ("Duplicate GPU
-        detected"), so messages then go through host memory by gloo, and workers prefer ranks of their own
-        node.
+        private: on a single node, a private folder for the store, which then needs no address. params: live
+        parameters by Megatron name. dtype: what engines receive. timeout: seconds per message. bucket_bytes:
+        memory for messages in flight, per worker. colocated_in: RPG_BRIDGE_DIR of this node's engines if they
+        share the trainers' GPUs. NCCL does not allow both ends on one GPU ("Duplicate GPU detected"), so
+        messages then go through host memory by gloo, and workers prefer ranks of their own node.
         """
         self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
         self._params = params
@@ -113,8 +111,8 @@ class GroupPublisher:
         if version < 0:
             raise ValueError(f"version {version}: must not be negative")
         self.retract()
-        while self._rendezvous.take(inbox(version, self.coordinates.rank)):
-            pass  # requests left from an aborted sync of the same version
+        while self._rendezvous.poll_request(inbox(version, self.coordinates.rank)):
+            pass  # drop requests of an aborted sync of the same version
         sums = run_together(lambda: self._plan.sum_boxes(self._params, self.dtype, shared=True))
         gathered = gather_objects((self.coordinates.rank, sums))
         manifest = None
@@ -144,10 +142,9 @@ class GroupPublisher:
         """Stop serving, after pending transfers: from here on the weights may change."""
         if self._listening is not None:
             try:
-                self._rendezvous.ask(inbox(self._listening, self.coordinates.rank), {"kind": "stop"})
+                self._rendezvous.send_request(inbox(self._listening, self.coordinates.rank), {"kind": "stop"})
             except RuntimeError:
-                # The store is gone: nothing more is asked for.
-                self._threads.pop(0)
+                self._threads.pop(0)  # the store has closed, so there are no more requests
         self._listening = None
         while self._threads:
             self._threads.pop().join()
@@ -161,9 +158,7 @@ class GroupPublisher:
 
     def _start(self, work: Any, *arguments: Any) -> None:
         def run() -> None:
-            if (
-                self._device.type == "cuda"
-            ):  # otherwise pinned memory of each rank would allocate on the first GPU
+            if self._device.type == "cuda":  # else pinned memory of each rank would allocate on the first GPU
                 torch.cuda.set_device(self._device)
             work(*arguments)
 
@@ -175,16 +170,16 @@ class GroupPublisher:
         """Handle each incoming request in a thread of its own."""
         try:
             rendezvous = self._rendezvous.reconnect()
-            while (request := rendezvous.wait(inbox(version, self.coordinates.rank)))["kind"] != "stop":
+            while (request := rendezvous.wait_request(inbox(version, self.coordinates.rank)))[
+                "kind"
+            ] != "stop":
                 self._start(self._answer, request, version)
         except (OSError, RuntimeError) as e:
             logger.warning("rank %d stops serving weights: %s", self.coordinates.rank, e)
 
     @torch.no_grad()
     def _answer(self, request: dict[str, Any], version: int) -> None:
-        """Handle a request: ``hello`` opens a link and sets the slices to send over it, ``stream`` sends
-        them.
-        """
+        """Handle a request: ``hello`` opens a link and sets its slices, ``stream`` sends them."""
         name = str(request["link"])
         try:
             if request["kind"] == "hello":
@@ -207,8 +202,8 @@ class GroupPublisher:
             if (broken := self._links.pop(name, None)) is not None:
                 broken.link.close()
 
-    def _shared(self, sums: Mapping[int, Sums]) -> dict[tuple[str, int], tuple[int, ...]]:
-        """For the manifest: who else holds a slice, bit for bit, and so may send it."""
+    def _shared(self, sums: Mapping[int, SliceSums]) -> dict[tuple[str, int], tuple[int, ...]]:
+        """For the manifest: the other shards that hold a slice with the same bits, and so may send it."""
         return {
             key: tuple(
                 self._index[s.rank]
@@ -276,16 +271,16 @@ class _Sender:
 
         A send starts only after the previous one ended: a send that waits on the GPU could block other links.
         """
-        under_way: Any = None
+        pending: Any = None
         for i, bucket in enumerate(self._buckets):
-            message = self._buffers[i % 2][: room_of(tuple(p for p, _, _ in bucket))]
+            message = self._buffers[i % 2][: message_bytes(tuple(p for p, _, _ in bucket))]
             at = 0
             for part, param, local in bucket:
                 values = params[param].detach()[local.slices()]
                 message[at : at + part.nbytes].view(dtype).view(local.extent).copy_(values)
-                at += part.room
-            if under_way is not None:
-                self.link.finish(under_way)
-            under_way = self.link.send(message)
-        if under_way is not None:
-            self.link.finish(under_way)
+                at += part.padded_nbytes
+            if pending is not None:
+                self.link.finish(pending)
+            pending = self.link.send(message)
+        if pending is not None:
+            self.link.finish(pending)

@@ -25,22 +25,22 @@ from rpg_megatron.bridge.transports.buckets import (
     Bucket,
     BucketPart,
     choose_shard,
+    exclusive_bytes,
     largest,
-    own_bytes,
+    message_bytes,
     plan_streams,
-    room_of,
     split_box,
 )
-from rpg_megatron.bridge.transports.mapped_reader import ShardError, Sums, own_stream
+from rpg_megatron.bridge.transports.mapped_reader import ReadSums, ShardError, own_stream
 from rpg_megatron.bridge.transports.process_group_link import RECEIVER, Link, LinkError, Rendezvous
 from rpg_megatron.bridge.transports.process_group_publisher import inbox
 from rpg_megatron.models.boxes import Box, check_cover
 from rpg_megatron.system.dtypes import torch_dtype
 
 Position = tuple[int, int, int]
-"""Number of the engine, number of the worker in it, number of workers of an engine."""
-_AT_ONCE = 16
-"""Links that a worker makes at the same time; each thread needs a connection to the store."""
+"""Index of the engine, index of the worker in it, number of workers per engine."""
+_MAX_CONNECTING = 16
+"""Number of links that a worker opens at the same time; each thread needs a connection to the store."""
 
 
 class GroupReader:
@@ -53,9 +53,9 @@ class GroupReader:
         on_progress: Callable[[], None] = lambda: None,
         position: Position = (0, 0, 1),
     ) -> None:
-        """device: the engine's, where slices go. node: its ``node_name``, to find trainer ranks on the same
-        node. on_progress: called for each answer of a rank and each slice. position: by which workers are
-        divided among the trainers' replicas.
+        """device: the engine's device, on which slices are returned. node: the engine's ``node_name``, to
+        find trainer ranks on the same node. on_progress: called for each answer of a rank and each slice.
+        position: divides the workers among the trainers' replicas.
         """
         self.manifest: Manifest | None = None
         self._device, self._node, self._on_progress = device, node, on_progress
@@ -64,9 +64,9 @@ class GroupReader:
         self._name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._links: dict[int, _Receiver] = {}
         self._made = 0
-        self._sums: Sums = {}
-        self._most = 0
-        self._own: Counter[int] = Counter()
+        self._sums: ReadSums = {}
+        self._max_part_bytes = 0
+        self._exclusive: Counter[int] = Counter()
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
         """Fetch the manifest from the trainers' key-value store. Raises ShardError with the reason."""
@@ -93,7 +93,7 @@ class GroupReader:
         self.manifest = manifest
         return manifest
 
-    def check(self, wanted: Sequence[tuple[str, Box]]) -> Sums:
+    def check(self, wanted: Sequence[tuple[str, Box]]) -> ReadSums:
         """Connect to every rank that holds some of ``wanted`` and request it; no weights are moved yet.
 
         Returns no checksums, since nothing is read.
@@ -102,12 +102,11 @@ class GroupReader:
         manifest = self._opened()
         self._sums = {}
         budget = int(manifest.place["bucket_bytes"])
-        # The memory is divided into two buckets for each sending rank; which ranks send does not depend on
-        # sizes.
-        self._own = own_bytes(manifest, wanted)
-        ranks = plan_streams(manifest, wanted, 1 << 62, self._own)
-        self._most = max(1, budget // (2 * max(len(ranks), 1)))
-        streams = plan_streams(manifest, wanted, self._most, self._own)
+        # The memory is divided into two buckets per sending rank. Which ranks send does not depend on sizes.
+        self._exclusive = exclusive_bytes(manifest, wanted)
+        ranks = plan_streams(manifest, wanted, 1 << 62, self._exclusive)
+        self._max_part_bytes = max(1, budget // (2 * max(len(ranks), 1)))
+        streams = plan_streams(manifest, wanted, self._max_part_bytes, self._exclusive)
         for shard in [s for s in self._links if s not in streams]:
             self._links.pop(shard).close()
         try:
@@ -126,7 +125,7 @@ class GroupReader:
             try:
                 receiver.begin()
             except LinkError as e:
-                raise ShardError(f"{manifest.shards[shard]} is gone: {e}") from None
+                raise ShardError(f"{manifest.shards[shard]} has closed its link: {e}") from None
         self._sums = {name: (0, 0) for name in manifest.tensors}
 
     def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
@@ -137,11 +136,11 @@ class GroupReader:
         Raises ShardError.
         """
         manifest = self._opened()
-        for shard, part in split_box(manifest, hf_name, wanted, self._most, self._own):
+        for shard, part in split_box(manifest, hf_name, wanted, self._max_part_bytes, self._exclusive):
             try:
                 raw = self._links[shard].take(part).to(self._device)  # with gloo it is in host memory
             except LinkError as e:
-                raise ShardError(f"{manifest.shards[shard]} broke off at {hf_name}: {e}") from None
+                raise ShardError(f"{manifest.shards[shard]} failed at {hf_name}: {e}") from None
             self._on_progress()
             values = raw.view(torch_dtype(manifest.tensors[hf_name].dtype)).view(part.box.extent)
             total, nbytes = self._sums[hf_name]
@@ -152,20 +151,20 @@ class GroupReader:
             yield values, part.box
 
     def whole(self, name: str) -> torch.Tensor:
-        """A full HF tensor, as a copy of its own."""
+        """A full HF tensor, as a copy."""
         tensor = self._opened().tensors[name]
         out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=self._device)
         for part, box in self.cut(name, Box.whole(tensor.shape)):
             out[box.slices()].copy_(part)
         return out
 
-    def end(self) -> Sums:
+    def end(self) -> ReadSums:
         """Checksum and bytes of each tensor received since ``begin``."""
         return {name: found for name, found in self._sums.items() if found[1]}
 
     def ranks_read(self, name: str) -> set[int]:
         """The ranks that slices of a tensor are requested from."""
-        shards = (choose_shard(box, self._own) for box in self._opened().tensors[name].boxes)
+        shards = (choose_shard(box, self._exclusive) for box in self._opened().tensors[name].boxes)
         return {self._rank_of(shard) for shard in shards if shard in self._links}
 
     def release(self) -> None:
@@ -184,10 +183,8 @@ class GroupReader:
         return self.manifest
 
     def _connect(self, streams: dict[int, list[Bucket]], manifest: Manifest) -> None:
-        """Shake hands with all ranks, several at a time, on new links where there are none; sends the lists
-        of slices that changed.
-
-        Raises ShardError that names the rank.
+        """Open missing links, send changed lists of slices, and receive all ranks' handshakes, several at a
+        time. Raises ShardError that names the rank.
         """
         assert self._rendezvous is not None
         join, connections = self._rendezvous.reconnect, threading.local()
@@ -203,9 +200,9 @@ class GroupReader:
                     self._links[shard].plan(buckets)
                 self._links[shard].finish_handshake(manifest.version)
 
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_MAX_CONNECTING) as pool:
             connecting = {
-                shard: pool.submit(connect, shard, self._greet(shard, buckets), buckets)
+                shard: pool.submit(connect, shard, self._request_handshake(shard, buckets), buckets)
                 for shard, buckets in streams.items()
             }
             try:
@@ -216,8 +213,8 @@ class GroupReader:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
 
-    def _greet(self, shard: int, buckets: list[Bucket]) -> str:
-        """Ask a rank for a handshake; returns the name of the link."""
+    def _request_handshake(self, shard: int, buckets: list[Bucket]) -> str:
+        """Request a handshake from a rank; returns the name of the link."""
         receiver = self._links.get(shard)
         name = f"{self._name}-{self._made}" if receiver is None else receiver.name
         self._made += receiver is None
@@ -231,7 +228,7 @@ class GroupReader:
         assert self._rendezvous is not None
         key = inbox(self._opened().version, self._rank_of(shard))
         try:
-            self._rendezvous.ask(key, request)
+            self._rendezvous.send_request(key, request)
         except RuntimeError as e:
             raise ShardError(f"the trainers' store does not answer ({e})") from None
 
@@ -239,7 +236,7 @@ class GroupReader:
         """The rank to request a shard's slices from: one of those on this node, if there are any.
 
         Several workers of an engine read a shard if the engine has more workers than the trainer has tensor
-        ranks. They and the engines take turns in choosing a rank.
+        ranks. These workers, of all engines, are distributed over the ranks in turn.
         """
         manifest = self._opened()
         replicas = manifest.shards[shard].replicas
@@ -272,13 +269,13 @@ class _Receiver:
         return self._coming is not None
 
     def plan(self, buckets: list[Bucket]) -> None:
-        """Set what will be received from now on; allocates two messages."""
+        """Set the buckets to receive from now on; allocates memory for two messages."""
         self.buckets = buckets
         size = largest(buckets)
         self._buffers = [self._link.buffer(size) for _ in range(min(2, len(buckets)))]
 
     def finish_handshake(self, version: int) -> None:
-        """Receive what the rank serves. Raises LinkError if it differs from the manifest."""
+        """Receive the version and size that the rank serves. Raises LinkError if they are not as expected."""
         message = self._link.buffer(16)
         self._link.finish(self._link.receive(message))
         served, total = message.view(torch.int64).tolist()
@@ -299,14 +296,14 @@ class _Receiver:
                 raise LinkError(f"all messages were received, but {part.hf_name} {part.box} is requested")
             bucket, message, work = self._coming
             self._link.finish(work)
-            # The previous message is used up, so its memory can receive the next one. Not earlier: on a GPU,
-            # a receive that waits for the one before it may block other links in the same hardware queue, and
-            # with them the rank that this one waits for.
+            # The previous message has been consumed, so its memory can receive the next one. Not earlier: on
+            # a GPU, a receive that waits for the previous one may block other links in the same hardware
+            # queue, and with them the rank that this one waits for.
             self._post()
             at = 0
             for p in bucket:
                 self._parts.append((p, message[at : at + p.nbytes]))
-                at += p.room
+                at += p.padded_nbytes
         expected, values = self._parts.popleft()
         if expected != part:
             raise LinkError(f"{expected.hf_name} {expected.box} is next, not {part.hf_name} {part.box}")
@@ -321,6 +318,6 @@ class _Receiver:
         self._coming = None
         if self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            message = self._buffers[self._next % 2][: room_of(bucket)]
+            message = self._buffers[self._next % 2][: message_bytes(bucket)]
             self._coming = bucket, message, self._link.receive(message)
             self._next += 1

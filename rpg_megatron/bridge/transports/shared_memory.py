@@ -23,7 +23,7 @@ import torch
 
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
-from rpg_megatron.bridge.publisher import Sums, make_publish_plan, node_name, write_manifest
+from rpg_megatron.bridge.publisher import SliceSums, make_publish_plan, node_name, write_manifest
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
@@ -107,7 +107,7 @@ class SharedMemoryPublisher:
         gathered = gather_objects((self.coordinates.rank, sums))
         return run_together(lambda: self._write_manifest(version, dict(gathered)))
 
-    def _write_manifest(self, version: int, sums: dict[int, Sums]) -> Manifest | None:
+    def _write_manifest(self, version: int, sums: dict[int, SliceSums]) -> Manifest | None:
         if self.coordinates.rank != self._plan.lead:
             return None
         index = {f.rank: i for i, f in enumerate(self._files)}
@@ -176,7 +176,7 @@ class SharedMemoryPublisher:
                     param.data = shard
                     self._adopted.add(name)
 
-    def _fill(self, version: int) -> Sums:
+    def _fill(self, version: int) -> SliceSums:
         """Update this rank's file and write its version word; returns the checksums of its slices."""
         if not self._shards:
             return {}

@@ -1,7 +1,7 @@
 """Route of the engine's server that returns sampled tokens and log-probs as bytes instead of JSON.
 
-A request is that of vLLM's ``/inference/v1/generate``, with the same checks and limits. A response of 8,192
-tokens takes 64 KiB instead of 1.3 MB, and neither side handles its tokens one by one.
+Requests are those of vLLM's ``/inference/v1/generate``, with the same checks and limits. A response of 8,192
+tokens takes 64 KiB instead of 1.3 MB, and neither side processes its tokens one by one.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ class SampledBytes(msgspec.Struct, array_like=True):
     version: int | None = None
     """Version of the weights that sampled all tokens; None before the first sync."""
     routes: bytes = b""
-    """Of an engine that returns routes, to a request with ``logprobs``: the experts chosen in each layer for
-    each token but the last, unsigned integers of one or two bytes.
+    """If the engine returns routes and the request has ``logprobs``: the experts chosen in each layer for
+    each token but the last, as uint8 or uint16.
     """
     routes_shape: tuple[int, int, int] = (0, 0, 0)
-    """Tokens (after the first ``routed_experts_prompt_start`` of the prompt), layers, experts of a token."""
+    """Tokens (after the first ``routed_experts_prompt_start`` of the prompt), layers, experts per token."""
 
 
-class Gate:
-    """Between requests and weight updates, so that the tokens of one answer are of one version."""
+class RequestGate:
+    """Coordinates requests and weight updates, so that the tokens of one answer are of one version."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """Of the weights that were loaded last; None: those that the engine started with."""
+        """Version of the weights that were loaded last; None: those that the engine started with."""
         self.closed = False
-        """While it is closed, a request ends at once, without tokens."""
+        """While it is closed, requests end at once, without tokens."""
         self.running = 0
-        """Requests that are not answered yet."""
+        """Number of requests that are not answered yet."""
 
 
-def add_route(app: Any, gate: Gate) -> None:
+def add_route(app: Any, gate: RequestGate) -> None:
     """Add the route to vLLM's FastAPI application.
 
-    A request that a weight update interrupts is answered with the tokens so far and finish reason "abort".
+    A request that a weight update interrupts returns the tokens so far, with finish reason "abort".
     """
     from fastapi import Depends, Request, Response
     from fastapi.responses import JSONResponse
@@ -87,7 +87,7 @@ def add_route(app: Any, gate: Gate) -> None:
                 gate.running -= 1
         if isinstance(result, ErrorResponse):
             return JSONResponse(content=result.model_dump(), status_code=result.error.code)
-        for sampled in result:  # a request that went on during an update has no single version
+        for sampled in result:  # None if the weights changed during the request
             sampled.version = version if gate.version == version else None
         return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
 
@@ -103,7 +103,7 @@ def add_route(app: Any, gate: Gate) -> None:
 
 
 def _packed(output: Any, with_logprobs: bool) -> SampledBytes:
-    """A CompletionOutput of vLLM's, with flat log-probs: one of each sampled token."""
+    """Packs vLLM's CompletionOutput with flat log-probs, which has one log-prob per sampled token."""
     tokens = np.asarray(output.token_ids, np.int32)
     logprobs = np.zeros(0, np.float32)
     if with_logprobs and len(tokens):

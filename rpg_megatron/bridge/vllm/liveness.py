@@ -1,7 +1,7 @@
-"""Evidence that an engine works and does not hang: an answer of its core, or a mark of one of its workers.
+"""Detects that an engine does not hang: its core answers, or one of its workers marks progress.
 
-The core handles calls between two steps. It answers none during a long weight update or, on a CPU, a long
-prefill; meanwhile the workers mark progress, in a file that the server reads while it waits for an answer.
+The core handles calls between steps. It does not answer during a long weight update or, on a CPU, a long
+prefill. Meanwhile the workers mark progress in a file, which the server reads while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 CORE_HEALTH = "/health/core"
-"""Route that is answered when there is such evidence."""
+"""HTTP route that answers when the engine makes progress."""
 _MARK_SECONDS = 1.0
 _POLL_SECONDS = 0.5
 
 
 class ProgressMark:
-    """The mark of one engine, in the folder that its weights are published in. All of its processes belong to
-    one session, after which the file is named.
+    """The progress mark of one engine: a file in the folder in which weights are published. Its name has the
+    session id, which all processes of the engine share.
     """
 
     def __init__(self, folder: Path):
@@ -29,11 +29,11 @@ class ProgressMark:
         self._marked = 0.0
 
     def mark(self, *_: Any) -> None:
-        """Worker: note progress. Cheap: touches the file at most once a second. Also a forward hook."""
+        """Worker: mark progress; touches the file at most once a second. Can be used as a forward hook."""
         now = time.monotonic()
         if now - self._marked >= _MARK_SECONDS:
             self._marked = now
-            with suppress(OSError):  # without a mark, only an answer of the core counts
+            with suppress(OSError):  # then only an answer of the core counts
                 self._file.touch(mode=0o600)
 
     def last(self) -> int:
@@ -50,7 +50,7 @@ async def wait_for_progress(core: Any, progress: ProgressMark) -> None:
     core: vLLM's engine client. Raises its error if the core is dead.
     """
     before = progress.last()
-    call = asyncio.ensure_future(core.is_paused())  # changes nothing, and passes through the core's main loop
+    call = asyncio.ensure_future(core.is_paused())  # has no effect, and passes through the core's main loop
     try:
         while progress.last() == before:
             if (await asyncio.wait([call], timeout=_POLL_SECONDS))[0]:

@@ -11,9 +11,9 @@ and, in its environment, RPG_BRIDGE_DIR (the only folder that manifests are read
 
 Two rules:
 
-- A worker must never raise. At tensor parallel size 2 and more, vLLM leaves the other workers' replies queued
-  when one raises, and every later reply is one call late. So each worker stores its result (``ack``) until
-  the controller asks for it.
+- A worker must never raise. At tensor parallel size 2 and more, vLLM leaves the other workers' replies in the
+  queue when one raises, and every later reply is one call late. So each worker stores its result (``ack``)
+  until the controller requests it.
 - Between *start* and *apply* the model is not touched, so a failed check needs no repair.
 """
 
@@ -49,13 +49,12 @@ from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_fo
 from rpg_megatron.bridge.vllm.route_capture import capture_routes
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
+from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
 
 BACKEND = "rpg_pull"
-DIR_VARIABLE = "RPG_BRIDGE_DIR"
-TOKEN_VARIABLE = "RPG_ENGINE_TOKEN"
 
-_GOLDEN = 0.618
-"""Multiples of it, modulo 1, are spread evenly, whatever their number."""
+_GOLDEN_RATIO = 0.618
+"""Its multiples modulo 1 are spread evenly, for any number of engines."""
 
 logger = init_logger("vllm." + __name__)
 
@@ -71,12 +70,12 @@ class PullUpdate(WeightTransferUpdateInfo):
 
     transport: str
     place: dict[str, Any]
-    """Where the published weights are found; see ``Manifest``."""
+    """Location of the published weights; see ``Manifest.place``."""
     version: int
     phase: str
     """``check`` or ``apply``."""
     session: str
-    """The controller's name for this sync, by which phases and acknowledgements are matched."""
+    """The controller's unique id of this sync, to match phases and acknowledgements."""
 
 
 class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
@@ -87,16 +86,17 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        folder = os.environ.get(DIR_VARIABLE)
+        folder = os.environ.get(BRIDGE_VARIABLE)
         if not folder:
             raise RuntimeError(
-                f"{DIR_VARIABLE} is not set: set it to the folder that weights are published in"
+                f"{BRIDGE_VARIABLE} is not set: set it to the folder that weights are published in"
             )
         self.folder = Path(folder).resolve()
         self._engine = int(self.vllm_config.model_config.seed)
-        """Number of the engine: those of a run have consecutive seeds (engine/command.py)."""
+        """Index of the engine, up to a constant: engines of a run have consecutive seeds
+        (engine/command.py)."""
         self._progress = ProgressMark(self.folder)
-        if self.device.type == "cpu":  # only there a step can take minutes
+        if self.device.type == "cpu":  # a step can take minutes
             for layer in getattr(getattr(self.model, "model", None), "layers", ()):
                 layer.register_forward_pre_hook(self._progress.mark)
             if self.vllm_config.model_config.enable_return_routed_experts:
@@ -173,7 +173,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             reader = self._readers[self.ack["transport"]]
             return {name: sorted(reader.ranks_read(name)) for name in self.ack["sums"]}
         except Exception:
-            logger.exception("Cannot tell which trainer ranks were read")
+            logger.exception("Cannot determine which trainer ranks were read")
             return {}
 
     def finish_weight_update(self) -> None:
@@ -182,7 +182,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         self.unsettled = False
 
     def abort(self) -> None:
-        """Restore every module's own tensors, in whatever state an update was interrupted. Never raises."""
+        """Restore every module's own tensors, wherever an update was interrupted. Never raises."""
         self._checked = None
         for reader in self._readers.values():
             try:
@@ -229,7 +229,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         signature = tuple((n, t.dtype, t.shape) for n, t in manifest.tensors.items())
         if self._plan is None or self._plan.signature != signature:
             self._plan = record_plan(self.model, self.device, signature)
-            self._plan.begin_at(_GOLDEN * self._engine % 1)
+            self._plan.rotate_layers(_GOLDEN_RATIO * self._engine % 1)
             if self._plan.reason:
                 logger.warning("Loading whole tensors: %s", self._plan.reason)
         return self._plan
@@ -242,7 +242,7 @@ class WorkerExtension:
     _rpg_trace: WorkerTrace | None = None
 
     def rpg_abort(self) -> dict[str, Any]:
-        """End an open update, if there is one; before *apply* the old weights are intact."""
+        """End an open update, if there is one; the old weights are intact unless *apply* has started."""
         engine = self.weight_transfer_engine
         engine.abort()
         engine.reset_weight_update_target()
@@ -254,7 +254,7 @@ class WorkerExtension:
         }
 
     def rpg_ack(self, sources: bool = True) -> dict[str, Any]:
-        """Result of the last phase; ``sources``: with the trainer ranks that each tensor was read from."""
+        """Result of the last phase. sources: add the trainer ranks that each tensor was read from."""
         engine = self.weight_transfer_engine
         if sources and engine.ack.get("ok"):
             return {**engine.ack, "ranks_read": engine.ranks_read()}
@@ -299,9 +299,9 @@ class WorkerExtension:
 class BearerAuth:
     """ASGI middleware: every route, also health and unknown ones, requires the token in RPG_ENGINE_TOKEN.
 
-    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. There are three
-    more routes: ``CORE_HEALTH`` is answered when the engine makes progress, with 200, or 503 if its core is
-    dead; that of ``generate_route`` returns tokens as bytes, that of ``sync_route`` runs steps of a sync.
+    vLLM's ``--api-key`` does not cover the routes that change weights, nor all that generate. Three routes
+    are added: ``CORE_HEALTH`` answers with 200 when the engine makes progress, or with 503 if its core is
+    dead; ``generate_route.GENERATE`` returns tokens as bytes; ``sync_route.SYNC`` runs steps of a sync.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -309,28 +309,28 @@ class BearerAuth:
         if not token:
             raise RuntimeError(f"{TOKEN_VARIABLE} is not set: set it to the token that clients send")
         self.app = app
-        self._routed = False
+        self._routes_added = False
         self._digest = hashlib.sha256(b"Bearer " + token.encode()).digest()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Forward the request, or answer 401; answers ``CORE_HEALTH`` itself."""
         if scope["type"] in ("http", "websocket"):
             given = dict(scope["headers"]).get(b"authorization", b"")
-            # Digests have equal length, so the comparison's time reveals nothing about the token.
+            # Digests have equal length, so the time of the comparison reveals nothing about the token.
             if not hmac.compare_digest(hashlib.sha256(given).digest(), self._digest):
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 4401})
                     return
                 await _answer(send, 401, (b"www-authenticate", b"Bearer"))
                 return
-            if not self._routed:
-                self._routed = True
-                gate = generate_route.Gate()
+            if not self._routes_added:
+                self._routes_added = True
+                gate = generate_route.RequestGate()
                 generate_route.add_route(scope["app"], gate)
                 sync_route.add_route(scope["app"], gate)
             if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
                 try:
-                    progress = ProgressMark(Path(os.environ[DIR_VARIABLE]))
+                    progress = ProgressMark(Path(os.environ[BRIDGE_VARIABLE]))
                     await wait_for_progress(scope["app"].state.engine_client, progress)
                     await _answer(send, 200)
                 except EngineDeadError:
@@ -340,7 +340,7 @@ class BearerAuth:
 
 
 async def _answer(send: Any, status: int, *headers: tuple[bytes, bytes]) -> None:
-    """An answer without content."""
+    """Send an answer without content."""
     headers = ((b"content-length", b"0"), *headers)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
@@ -350,19 +350,19 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``: registers the backend in every vLLM process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)
-    if DIR_VARIABLE in os.environ:
-        _meet_in_private_file()
+    if BRIDGE_VARIABLE in os.environ:
+        _use_file_rendezvous()
 
 
-def _meet_in_private_file() -> None:
-    """Have the workers of an engine find each other in a file of the bridge folder.
+def _use_file_rendezvous() -> None:
+    """Let the workers of an engine connect through a file in the bridge folder.
 
     vLLM would use torch's TCP store, which has no authentication and listens on every network interface.
     """
 
     def private_file(_ip: str, _port: int) -> str:
-        # Of what follows the last colon, vLLM makes names of shared memory.
-        return f"file://{Path(os.environ[DIR_VARIABLE]).resolve()}/workers:{secrets.token_hex(8)}"
+        # vLLM uses the part after the last colon in names of shared memory.
+        return f"file://{Path(os.environ[BRIDGE_VARIABLE]).resolve()}/workers:{secrets.token_hex(8)}"
 
     # The executors import the function by name, before or after this.
     for name in ("utils.network_utils", "v1.executor.multiproc_executor", "v1.executor.uniproc_executor"):

@@ -1,7 +1,7 @@
-"""Routes of experts on a CPU: vLLM captures them in its router, which its kernel for a CPU does not call.
+"""Captures the chosen experts on a CPU: vLLM does this in its router, which its CPU kernel does not call.
 
-Without this, an engine on a CPU that is asked for routes answers with zeros. The choice is computed a second
-time, by the function and from the inputs that the kernel uses.
+Without this, an engine on a CPU returns zeros as routes. The choice is computed a second time, with the same
+function and inputs as in the kernel.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 
 def capture_routes(model: torch.nn.Module) -> int:
-    """Have the layers of experts of a model on a CPU hand their choice to vLLM; returns their number.
+    """Let the expert layers of a model on a CPU pass their choice to vLLM; returns the number of layers.
 
-    vLLM sets the router's ``capture_fn`` later, when it has a buffer for the routes.
+    vLLM sets the router's ``capture_fn`` later, when it has allocated a buffer for the routes.
     """
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
@@ -25,10 +25,10 @@ def capture_routes(model: torch.nn.Module) -> int:
 
 
 def _capture(router: Any, experts: Any) -> None:
-    """Wrap the layer's computation; the weights, and so what computes with them, may be replaced later."""
+    """Wrap the layer's ``forward_monolithic``; weights and kernel may still be replaced later."""
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
 
-    plain = experts.forward_monolithic
+    original = experts.forward_monolithic
 
     def forward_monolithic(x: Any, router_logits: Any, input_ids: Any = None) -> Any:
         if (capture := getattr(router, "capture_fn", None)) is not None:
@@ -46,6 +46,6 @@ def _capture(router: Any, experts: Any) -> None:
                 e_score_correction_bias=experts.e_score_correction_bias,
             )
             capture(chosen)
-        return plain(x=x, router_logits=router_logits, input_ids=input_ids)
+        return original(x=x, router_logits=router_logits, input_ids=input_ids)
 
     experts.forward_monolithic = forward_monolithic

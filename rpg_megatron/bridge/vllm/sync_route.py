@@ -1,7 +1,7 @@
 """Route of the engine's server that runs several steps of a weight sync in one call.
 
-The workers' checksums are added up here, in the engine. So the process that syncs all engines sends four
-calls instead of ten to each, and parses less: for 707 tensors and 8 workers 50 kB instead of 440 kB.
+The workers' checksums are summed here, in the engine. So the process that syncs all engines sends four calls
+instead of ten to each, and parses less: 50 kB instead of 440 kB for 707 tensors and 8 workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rpg_megatron.bridge.vllm.generate_route import Gate
+from rpg_megatron.bridge.vllm.generate_route import RequestGate
 
 SYNC = "/sync_steps"
 _MASK = (1 << 64) - 1
@@ -24,13 +24,13 @@ class Totals(msgspec.Struct):
     """Sums over an engine's workers after *check* or *apply*."""
 
     workers: list[dict[str, Any]]
-    """Each worker's acknowledgement, with the number of its checksums (``summed``) in place of them."""
+    """Each worker's acknowledgement, with the number of its checksums (``summed``) instead of ``sums``."""
     names: list[str]
-    """HF tensors that some worker computed a checksum of."""
+    """HF tensors of which any worker computed a checksum."""
     sums: bytes
-    """uint64: sum of the workers' checksums of each tensor, modulo 2**64."""
+    """uint64 [names]: sum of the workers' checksums of each tensor, modulo 2**64."""
     nbytes: bytes
-    """uint64: bytes that the workers read of each tensor, together."""
+    """uint64 [names]: total number of bytes of each tensor that the workers read."""
 
 
 class StepsDone(msgspec.Struct):
@@ -41,15 +41,15 @@ class StepsDone(msgspec.Struct):
     aborted: list[dict[str, Any]] = []
     """Each worker's result of *abort*."""
     totals: Totals | None = None
-    """Of *check* or *apply*."""
+    """Totals of *check* or *apply*; None if neither was run."""
 
 
 class StepFailed(Exception):
     """A step raised; the message names it."""
 
 
-def add_up(acks: Sequence[dict[str, Any]]) -> Totals:
-    """The totals of the workers' acknowledgements, each with ``sums`` (see ``mapped_reader.Sums``)."""
+def sum_acks(acks: Sequence[dict[str, Any]]) -> Totals:
+    """The totals of the workers' acknowledgements, each with ``sums`` (see ``mapped_reader.ReadSums``)."""
     totals: dict[str, list[int]] = {}
     for ack in acks:
         for name, (number, nbytes) in ack.get("sums", {}).items():
@@ -64,9 +64,9 @@ def add_up(acks: Sequence[dict[str, Any]]) -> Totals:
 
 
 async def run_steps(
-    engine: Any, steps: Sequence[str], info: dict[str, Any], request: Callable[..., Any], gate: Gate
+    engine: Any, steps: Sequence[str], info: dict[str, Any], request: Callable[..., Any], gate: RequestGate
 ) -> StepsDone:
-    """Run steps in order, up to the first that fails.
+    """Run steps in order until one fails.
 
     engine: vLLM's engine client. info: the workers' ``PullUpdate`` without its phase, for *check*, *apply*
     and *finish*. request: vLLM's WeightTransferUpdateRequest. Raises StepFailed.
@@ -87,7 +87,7 @@ async def run_steps(
                 await engine.start_weight_update()
             elif step in ("check", "apply"):
                 await engine.update_weights(request=request(update_info={**info, "phase": step}))
-                done.totals = add_up(await engine.collective_rpc("rpg_ack", args=(False,)))
+                done.totals = sum_acks(await engine.collective_rpc("rpg_ack", args=(False,)))
             elif step == "finish":
                 await engine.finish_weight_update()
                 gate.version = info["version"]
@@ -107,21 +107,21 @@ async def run_steps(
     return done
 
 
-async def _interrupt(engine: Any, gate: Gate) -> None:
-    """Pause, and have all requests answered with the tokens that they have."""
+async def _interrupt(engine: Any, gate: RequestGate) -> None:
+    """Pause, and end all requests, which return the tokens that they have."""
     gate.closed = True
     await engine.pause_generation(mode="abort")
-    while gate.running:  # one that was on its way to the core waits there now
+    while gate.running:  # a request that had not reached the core is waiting there now
         await engine.pause_generation(mode="abort")
 
 
-def add_route(app: Any, gate: Gate) -> None:
+def add_route(app: Any, gate: RequestGate) -> None:
     """Add the route to vLLM's FastAPI application."""
     from fastapi import Request, Response
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    one_at_a_time = asyncio.Lock()  # a client that is gone may have left steps under way
+    one_at_a_time = asyncio.Lock()  # steps of a client that has disconnected may still be running
 
     async def sync_steps(raw_request: Request) -> Response:
         body = await raw_request.json()
@@ -132,7 +132,7 @@ def add_route(app: Any, gate: Gate) -> None:
                     engine, body["steps"], body["update_info"], WeightTransferUpdateRequest, gate
                 )
         except StepFailed as e:
-            if isinstance(e.__cause__, EngineDeadError):  # vLLM ends the server then
+            if isinstance(e.__cause__, EngineDeadError):  # vLLM then ends the server
                 raise e.__cause__ from None
             return Response(str(e), status_code=500)
         return Response(msgspec.json.encode(done), media_type="application/json")

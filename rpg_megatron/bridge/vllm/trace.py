@@ -1,7 +1,7 @@
 """Records the activations of vLLM's modules for an audit, by forward hooks in each worker.
 
-``plugin.WorkerExtension`` calls this; hooks never raise into a worker (the plug-in says why). Modules of
-vLLM's decoders are found by name, and nothing of vLLM is imported, so that other processes can use
+``plugin.WorkerExtension`` calls this; hooks never raise into a worker (``plugin.py`` explains why). Modules
+of vLLM's decoders are found by name, and vLLM is not imported, so that other processes can use
 ``join_workers``.
 
 The engine must run eagerly: a compiled or captured model does not call its modules' hooks.
@@ -23,12 +23,12 @@ from rpg_megatron.models.activation_sites import FINAL_INPUT, FINAL_NORM, LOGITS
 
 _QKV, _GATE_UP = "qkv", "gate_up"
 _CUT = ("query_norm", "key_norm", "query_rope", "key_rope", "attention", "activation")
-"""Parts of which a worker holds only its own heads or columns."""
+"""Activations of which a worker has only its own heads or columns."""
 
 
 class WorkerTrace:
-    """Keeps the activations of one worker's model. Values are copied at once: vLLM computes norms and rotary
-    embeddings in place.
+    """Records the activations of one worker's model. Values are copied at once, because vLLM computes norms
+    and rotary embeddings in place.
     """
 
     def __init__(self, model: nn.Module):
@@ -74,7 +74,7 @@ class WorkerTrace:
         )
         keep(attention.o_proj, "attention_output", take=lambda a, out: (out[0],))
         keep(layer.post_attention_layernorm, "middle", "mlp_norm", take=lambda a, out: (out[1], out[0]))
-        if hasattr(mlp, "experts"):  # which call the router; what they pass to each other is in kernels
+        if hasattr(mlp, "experts"):  # activations between router and experts are inside kernels
             keep(mlp.gate, "router", take=lambda a, out: (out[0],))
             keep(mlp, "experts", take=lambda a, out: (out,))
             return

@@ -78,8 +78,11 @@ class ModelPlan:
             return [(name, Box.whole(shape)) for name, _, shape in self.signature]
         return [(copy.hf_name, copy.box) for plan in self.layers for _, copy in plan.copies]
 
-    def begin_at(self, fraction: float) -> None:
-        """Load layers in another cyclic order, so that engines do not all read from the same ranks first."""
+    def rotate_layers(self, fraction: float) -> None:
+        """Start at another layer, in cyclic order, so that engines do not all read from the same ranks first.
+
+        fraction: position of the first layer, 0 to 1.
+        """
         if self.layers is not None:
             first = int(fraction * len(self.layers))
             self.layers = self.layers[first:] + self.layers[:first]
@@ -157,7 +160,7 @@ def load_published(
 
 
 def restore_layers(model: torch.nn.Module) -> None:
-    """Restore every module's own tensors, in whatever state a recording or an update was interrupted."""
+    """Restore every module's own tensors, wherever a recording or an update was interrupted."""
     for module in model.modules():
         info = get_layerwise_info(module)
         if info.kernel_tensors is not None:

@@ -18,7 +18,7 @@ from rpg_megatron.data.rollout_files import list_rollouts
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import CONFIG
-from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
@@ -77,7 +77,7 @@ def audit(
             run.start()
             run.watch()
         except Interrupted as e:
-            e.note = f"the audit's folder is kept: {shown(run.folder)}"
+            e.note = f"the audit's folder is kept: {display_path(run.folder)}"
             raise
         finally:
             shutil.rmtree(run.folder / "weights", ignore_errors=True)
@@ -85,7 +85,7 @@ def audit(
     if copy is not None:
         shutil.copyfile(run.folder / REPORT, copy)
     show(report, table_console())
-    print(f"\nreport: {shown(run.folder / REPORT)}", flush=True)
+    print(f"\nreport: {display_path(run.folder / REPORT)}", flush=True)
     return bool(report["clean"])
 
 
@@ -103,8 +103,8 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
         settings = load_settings(target / CONFIG, overrides)
         exports = sorted((target / "hf").glob("step_*/"))
         if exports:
-            old = {f"model.path ({shown(settings.model.path)})": str(settings.model.path)}
-            old |= {shown(path): str(path.absolute()) for path in exports[:-1]}
+            old = {f"model.path ({display_path(settings.model.path)})": str(settings.model.path)}
+            old |= {display_path(path): str(path.absolute()) for path in exports[:-1]}
             request["others"] = old
             model = settings.model.model_copy(update={"path": exports[-1].absolute()})
             settings = settings.model_copy(update={"model": model})

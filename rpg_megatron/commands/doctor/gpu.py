@@ -10,7 +10,7 @@ from pathlib import Path
 from rpg_megatron.commands.doctor.packages import import_torch
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
 from rpg_megatron.config import UserError
-from rpg_megatron.launcher.nodes import find_nodes, share_of
+from rpg_megatron.launcher.nodes import assign_node, find_nodes
 from rpg_megatron.launcher.preflight import check_gpus
 
 GPU_LINES = ("driver", "GPUs", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory")
@@ -64,7 +64,7 @@ def probe_gpus(subject: Subject) -> Iterator[Check]:
     if subject.settings is not None:
         try:
             nodes = find_nodes(None, None, None)
-            check_gpus(subject.settings, share_of(subject.settings, nodes.rank, nodes.count))
+            check_gpus(subject.settings, assign_node(subject.settings, nodes.rank, nodes.count))
             yield ok("GPUs", "enough for this node's trainer ranks and engine workers")
         except UserError as e:
             yield of_error("GPUs", e)

@@ -22,12 +22,12 @@ from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count, gib
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.input_checks import (
+    check_custom_code,
     check_data,
-    check_own_code,
     check_reward,
     check_trackers,
     disk_bytes,
-    own_code,
+    list_custom_code,
 )
 from rpg_megatron.launcher.preflight import (
     check_batch,
@@ -110,8 +110,8 @@ def probe_own_code(subject: Subject) -> Iterator[Check]:
         yield not_applicable("own code", ONLY_WITH_CONFIG)
         return
     try:
-        check_own_code(subject.settings)
-        yield ok("own code", ", ".join(item.path for item in own_code(subject.settings)) or "none")
+        check_custom_code(subject.settings)
+        yield ok("own code", ", ".join(item.path for item in list_custom_code(subject.settings)) or "none")
     except UserError as e:
         yield of_error("own code", e)
 

@@ -12,20 +12,19 @@ from rich.console import Console
 
 from rpg_megatron.commands.eval.output_dir import OutputDir
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.engine.process import EngineProcess, call_all, engine_socket, note_segments
+from rpg_megatron.engine.process import EngineProcess, call_all, engine_socket, note_segments, tail_of
 from rpg_megatron.engine.restarts import take_request
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
 from rpg_megatron.launcher.run import GRACE
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
-from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import (
     Interrupted,
     RunFailed,
     StopSignals,
     Supervisor,
     explain,
-    tail,
     user_error,
 )
 
@@ -71,7 +70,7 @@ class Evaluation:
         settings, work = self._settings, self._workspace.work
         token = secrets.token_urlsafe(32)
         self._progress.status(
-            f"evaluation {shown(self._folder.path)}\n"
+            f"evaluation {display_path(self._folder.path)}\n"
             f"starting (takes about a minute): engines {settings.engine.replicas}"
         )
         command = [sys.executable, "-P", "-m", EVALUATOR, str(self._folder.path), str(work)]
@@ -125,7 +124,7 @@ class Evaluation:
                     continue
                 time.sleep(1.0)  # the cause may be a signal to all processes
                 self._signals.check()
-                log = f"the end of {shown(engine.log)}:\n{tail(engine.log)}"
+                log = f"the end of {display_path(engine.log)}:\n{tail_of(engine.log)}"
                 raise RunFailed(self._keep(f"{hung or f'engine {engine.index} died'}; {log}"))
             if not engine.alive():
                 time.sleep(1.0)
@@ -136,9 +135,8 @@ class Evaluation:
         self._supervisor.guard_shared_memory(up)
 
     def _keep(self, message: str) -> str:
-        return (
-            f"{message}\nresults so far are in {shown(self._folder.path)}; rerun the same command to resume"
-        )
+        folder = display_path(self._folder.path)
+        return f"{message}\nresults so far are in {folder}; rerun the same command to resume"
 
 
 def run_evaluation(settings: Settings, signals: StopSignals, folder: OutputDir) -> None:

@@ -112,7 +112,7 @@ def _print(summary: dict[str, object], folder: Path, as_json: bool) -> None:
     import json
 
     from rpg_megatron.commands.eval.table import show_summary
-    from rpg_megatron.launcher.summary import shown
+    from rpg_megatron.launcher.summary import display_path
 
     typer.echo(json.dumps(summary | {"folder": str(folder)}, indent=2) if as_json else show_summary(summary))
-    print(f"responses and verdicts: {shown(folder)}", file=sys.stderr)
+    print(f"responses and verdicts: {display_path(folder)}", file=sys.stderr)

@@ -15,7 +15,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import read_yaml
 from rpg_megatron.launcher.resume import LOCK, hold_folder, list_changes
 from rpg_megatron.launcher.run_dir import CONFIG, LOGS, SUMMARY, resolved_yaml
-from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.system.files import atomic_write_text
 
 DEFAULT = Path("evals")
@@ -79,7 +79,8 @@ def open_output_dir(out: Path | None, settings: Settings, label: str) -> OutputD
         lock = hold_folder(path)
         if lock is None:
             raise UserError(
-                f"--out: {shown(path)}: another evaluation is running there; wait, or choose another folder"
+                f"--out: {display_path(path)}: another evaluation is running there; wait, or choose another "
+                "folder"
             )
         try:
             _take(path, settings, now, weights)
@@ -99,7 +100,7 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
             files = json.loads((path / _MODEL).read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError, FileNotFoundError):
             raise UserError(
-                f"--out: {shown(path)}: {CONFIG} or {_MODEL} is damaged; choose another folder"
+                f"--out: {display_path(path)}: {CONFIG} or {_MODEL} is damaged; choose another folder"
             ) from None
         lines = list(list_changes(then, now).values())
         if not lines and files != weights:
@@ -107,13 +108,14 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
             lines = [f"the model's files have changed: {', '.join(changed)}"]
         if lines:
             raise UserError(
-                f"--out: {shown(path)} contains an evaluation with other settings\n  "
+                f"--out: {display_path(path)} contains an evaluation with other settings\n  "
                 + "\n  ".join(lines)
                 + "\nrestore them to resume it, or choose another folder"
             )
     elif others := [entry.name for entry in path.iterdir() if entry.name not in (LOCK, _MODEL)]:
         raise UserError(
-            f"--out: {shown(path)} contains {others[0]} and no evaluation; choose a new or an empty folder"
+            f"--out: {display_path(path)} contains {others[0]} and no evaluation; choose a new or an empty "
+            "folder"
         )
     (path / LOGS).mkdir(exist_ok=True)
     atomic_write_text(path / _MODEL, json.dumps(weights, indent=2))

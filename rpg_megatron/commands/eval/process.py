@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.evaluation import HeldOutSet
-from rpg_megatron.data.problems import read_counted
+from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.data.prompts import Prompt, decoder_of, fit_prompts, load_tokenizer, without_torch
 from rpg_megatron.engine.client import EngineError
-from rpg_megatron.engine.command import TOKEN_VARIABLE
 from rpg_megatron.evaluation.metrics import describe_set, write_results
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.evaluation.results_file import append_result, read_results, results_file
@@ -44,7 +44,7 @@ def load_set(part: HeldOutSet, tokenizer: Any, *, rows: bool) -> tuple[list[Prom
     rows: whether to keep the rows, for ``Prompt.context``.
     Raises UserError as ``data.problems`` and ``data.prompts`` do.
     """
-    problems, counts, _ = read_counted(part.data, rows=rows)
+    problems, counts, _ = read_problems_with_counts(part.data, rows=rows)
     prompts, too_long = fit_prompts(problems, part.data, tokenizer)
     if too_long:
         counts["too long" if part.data.too_long == "drop" else "cut"] = too_long
@@ -83,7 +83,7 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             events.phase(PHASE, len(finished), total)
-            pool.expect(None)  # engines keep the weights they have loaded
+            pool.require_version(None)  # engines keep the weights they have loaded
             await heldout.evaluate(keep, skip=frozenset(finished))
     finally:
         worker.close()

@@ -19,7 +19,7 @@ from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
-from rpg_megatron.data.problems import read_counted
+from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.launcher.input_checks import check_prompt_lengths, check_reward
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.launcher.preflight import (
@@ -31,7 +31,7 @@ from rpg_megatron.launcher.preflight import (
     has_gpu,
 )
 from rpg_megatron.launcher.run_dir import CONFIG
-from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.models.registry import check_layout
 
 _SECTIONS = ("data", "reward", "engine", "precision")
@@ -192,7 +192,7 @@ def check_request(settings: Settings) -> None:
     assert settings.evaluation is not None
     for part in settings.evaluation.heldout:
         try:
-            problems, *_ = read_counted(part.data)
+            problems, *_ = read_problems_with_counts(part.data)
         except UserError as e:  # KEY=VALUE sets keys of data, but not its path
             raise UserError(str(e).replace("data.path: ", "--data: ", 1)) from None
         for text in check_prompt_lengths(problems, part.data, settings.model.path, "data"):
@@ -228,7 +228,7 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
     if checkpoint is not None:
         raise UserError(
             f"MODEL: {path} is not a Hugging Face checkpoint, which engines need; convert it with\n"
-            f"  rpg-megatron convert megatron-to-hf --megatron {shown(checkpoint)} --out DIR\n"
+            f"  rpg-megatron convert megatron-to-hf --megatron {display_path(checkpoint)} --out DIR\n"
             "and evaluate DIR"
         )
     raise UserError(

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import parse_yaml
-from rpg_megatron.launcher.nodes import share_of
+from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 
 REQUEUE = """\
@@ -109,7 +109,7 @@ def check_job(
     spread = ["bridge.transport=process_group"] if nodes > 1 else []
     settings = load_settings(config, [*spread, *overrides])
     for rank in range(nodes):
-        share_of(settings, rank, nodes)
+        assign_node(settings, rank, nodes)
     if container:
         return settings
     shape = check_model(with_local_model(settings).model.path)
@@ -139,7 +139,7 @@ def gpus_a_node(settings: Settings, nodes: int) -> int:
     """The largest number of GPUs that a node of the job needs; 0 on CPUs."""
     if settings.device == "cpu":
         return 0
-    shares = [share_of(settings, rank, nodes) for rank in range(nodes)]
+    shares = [assign_node(settings, rank, nodes) for rank in range(nodes)]
     if settings.engine.colocated:
         return max(len(share.ranks) for share in shares)  # the engines share these GPUs
     return max(len(share.ranks) + len(share.engines) * settings.engine.tensor for share in shares)

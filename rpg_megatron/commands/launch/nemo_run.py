@@ -22,7 +22,8 @@ from rpg_megatron.commands.launch.job_script import (
     training_script,
 )
 from rpg_megatron.config import UserError
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, tail
+from rpg_megatron.engine.process import tail_of
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
 
 if TYPE_CHECKING:
     from nemo_run import Executor, Experiment
@@ -85,7 +86,7 @@ def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dry
     elif job.state.name != "SUCCEEDED":
         # NeMo-Run may show nothing of a short run.
         log = next(Path(job.executor.job_dir).rglob("combined.log"), Path(job.executor.job_dir, "log"))
-        raise RunFailed(f"the run failed; the end of {log}:\n{tail(log)}")
+        raise RunFailed(f"the run failed; the end of {log}:\n{tail_of(log)}")
 
 
 @contextmanager

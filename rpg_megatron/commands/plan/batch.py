@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rpg_megatron.config import Settings
-from rpg_megatron.data.packing import fill_length, sequence_multiple
+from rpg_megatron.data.packing import padded_length, sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     longest = min(settings.data.max_prompt_tokens + rollout.max_response_tokens, max_positions)
     evaluated = settings.evaluation.heldout if settings.evaluation else ()
     prompt = max(d.max_prompt_tokens for d in (settings.data, *(part.data for part in evaluated)))
-    filled = fill_length(longest, parallel.context)
+    filled = padded_length(longest, parallel.context)
     in_one = max(1, training.tokens_per_microbatch // filled)
     tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
     each = settings.precision.token_multiple(parallel)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rpg_megatron.commands.plan.batch import BatchPlan
 from rpg_megatron.commands.plan.trainer_memory import Basis, RankMemory
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launcher.nodes import NodeAssignment, share_of
+from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
 
 GPUS_PER_NODE = 8
 
@@ -53,7 +53,7 @@ def count_gpus(settings: Settings) -> Gpus:
     why = ""
     for count in range(-(-total // GPUS_PER_NODE), 2 * -(-total // GPUS_PER_NODE) + 1):
         try:
-            nodes = [_gpus_on(share_of(settings, node, count), settings) for node in range(count)]
+            nodes = [_gpus_on(assign_node(settings, node, count), settings) for node in range(count)]
         except UserError as e:
             why = why or str(e)
             continue

@@ -17,7 +17,7 @@ from rpg_megatron.launcher.preflight import check_batch, check_model, check_para
 from rpg_megatron.launcher.resume import ORIGIN
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import CONFIG, METRICS, resolved_yaml, settings_file
-from rpg_megatron.launcher.summary import shown
+from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import StopSignals
 
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -57,7 +57,7 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
     done = read_state(checkpoint)["step"] if checkpoint else 0
     missing = [s for s in range(done + 1, step + 1) if not rollouts_complete(rollouts_file(folder, s))]
     if missing:
-        start = shown(checkpoint) if checkpoint else "the beginning"
+        start = display_path(checkpoint) if checkpoint else "the beginning"
         listed = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
         raise UserError(
             f"{folder}: the rollouts of step {listed} are missing ({rollouts_file(folder, missing[0])}); to "
@@ -135,7 +135,7 @@ def show(report: dict[str, Any]) -> str:
     """The report as text: one line per replayed step, then the differences of the last one."""
     request = report["request"]
     start = request["checkpoint"]
-    lines = [f"from {shown(Path(start)) if start else 'the initial model of the run'}"]
+    lines = [f"from {display_path(Path(start)) if start else 'the initial model of the run'}"]
     for step in report["steps"]:
         gaps = {
             name: "not finite" if gap is None else f"{gap:.1e}"

@@ -18,7 +18,7 @@ from typing import Any, cast
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.trackers import ImportedTrackerSettings, MLflowSettings, WandbSettings
 from rpg_megatron.data.tokenizer_file import FileTokenizer, open_tokenizer
-from rpg_megatron.system.own_code import Wanted, load_own
+from rpg_megatron.system.custom_code import CustomCode, load_custom
 from rpg_megatron.training.trackers.tracker import FOLDER, TrackedRun, Tracker
 
 _LONGEST = 8000
@@ -46,7 +46,7 @@ def open_tracker(settings: Settings, index: int, folder: Path) -> Tracker:
 
         return MLflowTracker(run, chosen)
     assert isinstance(chosen, ImportedTrackerSettings)
-    return cast(Tracker, load_own(Wanted(f"trackers[{index}]", chosen.type, chosen.keywords, 1))(run))
+    return cast(Tracker, load_custom(CustomCode(f"trackers[{index}]", chosen.type, chosen.keywords, 1))(run))
 
 
 class _Texts:

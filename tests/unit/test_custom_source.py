@@ -15,7 +15,7 @@ import pytest
 from rpg_megatron.config import UserError
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.settings import make_settings
-from rpg_megatron.data.problems import read_counted, read_problems
+from rpg_megatron.data.problems import read_problems, read_problems_with_counts
 from rpg_megatron.data.prompts import PromptStream, fit_prompts
 from tests.support.stand_in_engines import ByteTokenizer
 
@@ -126,7 +126,7 @@ def test_what_is_wrong_is_one_line(settings: DataSettings, told: str) -> None:
 
 
 def test_wrong_rows_can_be_left_out() -> None:
-    problems, left_out, _ = read_counted(data("odd", malformed="skip"))
+    problems, left_out, _ = read_problems_with_counts(data("odd", malformed="skip"))
     assert ([p.answer for p in problems], left_out) == (["1"], {"malformed": 2})
 
 

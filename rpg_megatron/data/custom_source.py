@@ -1,8 +1,8 @@
-"""Rows of a source of prompts that is code of the user (``data.source``).
+"""Rows of a custom prompt source (``data.source``).
 
-``python -m rpg_megatron.data.own_source LIMIT``: stdin has [key in the settings, module:name, settings] as
-JSON; each line of stdout is a row, or ``{"error": message}`` and the end. A process of its own, since the
-module may import torch, and since launcher and sampler then get the same rows, as JSON holds them.
+``python -m rpg_megatron.data.custom_source LIMIT``: stdin is [key in the settings, module:name, settings] as
+JSON; each line of stdout is a row, or ``{"error": message}``, which is the last line. It is a separate
+process, because the module may import torch, and so that launcher and sampler get the same rows, as JSON.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.system.own_code import Wanted, describe_error, load_own
+from rpg_megatron.system.custom_code import CustomCode, describe_error, load_custom
 
-MOST_ROWS = 10_000_000
-"""Rows that a source may have without a limit: more are taken for an endless one."""
+MAX_ROWS = 10_000_000
+"""Maximum number of rows of a source without ``limit``; a source with more is assumed to be endless."""
 
 
-def own_rows(
+def custom_rows(
     source: ImportedSettings, limit: int | None, key: str
 ) -> Iterator[tuple[int, str, dict[str, Any] | UserError]]:
-    """Index from 0, position for messages, and the row or its error; at most ``limit``.
+    """Index from 0, position for messages, and the row or its error; at most ``limit`` rows.
 
-    key: where ``source`` is in the settings. Raises UserError if the code fails.
+    key: key of ``source`` in the settings. Raises UserError if the custom code fails.
     """
-    command = [sys.executable, "-P", "-m", "rpg_megatron.data.own_source", str(limit or MOST_ROWS + 1)]
+    command = [sys.executable, "-P", "-m", "rpg_megatron.data.custom_source", str(limit or MAX_ROWS + 1)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -41,8 +41,8 @@ def own_rows(
                 found = json.loads(line)
                 if "error" in found:
                     raise UserError(found["error"])
-                if index == MOST_ROWS and limit is None:
-                    raise UserError(f"{key}: {source.type} has more than {MOST_ROWS:,} rows; set data.limit")
+                if index == MAX_ROWS and limit is None:
+                    raise UserError(f"{key}: {source.type} has more than {MAX_ROWS:,} rows; set data.limit")
                 where = f"{source.type}: row {index + 1}"
                 row = found.get("row")
                 yield index, where, row if "row" in found else UserError(f"{where}: {found['bad']}")
@@ -56,7 +56,7 @@ def own_rows(
 
 def _lines(key: str, path: str, settings: dict[str, Any], limit: int) -> Iterator[dict[str, Any]]:
     try:
-        rows = load_own(Wanted(key, path, settings, 0))()
+        rows = load_custom(CustomCode(key, path, settings, 0))()
     except UserError as e:
         yield {"error": str(e)}
         return
@@ -74,7 +74,7 @@ def _lines(key: str, path: str, settings: dict[str, Any], limit: int) -> Iterato
 def main() -> None:
     """Print the rows."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the module prints is no row
+    os.dup2(2, 1)  # the module may print to stdout; that must not mix with the rows
     key, path, settings = json.load(sys.stdin)
     for line in _lines(key, path, settings, int(sys.argv[1])):
         try:

@@ -21,12 +21,12 @@ from rpg_megatron.config import Settings, UserError, load_settings, read_model_s
 from rpg_megatron.config.policy import OptimizerSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.launcher import input_checks
-from rpg_megatron.launcher.input_checks import check_own_code
+from rpg_megatron.launcher.input_checks import check_custom_code
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.schedules import build_schedule
-from rpg_megatron.rollout.dynamic_sampling import keeps
+from rpg_megatron.rollout.dynamic_sampling import passes_filter
 from rpg_megatron.rollout.groups import GroupScores
-from rpg_megatron.system.own_code import Wanted, find_problem, load_own
+from rpg_megatron.system.custom_code import CustomCode, find_problem, load_custom
 from rpg_megatron.training.advantages import build_advantages
 from rpg_megatron.training.loss import build_loss
 
@@ -97,14 +97,14 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # from where modules are imported, as reward functions are
 
 
-def loss(name: str, **settings: object) -> Wanted:
-    return Wanted("objective", f"own_module_of_test:{name}", settings, 0, makes=True)
+def loss(name: str, **settings: object) -> CustomCode:
+    return CustomCode("objective", f"own_module_of_test:{name}", settings, 0, instantiate=True)
 
 
 def test_settings_arrive_in_the_declared_types() -> None:
-    assert load_own(loss("Loss", beta="0.5")).settings == (0.5, "a")
-    assert load_own(loss("Typed", beta=1)).settings.beta == 1.0
-    assert load_own(Wanted("advantage", "own_module_of_test:advantage", {"scale": 2}, 3))(3, 0, 0) == 6
+    assert load_custom(loss("Loss", beta="0.5")).settings == (0.5, "a")
+    assert load_custom(loss("Typed", beta=1)).settings.beta == 1.0
+    assert load_custom(CustomCode("advantage", "own_module_of_test:advantage", {"scale": 2}, 3))(3, 0, 0) == 6
 
 
 @pytest.mark.parametrize(
@@ -129,20 +129,20 @@ def test_settings_arrive_in_the_declared_types() -> None:
             loss("Typed", bta=1),
             "objective.bta: own_module_of_test:Typed has no setting 'bta'; did you mean 'beta'?",
         ),
-        (loss("Nothing"), "makes a Nothing without __call__; add it"),
+        (loss("Nothing"), "creates a Nothing without __call__; add it"),
         (
             loss("Absent"),
             "objective.type: own_module_of_test:Absent: the module own_module_of_test has no 'Absent'",
         ),
-        (Wanted("advantage", "own_module_of_test:advantage", {"s": 1}, 3), "advantage.s: "),
-        (Wanted("advantage", "math:nan", {}, 3), "is a float, not a function"),
+        (CustomCode("advantage", "own_module_of_test:advantage", {"s": 1}, 3), "advantage.s: "),
+        (CustomCode("advantage", "math:nan", {}, 3), "is a float, not a function"),
         (
-            Wanted("advantage", "own_module_of_test:advantage", {}, 4),
+            CustomCode("advantage", "own_module_of_test:advantage", {}, 4),
             "takes 3 positional arguments, and is called",
         ),
     ],
 )
-def test_what_is_wrong_is_one_line(wanted: Wanted, told: str) -> None:
+def test_what_is_wrong_is_one_line(wanted: CustomCode, told: str) -> None:
     problem = find_problem(wanted)
     assert problem is not None
     assert told in problem
@@ -151,12 +151,12 @@ def test_what_is_wrong_is_one_line(wanted: Wanted, told: str) -> None:
 
 def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = load_settings(config_file, ["objective={type: own_module_of_test:Loss, beta: 0.1}"])
-    check_own_code(good)
+    check_custom_code(good)
     assert make_settings(json.loads(good.model_dump_json()), None, "").objective == good.objective
     bad = load_settings(config_file, ["objective={type: own_module_of_test:Loss, bet: 0.1}"])
     told = "objective.bet: own_module_of_test:Loss has no setting 'bet'; did you mean 'beta'?"
     with pytest.raises(UserError, match="did you mean 'beta'"):
-        check_own_code(bad)
+        check_custom_code(bad)
     (failed,) = probe_own_code(Subject(bad, read_model_shape(bad.model.path)))
     assert told in f"{failed.found}; {failed.fix}"
     run_plan(bad, None, sweep=False, as_json=True)
@@ -165,9 +165,9 @@ def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.Capt
 
 def test_an_import_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hangs_in_test.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(input_checks, "OWN_CODE_SECONDS", 3)
+    monkeypatch.setattr(input_checks, "CUSTOM_CODE_SECONDS", 3)
     with pytest.raises(UserError, match="importing hangs_in_test:f has not ended after 3 s"):
-        check_own_code(make("advantage.type=hangs_in_test:f"))
+        check_custom_code(make("advantage.type=hangs_in_test:f"))
 
 
 def make(*overrides: str) -> Settings:
@@ -189,7 +189,7 @@ def test_learning_rates_of_the_schedules(schedule: str, factors: list[float]) ->
     settings = make(
         f"optimizer.schedule={schedule}", "optimizer.warmup_steps=2", "optimizer.lr=2", "training.steps=6"
     )
-    check_own_code(settings)
+    check_custom_code(settings)
     rate = build_schedule(settings.optimizer, settings.training.steps)
     assert [rate(step) / 2 for step in range(1, 7)] == pytest.approx(factors)
 
@@ -227,7 +227,7 @@ def test_an_error_of_the_users_code_names_the_setting_and_the_line() -> None:
     assert line('rewards["a"]') + "IndexError: " in str(error.value)
     keys = "rollout.dynamic={type: 'own_module_of_test:varied', least: 0}"
     with pytest.raises(UserError) as error:
-        keeps(make(keys).rollout, GroupScores([], [], [], [], {}))
+        passes_filter(make(keys).rollout, GroupScores([], [], [], [], {}))
     assert str(error.value).startswith("rollout.dynamic.type: own_module_of_test:varied fails at ")
     assert line("max(scores") + "ValueError: " in str(error.value)
 
@@ -253,7 +253,7 @@ def test_what_a_loss_returns_is_checked(what: str, anchor: str, told: str) -> No
 
 def test_a_loss_of_the_user_gets_the_entropy_bonus_of_ours() -> None:
     own = make("objective={type: 'own_module_of_test:Returns', what: good, entropy_bonus: 0.5}")
-    check_own_code(own)  # the class has no such setting
+    check_custom_code(own)  # the class has no such setting
     zeros, entropy = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
     given = ResponseTokens(*[zeros] * 5, entropy=entropy)
     without = build_loss(make("objective={type: 'own_module_of_test:Returns', what: good}"))(zeros, given)
@@ -264,10 +264,13 @@ def test_a_filter_of_the_user_sees_dense_rewards() -> None:
     own = make("rollout.dynamic.type=own_module_of_test:varied").rollout
     dense = GroupScores([1, 1], [0.2, 0.9], [False, False], [False, False], {})
     equal = GroupScores([1, 1], [0.2, 0.2], [True, False], [False, False], {})
-    assert [keeps(own, scores) for scores in (dense, equal)] == [True, False]
+    assert [passes_filter(own, scores) for scores in (dense, equal)] == [True, False]
     strict = make("rollout.dynamic={type: 'own_module_of_test:varied', least: 0.8, rounds: 3}").rollout
-    assert [keeps(strict, scores) for scores in (dense, equal)] == [False, False]
-    assert [keeps(make("rollout.dynamic={}").rollout, scores) for scores in (dense, equal)] == [False, True]
+    assert [passes_filter(strict, scores) for scores in (dense, equal)] == [False, False]
+    assert [passes_filter(make("rollout.dynamic={}").rollout, scores) for scores in (dense, equal)] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +305,7 @@ def test_a_filter_of_the_user_sees_dense_rewards() -> None:
 )
 def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, told: str) -> None:
     with pytest.raises(UserError) as error:
-        check_own_code(make(override))
+        check_custom_code(make(override))
     assert told in str(error.value)
 
 
