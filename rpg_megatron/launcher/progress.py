@@ -145,6 +145,11 @@ class Progress:
         except (ValueError, KeyError, TypeError):
             return
 
+    @property
+    def phase(self) -> str | None:
+        """Name of the present phase."""
+        return self._phase[0] if self._phase else None
+
     def _handle_phase(self, name: str, done: int, total: int) -> None:
         new = self._phase is None or self._phase[0] != name
         self._phase = (name, done, total)

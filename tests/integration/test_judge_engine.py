@@ -27,7 +27,8 @@ from tests.support.runs import QUICKSTART, SERVED, TrainCommand
 from tests.support.same_runs import read_rows
 
 KEY = "a-key-of-the-judge"
-STEPS = 14
+STEPS = 60
+"""More than a quick machine takes in the seconds for which a judge is left alone."""
 RESPONSES = 32
 FAILED = 0.25
 """Score of a failure: no score of the judge."""
