@@ -119,7 +119,7 @@ class Evaluation:
         note_segments(starting)
         for engine in self._engines:
             hung = take_request(self._workspace.work, engine.index, 0)
-            # The evaluator, whose only phase begins when all engines are up, may know that before a probe here.
+            # The evaluator may know before a probe here: its only phase begins when all engines are up.
             died = not engine.alive() and self._progress.phase is not None
             if hung or died or engine.index in self._healthy:
                 if not hung and engine.alive() and engine.index not in unhealthy:
