@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 import rpg_megatron
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.explanation import valid_keys
+from rpg_megatron.config.explanation import sections_in, valid_keys
 from rpg_megatron.launcher.run_dir import create_run, resolved_yaml
 from rpg_megatron.rewards.reward import overlong_penalty
 
@@ -152,6 +154,18 @@ def test_a_folder_that_cannot_be_written_is_one_message(config_file: Path):
     blocked.write_text("")
     with pytest.raises(UserError, match="runs"):
         create_run(load_settings(config_file, [f"runs={blocked}/runs"]))
+
+
+def test_every_key_is_explained() -> None:
+    def sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+        yield section
+        for field in section.model_fields.values():
+            for inner in sections_in(field.annotation):
+                yield from sections(inner)
+
+    found = set(sections(Settings))
+    assert len(found) > 50
+    assert [f"{s.__name__}.{k}" for s in found for k, f in s.model_fields.items() if not f.description] == []
 
 
 def test_every_key_is_read_somewhere():
