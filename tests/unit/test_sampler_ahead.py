@@ -23,7 +23,7 @@ import pytest
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.rollout import OwnDynamicSamplingSettings
+from rpg_megatron.config.rollout import ImportedDynamicSamplingSettings
 from rpg_megatron.data.prompts import decoder_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
@@ -407,7 +407,7 @@ def test_a_step_that_cannot_be_filled_ends_with_its_counts(settings: Settings, t
 
 def test_a_filter_that_fails_ends_the_step(settings: Settings, tmp_path: Path) -> None:
     """The run would wait for ever if its error were only logged."""
-    dynamic = OwnDynamicSamplingSettings(type="digit_reward:broken")
+    dynamic = ImportedDynamicSamplingSettings(type="digit_reward:broken")
     run = Run(changed(settings, dynamic=dynamic), tmp_path / "run", 1)
     with pytest.raises(UserError, match=r"digit_reward:broken fails at .*: KeyError: 'right'; fix it"):
         asyncio.run(run.go())
