@@ -131,7 +131,7 @@ def carried_files(checkpoint: Path) -> set[Path]:
     surplus = read_state(checkpoint).get("sampler", {}).get("surplus", [])
     folder = checkpoint.parents[1] / ROLLOUTS
     # Earlier versions had the groups themselves in the state, as lists.
-    return {folder / group["file"] for group in surplus if isinstance(group, dict)}
+    return {folder / Path(group["file"]).name for group in surplus if isinstance(group, dict)}
 
 
 def _remove_carried(run: Path) -> None:
@@ -144,7 +144,10 @@ def _remove_carried(run: Path) -> None:
     checkpoints = list_steps(run)
     if not files or not checkpoints:
         return
-    used = set().union(*map(carried_files, checkpoints.values()))
+    try:
+        used = set().union(*map(carried_files, checkpoints.values()))
+    except (UserError, ValueError, KeyError):
+        return  # a damaged checkpoint, or one of another version: the files that it needs are not known
     for file, step in files.items():
         if step <= max(checkpoints) and file not in used:
             file.unlink(missing_ok=True)

@@ -75,7 +75,7 @@ class RewardTerm(NamedTuple):
     """Keys of the section itself, which cannot be settings of the function."""
 
     @property
-    def own(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether it is the user's own function."""
         return ":" in self.type
 
@@ -168,16 +168,16 @@ class RewardSettings(Section):
                 if getattr(self, key) != RewardSettings.model_fields[key].default:
                     raise ValueError(f"{key} has no effect with terms; move it into one of them")
         first = next(iter(self.all_terms.values()))
-        if self.format and first.own:
+        if self.format and first.is_custom:
             raise ValueError(
                 f"format has no effect with {first.type}: your function scores the format; remove it"
             )
         return self
 
     @property
-    def own(self) -> bool:
+    def has_custom(self) -> bool:
         """Whether any term is the user's own function."""
-        return any(term.own for term in self.all_terms.values())
+        return any(term.is_custom for term in self.all_terms.values())
 
     @property
     def memory_bytes(self) -> int:

@@ -126,7 +126,7 @@ def check_reward(reward: RewardSettings) -> None:
     """
     problems = []
     for term in reward.all_terms.values():
-        if term.own:
+        if term.is_custom:
             try:
                 start_custom_reward(reward, term).close()
             except UserError as e:

@@ -66,7 +66,7 @@ class Scorer:
         grader: Grader | None = None
         try:
             for name, term in settings.all_terms.items():
-                if term.own:
+                if term.is_custom:
                     concurrency = max(settings.concurrency // share, 1)
                     server = start_custom_reward(settings, term)
                     self._terms[name] = _CustomTerm(term, server, workers, concurrency)

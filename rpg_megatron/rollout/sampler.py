@@ -74,7 +74,7 @@ class Sampler:
         self._settings, self._pool, self._events = settings, pool, events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
-        prompts = load_prompts(settings.data, tokenizer, rows=settings.reward.own)
+        prompts = load_prompts(settings.data, tokenizer, rows=settings.reward.has_custom)
         self._stream = TaskStream(settings, prompts)
         ahead = settings.rollout.ahead > 0
         self.dispatcher = Dispatcher(
@@ -102,7 +102,7 @@ class Sampler:
         self._heldout: HeldOut | None = None
         if settings.evaluation is not None:
             heldout = {
-                part.name: load_prompts(part.data, tokenizer, part.where, rows=settings.reward.own)
+                part.name: load_prompts(part.data, tokenizer, part.where, rows=settings.reward.has_custom)
                 for part in settings.evaluation.heldout
             }
             self._heldout = HeldOut(settings, self.dispatcher, heldout)

@@ -201,7 +201,7 @@ def find_problem(code: CustomCode) -> str | None:
         try:
             value = float(function(*arguments))
         except Exception as e:
-            return f"{code.where}.type: {call} fails: {type(e).__name__}: {e}; fix the function"
+            return f"{code.where}.type: {call} {describe_error(e, code.path)}"
         if not math.isfinite(value) or value < 0:
             return f"{code.where}.type: {call} is {value}; it must be a finite number of at least 0"
     return None

@@ -2,7 +2,7 @@
 
 Why: the judge is the one part of a run that others operate. Its failures must cost scores, be
 counted response by response, and never end the run; its key must be in no file. Not covered: what a judge's
-scores are good for, servers that answer garbage (test_own_rewards).
+scores are good for, servers that answer garbage (test_custom_rewards).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def send(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-@pytest.mark.long  # two real vLLM servers and a run; the stand-in judges of test_own_rewards are quick
+@pytest.mark.long  # two real vLLM servers and a run; the stand-in judges of test_custom_rewards are quick
 def test_a_run_goes_on_whatever_its_judge_does(
     tmp_path: Path, judge: tuple[subprocess.Popen[bytes], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,13 @@ def test_files_of_carried_groups_are_removed_with_the_last_checkpoint_that_needs
 
     remove_old(run.folder, keep=2, milestone=2)
     assert (list(list_steps(run.folder)), left()) == ([5, 3, 2], [2, 3, 6])
+    state = step_folder(run.folder, 2) / "state.json"
+    whole = state.read_text()
+    state.write_text(whole[:20])  # damaged: it may need any of the files
+    carried(run.folder, 4)
+    remove_old(run.folder, keep=2, milestone=2)
+    assert left() == [2, 3, 4, 6]
+    state.write_text(whole)
     remove_old(run.folder, keep=1, milestone=None)
     assert (list(list_steps(run.folder)), left()) == ([5], [3, 6])
 

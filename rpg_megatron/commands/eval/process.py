@@ -56,7 +56,9 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
     assert evaluation is not None
     with without_torch():
         tokenizer = load_tokenizer(settings.model.path)
-    loaded = {part.name: load_set(part, tokenizer, rows=settings.reward.own) for part in evaluation.heldout}
+    loaded = {
+        part.name: load_set(part, tokenizer, rows=settings.reward.has_custom) for part in evaluation.heldout
+    }
     prompts = {name: found for name, (found, _) in loaded.items()}
     done = {
         name: read_results(results_file(folder, name), found, evaluation.samples)
