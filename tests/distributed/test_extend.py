@@ -116,7 +116,7 @@ def test_the_rewards_and_prompts_of_the_page(configs: list[dict[str, Any]]) -> N
     with stand_in_judge() as judge:
         terms["judge"]["url"], terms["classifier"]["url"] = judge.url, f"{judge.url}/classify"
         settings = Settings.model_validate(configs[-1] | {"reward": {"terms": terms}, "model": {"path": "m"}})
-        problems = read_problems(settings.data, rows=settings.reward.own)
+        problems = read_problems(settings.data, rows=settings.reward.has_custom)
         assert len(problems) == 5000
         first = problems[0]
         assert first == read_problems(settings.data, rows=True)[0]
