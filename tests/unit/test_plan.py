@@ -196,7 +196,11 @@ def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
 def test_vllm_arguments_are_read(write: Callable[..., Path]) -> None:
     plan = plan_of(write(LLAMA_8B))
     assert plan.engine.utilisation == 0.92
-    for arguments in (["--gpu-memory-utilization", "0.5"], ["--gpu_memory_utilization=0.5"]):
+    for arguments in (
+        ["--gpu-memory-utilization", "0.5"],
+        ["--gpu_memory_utilization=0.5"],
+        ["--gpu-memory-utilization=0.7", "--gpu-memory-utilization", "0.5"],  # vLLM uses the last one
+    ):
         less = plan_of(write(LLAMA_8B, engine={"arguments": arguments}))
         assert less.engine.utilisation == 0.5
         assert plan.engine.kv_cache - less.engine.kv_cache == pytest.approx(

@@ -120,14 +120,18 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
 
 
 def _argument(arguments: Sequence[str], name: str, default: float) -> float:
-    """Value of an option in vLLM's arguments, as ``--name value`` or ``--name=value``."""
+    """Value of an option in vLLM's arguments, as ``--name value`` or ``--name=value``.
+
+    vLLM uses the last one if it is repeated. Raises UserError if a value is not a number.
+    """
+    found = default
     for i, argument in enumerate(arguments):
         key, eq, value = argument.partition("=")
         if key.replace("_", "-") != name:
             continue
         value = value if eq else (arguments[i + 1] if i + 1 < len(arguments) else "")
         try:
-            return float(value)
+            found = float(value)
         except ValueError:
             raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
-    return default
+    return found
