@@ -107,8 +107,8 @@ def test_an_engine_killed_in_a_rollout_and_in_a_sync(start: Callable[..., Run], 
     kill_at_work(engine)
     one.wait_for_restart(1)
 
+    engine = one.wait_for_engine()  # searched for now, since the update may be over in less than a second
     one.wait_for_rollouts(1)
-    engine = one.engine()
     process_groups.send([engine], signal.SIGSTOP)
     one.wait(lambda: one.published() == 1)
     time.sleep(1.0)  # the sampler has begun the sync and waits for an answer
@@ -127,8 +127,9 @@ def test_an_engine_killed_in_a_rollout_and_in_a_sync(start: Callable[..., Run], 
 def test_an_engine_killed_between_steps(start: Callable[..., Run], undisturbed: Run) -> None:
     one = start("between")
     engine = one.wait_for_engine()
-    one.wait_for_rollouts(1)
+    one.wait_for_first_rollout()
     rank = one.rank(0)
+    one.wait_for_rollouts(1)
     os.kill(rank, signal.SIGSTOP)  # in the update, when nothing is asked of the engine
     kill(engine)
     one.wait_for_restart(1)
@@ -143,8 +144,9 @@ def test_a_colocated_engine_killed_in_an_update_comes_back_after_it(
     """It would find the GPU full. The other way round, an update does not begin while one is starting."""
     one = start("colocated", "engine.colocated=true", "checkpoint.every=null")
     engine = one.wait_for_engine()
-    one.wait_for_rollouts(1)
+    one.wait_for_first_rollout()
     rank = one.rank(0)
+    one.wait_for_rollouts(1)
     os.kill(rank, signal.SIGSTOP)
     kill(engine)
     one.wait_for_restart(1)
@@ -234,11 +236,10 @@ def test_a_core_that_hangs_in_an_evaluation_a_rollout_and_a_sync(
 def test_a_warning_in_an_evaluation_puts_it_off(start: Callable[..., Run], undisturbed: Run) -> None:
     """The step counts as done; its evaluation and its row of metrics are made when the run goes on."""
     one = start("warned-evaluating", *EVALUATION)
-    one.wait_for_engine()
+    engine = one.wait_for_engine()
     one.wait_for_rollouts(2)
     one.wait(lambda: one.published() == 2)
-    time.sleep(0.5)
-    os.kill(one.engine(), signal.SIGSTOP)  # holds the sync, or the evaluation that follows
+    os.kill(engine, signal.SIGSTOP)  # holds the sync, or the evaluation that follows
     time.sleep(2)
     one.process.send_signal(signal.SIGTERM)
     code, err = one.finish(300)
@@ -259,8 +260,9 @@ def test_a_warning_in_an_evaluation_puts_it_off(start: Callable[..., Run], undis
 
 def test_a_dead_rank_in_a_sync_by_process_groups(start: Callable[..., Run]) -> None:
     one = start("rank-group", "parallel.tensor=2", "bridge.transport=process_group")
+    sampler = one.sampler()
     one.wait_for_rollouts(1)
-    os.kill(one.sampler(), signal.SIGSTOP)
+    os.kill(sampler, signal.SIGSTOP)
     time.sleep(10)  # publishing cannot be seen from outside; it goes no further than that
     one.lose_rank_in_a_sync()
 
@@ -298,8 +300,8 @@ def test_one_of_two_engines_killed_in_a_sync(
     start: Callable[..., Run], undisturbed: Run, transport: str
 ) -> None:
     one = start(f"two-{transport}", "engine.replicas=2", f"bridge.transport={transport}")
+    engine = one.wait_for_engine(1)
     one.wait_for_rollouts(1)
-    engine = one.engine(1)
     process_groups.send([engine], signal.SIGSTOP)
     one.wait(lambda: "update\nsync\n" in one.out.read_text())  # that of step 1
     time.sleep(2.0)

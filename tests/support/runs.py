@@ -149,8 +149,10 @@ class TrainCommand(Command):
 
     def wait_for_sync(self, version: int) -> None:
         """Hold the sampler just before it begins the sync of a version; wake it with SIGCONT."""
+        sampler = self.sampler()  # the search may take longer than the update, which ends in the sync
         self.wait_for_rollouts(version)
-        os.kill(self.sampler(), signal.SIGSTOP)
+        os.kill(sampler, signal.SIGSTOP)
+        assert self.published() < version, "the sync began before the sampler was held"
         self.wait(lambda: self.published() == version)
 
     def wait_for_restart(self, number: int, of: int = 3) -> None:
