@@ -31,6 +31,14 @@ def read_stats() -> dict[int, list[str]]:
     return found
 
 
+def read_of_process(pid: int, name: str) -> bytes:
+    """A file of /proc/PID, such as ``cmdline``; empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
 class Command:
     """``rpg-megatron`` in a process of its own."""
 
@@ -56,11 +64,9 @@ class Command:
         """Everything that descends from the command and lives."""
         alive = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         for pid in alive:
-            try:
-                if self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            if self.mark.encode() in read_of_process(pid, "environ"):
+                with contextlib.suppress(OSError):  # it has ended meanwhile
                     self.sessions.add(os.getsid(pid))
-            except OSError:
-                continue
         return sorted({pid for leader in self.sessions for pid in members(leader)})
 
     def folders(self) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -139,7 +140,10 @@ class Slurm:
         self.daemons.pop(node).wait()
 
     def processes(self) -> list[psutil.Process]:
-        """What jobs of this Slurm started and is alive, with ``info["environ"]`` and ``info["cmdline"]``."""
+        """What jobs of this Slurm started and is alive, with ``info["environ"]`` and ``info["cmdline"]``.
+
+        psutil gives None for what a process that ends meanwhile no longer tells.
+        """
         mine = {daemon.pid for daemon in self.daemons.values()}
         wanted = str(self.folder / "slurm.conf")
         return [
@@ -147,6 +151,7 @@ class Slurm:
             for process in psutil.process_iter(["environ", "cmdline"])
             if (process.info["environ"] or {}).get("SLURM_CONF") == wanted
             and process.info["environ"].get("SLURM_JOB_ID")
+            and process.info["cmdline"] is not None
             and process.pid not in mine
         ]
 
@@ -154,10 +159,11 @@ class Slurm:
         """What a job listens on that is not on loopback: (address, command line), Slurm's own left out."""
         found = []
         for process in self.processes():
-            for connection in process.net_connections("inet"):
-                place = connection.laddr
-                if connection.status == psutil.CONN_LISTEN and not place.ip.startswith("127."):
-                    found.append((f"{place.ip}:{place.port}", " ".join(process.info["cmdline"])))
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                for connection in process.net_connections("inet"):
+                    place = connection.laddr
+                    if connection.status == psutil.CONN_LISTEN and not place.ip.startswith("127."):
+                        found.append((f"{place.ip}:{place.port}", " ".join(process.info["cmdline"])))
         return [(address, line) for address, line in found if not line.startswith("srun ")]
 
     def run(self, *command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
