@@ -114,12 +114,13 @@ def train(
     """
     if fresh and source:
         raise UserError("--fresh and --from exclude each other; give one of them")
-    from rpg_megatron.checkpoints.hf_hub import with_local_model
-    from rpg_megatron.commands.train import train as lead_run
-    from rpg_megatron.config import load_settings
-    from rpg_megatron.launcher.node_agent import run_node
-    from rpg_megatron.launcher.nodes import find_nodes
-    from rpg_megatron.launcher.supervisor import StopSignals
+    with exit_on_interrupt():
+        from rpg_megatron.checkpoints.hf_hub import with_local_model
+        from rpg_megatron.commands.train import train as lead_run
+        from rpg_megatron.config import load_settings
+        from rpg_megatron.launcher.node_agent import run_node
+        from rpg_megatron.launcher.nodes import find_nodes
+        from rpg_megatron.launcher.supervisor import StopSignals
 
     with StopSignals(resumable=True) as signals, exit_codes():
         found = find_nodes(node_rank, nodes, job)
@@ -158,8 +159,9 @@ def launch(
 
     Exit code 0: submitted or, with the local and docker executors, finished; 1: the run failed.
     """
-    from rpg_megatron.commands.launch import nemo_run
-    from rpg_megatron.launcher.nodes import leave_to_first_node
+    with exit_on_interrupt():
+        from rpg_megatron.commands.launch import nemo_run
+        from rpg_megatron.launcher.nodes import leave_to_first_node
 
     leave_to_first_node("launch")
     with exit_codes():
@@ -185,9 +187,10 @@ def audit(
 
     Exit code 0: they agree; 1: they diverge; 3: a process died before the result was known.
     """
-    from rpg_megatron.commands.audit.command import audit
-    from rpg_megatron.launcher.nodes import leave_to_first_node
-    from rpg_megatron.launcher.supervisor import StopSignals
+    with exit_on_interrupt():
+        from rpg_megatron.commands.audit.command import audit
+        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("audit")
     with StopSignals() as signals, exit_codes(failed=3):
@@ -208,11 +211,12 @@ def replay(
     Exit code 0: log-probs, loss and gradient norm match the run; 1: they differ; 3: a process died before
     the result was known.
     """
-    import json
+    with exit_on_interrupt():
+        import json
 
-    from rpg_megatron.commands.replay import command as replay_command
-    from rpg_megatron.launcher.nodes import leave_to_first_node
-    from rpg_megatron.launcher.supervisor import StopSignals
+        from rpg_megatron.commands.replay import command as replay_command
+        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("replay")
     with StopSignals() as signals, exit_codes(failed=3):
@@ -231,8 +235,9 @@ def config(
     ] = False,
 ) -> None:
     """Print the settings of a run, defaults included."""
-    from rpg_megatron.config import load_settings
-    from rpg_megatron.launcher.run_dir import resolved_yaml
+    with exit_on_interrupt():
+        from rpg_megatron.config import load_settings
+        from rpg_megatron.launcher.run_dir import resolved_yaml
 
     typer.echo(resolved_yaml(load_settings(config, overrides), explained=explain), nl=False)
 
@@ -249,7 +254,8 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented config, problems and a reward function, which run on a CPU as they are."""
-    from rpg_megatron.commands.init.command import CONFIG, write_files
+    with exit_on_interrupt():
+        from rpg_megatron.commands.init.command import CONFIG, write_files
 
     written = write_files(folder, task, model)
     typer.echo(f"written: {', '.join(str(folder / name) for name in written)}")
@@ -278,9 +284,10 @@ def plan(
 
     Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed.
     """
-    from rpg_megatron.checkpoints.hf_hub import with_local_model
-    from rpg_megatron.commands.plan.command import run_plan
-    from rpg_megatron.config import load_settings
+    with exit_on_interrupt():
+        from rpg_megatron.checkpoints.hf_hub import with_local_model
+        from rpg_megatron.commands.plan.command import run_plan
+        from rpg_megatron.config import load_settings
 
     settings = with_local_model(load_settings(config, overrides), weights=False)
     if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or ()):
@@ -299,8 +306,9 @@ def doctor(
 
     Exit code 0: all checks passed; 1: a check failed, and its line says how to fix it.
     """
-    from rpg_megatron.commands.doctor.command import run_doctor
-    from rpg_megatron.config import load_settings
+    with exit_on_interrupt():
+        from rpg_megatron.commands.doctor.command import run_doctor
+        from rpg_megatron.config import load_settings
 
     if not run_doctor(load_settings(config, overrides) if config else None, as_json=json):
         raise typer.Exit(1)
@@ -326,9 +334,10 @@ def grade(
     ] = False,
 ) -> None:
     """Grade responses against reference answers: one verdict per line, and a summary."""
-    from rpg_megatron.commands.grade import grade_file
-    from rpg_megatron.launcher.nodes import leave_to_first_node
-    from rpg_megatron.rewards.extraction import STYLES
+    with exit_on_interrupt():
+        from rpg_megatron.commands.grade import grade_file
+        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.rewards.extraction import STYLES
 
     leave_to_first_node("grade")
     known = next((s for s in STYLES if s == style), None)
@@ -352,8 +361,9 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML report of runs: charts, health checks, responses, settings."""
-    from rpg_megatron.commands.report import write_report
-    from rpg_megatron.launcher.nodes import leave_to_first_node
+    with exit_on_interrupt():
+        from rpg_megatron.commands.report import write_report
+        from rpg_megatron.launcher.nodes import leave_to_first_node
 
     leave_to_first_node("report")
     typer.echo(write_report(runs, out))

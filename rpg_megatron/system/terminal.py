@@ -72,7 +72,10 @@ def without_full_disk_errors() -> Iterator[None]:
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Within the block, Ctrl-C ends the process with a message and no traceback. Use it around imports."""
+    """Within the block, Ctrl-C ends the process with a message and no traceback.
+
+    Use it around imports: some packages, such as pydantic, turn a KeyboardInterrupt into another error.
+    """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

@@ -79,6 +79,45 @@ main(["config", {str(config_file)!r}])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped: Ctrl-C\n")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "c.yaml"),
+        ("eval", "m"),
+        ("launch", "c.yaml"),
+        ("audit", "r"),
+        ("replay", "r", "--step=1"),
+        ("config", "c.yaml"),
+        ("init",),
+        ("plan", "c.yaml"),
+        ("doctor",),
+        ("grade", "f.jsonl"),
+        ("report", "r"),
+        ("convert", "hf-to-megatron", "--hf=m"),
+        ("convert", "megatron-to-hf", "--megatron=m"),
+        ("convert", "inspect", "m"),
+    ],
+    ids=" ".join,
+)
+def test_ctrl_c_while_a_command_is_imported_is_one_line(arguments: tuple[str, ...]):
+    """Also if a package turns the interrupt into an error of its own, as pydantic does."""
+    code = f"""
+import signal, sys
+from rpg_megatron.cli import main
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("rpg_megatron."):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise RuntimeError("turned into another error") from None
+sys.meta_path.insert(0, Finder())
+main({list(arguments)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped: Ctrl-C\n")
+
+
 def test_ctrl_c_says_that_it_stopped(monkeypatch, capsys, config_file: Path):
     """Also where a command is still importing what it needs, before any handler of its own."""
     monkeypatch.setattr("rpg_megatron.config.load_settings", lambda *_: signal.raise_signal(signal.SIGINT))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.terminal import exit_on_interrupt
 
 if TYPE_CHECKING:
     from rpg_megatron.commands.convert.command import Report, Source
@@ -38,7 +39,8 @@ def hf_to_megatron(
     dry_run: DryRun = False,
 ) -> None:
     """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint."""
-    from rpg_megatron.commands.convert import command as tool
+    with exit_on_interrupt():
+        from rpg_megatron.commands.convert import command as tool
 
     source = tool.open_hf(hf, tensor, pipeline)
     _convert(source, out, dry_run, lambda path: tool.convert_to_megatron(source, path, verify=verify))
@@ -63,7 +65,8 @@ def megatron_to_hf(
     dry_run: DryRun = False,
 ) -> None:
     """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint."""
-    from rpg_megatron.commands.convert import command as tool
+    with exit_on_interrupt():
+        from rpg_megatron.commands.convert import command as tool
 
     source = tool.open_megatron(megatron, tensor, pipeline, config)
     limit = int(max_shard_gib * 1024**3)
@@ -81,7 +84,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the tensors of a checkpoint, and check that it is complete."""
-    from rpg_megatron.commands.convert.inspect import inspect_checkpoint
+    with exit_on_interrupt():
+        from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint)
     typer.echo(found.json() if as_json else found.table())
@@ -90,9 +94,10 @@ def inspect(
 
 
 def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Path], Report]) -> None:
-    from rpg_megatron.commands.convert.command import mapping
-    from rpg_megatron.commands.convert.processes import ConversionFailed
-    from rpg_megatron.launcher.nodes import leave_to_first_node
+    with exit_on_interrupt():
+        from rpg_megatron.commands.convert.command import mapping
+        from rpg_megatron.commands.convert.processes import ConversionFailed
+        from rpg_megatron.launcher.nodes import leave_to_first_node
 
     if dry_run:
         typer.echo("\n".join(mapping(source)))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rpg_megatron.commands.exit_codes import exit_codes
+from rpg_megatron.system.terminal import exit_on_interrupt
 
 Suite = Annotated[
     list[str] | None,
@@ -72,11 +73,12 @@ def evaluate(
     Without --suite and --data, a run is evaluated on its own held-out sets, as during training.
     Exit code 75: stopped by a scheduler's signal; requeue the job.
     """
-    from rpg_megatron.commands.eval.command import run_evaluation
-    from rpg_megatron.commands.eval.output_dir import open_output_dir
-    from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
-    from rpg_megatron.launcher.nodes import leave_to_first_node
-    from rpg_megatron.launcher.supervisor import StopSignals
+    with exit_on_interrupt():
+        from rpg_megatron.commands.eval.command import run_evaluation
+        from rpg_megatron.commands.eval.output_dir import open_output_dir
+        from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
+        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("eval")
     request = EvalRequest(
