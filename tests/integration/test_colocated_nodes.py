@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.system import process_groups
-from tests.support.commands import Command, read_of_process
+from tests.support.commands import Command, read_proc_file
 from tests.support.runs import QUICKSTART, SETTINGS, Run, assert_same, find_core
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
@@ -118,4 +118,4 @@ def test_a_core_that_hangs_on_the_other_node(
 
 
 def is_server(pid: int) -> bool:
-    return b"vllm.entrypoints" in read_of_process(pid, "cmdline")
+    return b"vllm.entrypoints" in read_proc_file(pid, "cmdline")

@@ -77,7 +77,7 @@ CONTEXT = json.dumps({"prompt": "P", "messages": [{"role": "user", "content": "P
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_rewards_of_test.py").write_text(MODULE)
+    (tmp_path / "custom_rewards_of_test.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
 
 
@@ -107,7 +107,7 @@ def scores() -> Iterator[Callable[..., tuple[list[Score], dict[str, float]]]]:
 
 
 def own(name: str, **more: Any) -> dict[str, Any]:
-    return {"type": f"own_rewards_of_test:{name}", **more}
+    return {"type": f"custom_rewards_of_test:{name}", **more}
 
 
 def test_several_terms_each_with_what_it_asks_for(scores: Callable[..., Any], tmp_path: Path) -> None:
@@ -162,16 +162,16 @@ def test_one_reward_with_settings_keeps_the_form_of_one(scores: Callable[..., An
         ("wrong", {}, "has an argument 'prompt', but none named 'response'; name that one so"),
         ("both", {}, "asks for 'response' and 'responses': keep"),
         ("taken", {}, "has a setting 'weight', which is a key of the section itself; give it another name"),
-        ("needs", {}, "reward.target: own_rewards_of_test:needs needs this setting; add it"),
+        ("needs", {}, "reward.target: custom_rewards_of_test:needs needs this setting; add it"),
         ("needs", {"target": "x"}, "reward.target: Input should be a valid integer"),
         ("sees", {"tarte": 1}, "has no setting 'tarte'; did you mean 'target'?"),
         ("Asks", {}, "is called with an argument 'rows', which rewards do not have; they have response,"),
-        ("Made", {}, "reward.base: own_rewards_of_test:Made needs this setting"),
+        ("Made", {}, "reward.base: custom_rewards_of_test:Made needs this setting"),
     ],
 )
 def test_what_is_wrong_is_one_line(name: str, more: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError) as error:
-        load_reward("reward", f"own_rewards_of_test:{name}", more, ("type", "weight"))
+        load_reward("reward", f"custom_rewards_of_test:{name}", more, ("type", "weight"))
     assert told in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
@@ -200,7 +200,7 @@ def test_time_outs_and_cancelled_tasks_of_the_function_itself_are_errors(scores:
     found, counts = scores(own("raises", wrong=-1.0), ["own limit", "cancelled", "fine"])
     assert [score.reward for score in found] == [-1.0, -1.0, 1.0]
     assert [score.reason for score in found[:2]] == [
-        f"own_rewards_of_test:raises: error: {name}: " for name in ("TimeoutError", "CancelledError")
+        f"custom_rewards_of_test:raises: error: {name}: " for name in ("TimeoutError", "CancelledError")
     ]
     assert (counts["reward/timeouts"], counts["reward/errors"]) == (0, 2)
 

@@ -19,7 +19,7 @@ import pytest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.engine import process as module
 from rpg_megatron.engine.process import EngineProcess, engine_socket
-from tests.support.commands import read_of_process, read_stats
+from tests.support.commands import read_proc_file, read_stats
 
 SERVER = """
 import http.server, os, socketserver, subprocess, sys, time, signal
@@ -197,7 +197,7 @@ time.sleep(600)
     try:
         assert launcher.stdout is not None
         group = int(launcher.stdout.readline())
-        assert wait_for(lambda: any(b"sleep" in read_of_process(p, "cmdline") for p in members(group)))
+        assert wait_for(lambda: any(b"sleep" in read_proc_file(p, "cmdline") for p in members(group)))
         time.sleep(0.3)
     finally:
         launcher.kill()

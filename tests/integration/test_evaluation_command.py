@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron.rewards import grade
-from tests.support.commands import Command, read_of_process
+from tests.support.commands import Command, read_proc_file
 from tests.support.runs import find_core
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -157,7 +157,7 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
     wait_for_results(one, out, 3)
     pids = {"launcher": one.process.pid}
     for pid in one.processes():
-        words = read_of_process(pid, "cmdline").split(b"\0")
+        words = read_proc_file(pid, "cmdline").split(b"\0")
         if b"rpg_megatron.commands.eval.process" in words:
             pids["evaluator"] = pid
         if b"vllm.entrypoints.openai.api_server" in words:

@@ -25,7 +25,7 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.rewards.pool import ForkServer, Function, Outcome, WorkerPool
 from rpg_megatron.rewards.reward import Response, Scorer
-from tests.support.commands import read_of_process, read_stats
+from tests.support.commands import read_proc_file, read_stats
 from tests.support.launcher import wait_for
 
 ODD = """
@@ -94,7 +94,7 @@ def children(mark: str) -> list[int]:
     """Living processes of the pools that were started with this text in their environment."""
     found = []
     for pid in read_stats():
-        command, environment = read_of_process(pid, "cmdline"), read_of_process(pid, "environ")
+        command, environment = read_proc_file(pid, "cmdline"), read_proc_file(pid, "environ")
         ours = b"rewards.fork_server" in command or command.startswith(b"sleep\x001000")
         if ours and f"={mark}\0".encode() in environment:
             found.append(pid)
@@ -103,7 +103,7 @@ def children(mark: str) -> list[int]:
 
 def sleeps(pid: int) -> bool:
     """Whether the process, which may end meanwhile, is the command sleep."""
-    return read_of_process(pid, "cmdline").startswith(b"sleep")
+    return read_proc_file(pid, "cmdline").startswith(b"sleep")
 
 
 def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:

@@ -31,7 +31,7 @@ def read_stats() -> dict[int, list[str]]:
     return found
 
 
-def read_of_process(pid: int, name: str) -> bytes:
+def read_proc_file(pid: int, name: str) -> bytes:
     """A file of /proc/PID, such as ``cmdline``; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
@@ -64,7 +64,7 @@ class Command:
         """Everything that descends from the command and lives."""
         alive = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         for pid in alive:
-            if self.mark.encode() in read_of_process(pid, "environ"):
+            if self.mark.encode() in read_proc_file(pid, "environ"):
                 with contextlib.suppress(OSError):  # it has ended meanwhile
                     self.sessions.add(os.getsid(pid))
         return sorted({pid for leader in self.sessions for pid in members(leader)})

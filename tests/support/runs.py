@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_complete, rollouts_file
 from rpg_megatron.system import process_groups
-from tests.support.commands import Command, read_of_process
+from tests.support.commands import Command, read_proc_file
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 QUICKSTART_MOE = QUICKSTART.with_name("quickstart_moe.yaml")
@@ -115,7 +115,7 @@ class TrainCommand(Command):
     def search(self, *words: str) -> int | None:
         """The process whose command line has all the words, if there is one."""
         for pid in self.processes():
-            line = read_of_process(pid, "cmdline").decode()
+            line = read_proc_file(pid, "cmdline").decode()
             if all(word in line for word in words) and "reaper" not in line:
                 return pid
         return None
@@ -139,7 +139,7 @@ class TrainCommand(Command):
 
     def rank(self, rank: int) -> int:
         for pid in self.processes():
-            environment = read_of_process(pid, "environ").split(b"\0")
+            environment = read_proc_file(pid, "environ").split(b"\0")
             if f"RANK={rank}".encode() in environment and os.getsid(pid) == pid:
                 return pid
         raise AssertionError(f"no rank {rank}")
@@ -172,7 +172,7 @@ class TrainCommand(Command):
 
 def find_core(engine: int) -> int:
     """The process that computes (here with its only worker), of a server that is up."""
-    titles = {pid: read_of_process(pid, "cmdline") for pid in process_groups.members(engine)}
+    titles = {pid: read_proc_file(pid, "cmdline") for pid in process_groups.members(engine)}
     (core,) = [pid for pid, title in titles.items() if b"EngineCore" in title]
     return core
 

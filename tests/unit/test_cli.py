@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 
 import rpg_megatron
@@ -79,26 +81,38 @@ main(["config", {str(config_file)!r}])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped: Ctrl-C\n")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "c.yaml"),
-        ("eval", "m"),
-        ("launch", "c.yaml"),
-        ("audit", "r"),
-        ("replay", "r", "--step=1"),
-        ("config", "c.yaml"),
-        ("init",),
-        ("plan", "c.yaml"),
-        ("doctor",),
-        ("grade", "f.jsonl"),
-        ("report", "r"),
-        ("convert", "hf-to-megatron", "--hf=m"),
-        ("convert", "megatron-to-hf", "--megatron=m"),
-        ("convert", "inspect", "m"),
-    ],
-    ids=" ".join,
-)
+COMMANDS = [
+    ("train", "c.yaml"),
+    ("eval", "m"),
+    ("launch", "c.yaml"),
+    ("audit", "r"),
+    ("replay", "r", "--step=1"),
+    ("config", "c.yaml"),
+    ("init",),
+    ("plan", "c.yaml"),
+    ("doctor",),
+    ("grade", "f.jsonl"),
+    ("report", "r"),
+    ("convert", "hf-to-megatron", "--hf=m"),
+    ("convert", "megatron-to-hf", "--megatron=m"),
+    ("convert", "inspect", "m"),
+]
+"""Every command, with the arguments that it requires."""
+
+
+def test_no_command_is_missing_here():
+    def names(group: Any) -> list[list[str]]:
+        return [
+            [name, *rest]
+            for name, command in group.commands.items()
+            for rest in (names(command) if hasattr(command, "commands") else [[]])
+        ]
+
+    every = names(typer.main.get_command(cli.app))
+    assert sorted(every) == sorted([*words[: 2 if words[0] == "convert" else 1]] for words in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_ctrl_c_while_a_command_is_imported_is_one_line(arguments: tuple[str, ...]):
     """Also if a package turns the interrupt into an error of its own, as pydantic does."""
     code = f"""

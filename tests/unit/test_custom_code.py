@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rpg_megatron.commands.doctor.probe import Subject
-from rpg_megatron.commands.doctor.run_inputs import probe_own_code
+from rpg_megatron.commands.doctor.run_inputs import probe_custom_code
 from rpg_megatron.commands.plan.command import run_plan
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import OptimizerSettings
@@ -157,7 +157,7 @@ def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.Capt
     told = "objective.bet: own_module_of_test:Loss has no setting 'bet'; did you mean 'beta'?"
     with pytest.raises(UserError, match="did you mean 'beta'"):
         check_custom_code(bad)
-    (failed,) = probe_own_code(Subject(bad, read_model_shape(bad.model.path)))
+    (failed,) = probe_custom_code(Subject(bad, read_model_shape(bad.model.path)))
     assert told in f"{failed.found}; {failed.fix}"
     run_plan(bad, None, sweep=False, as_json=True)
     assert any(told in text for text in json.loads(capsys.readouterr().out)["warnings"])

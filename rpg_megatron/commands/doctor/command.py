@@ -34,7 +34,7 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("model", 30, run_inputs.probe_model),
     ("data", 60, run_inputs.probe_data),
     ("reward", 60, run_inputs.probe_reward),
-    ("own code", 120, run_inputs.probe_own_code),
+    ("own code", 120, run_inputs.probe_custom_code),
     ("trackers", 10, run_inputs.probe_trackers),
     ("run folder", 30, run_inputs.probe_run_folder),
     ("secrets", 10, run_inputs.probe_secrets),

@@ -104,7 +104,7 @@ def probe_reward(subject: Subject) -> Iterator[Check]:
         yield of_error("reward", e)
 
 
-def probe_own_code(subject: Subject) -> Iterator[Check]:
+def probe_custom_code(subject: Subject) -> Iterator[Check]:
     """Your own code can be imported, and accepts the settings that it is given."""
     if subject.settings is None:
         yield not_applicable("own code", ONLY_WITH_CONFIG)
