@@ -177,7 +177,7 @@ def gather_to_file(
 ) -> None:
     """Send everything to rank 0, which puts full tensors together and writes them to a file."""
     holding = RankShards(placement, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    sources = assign_owners(layout, gather_objects(holding))
+    sources = assign_owners(layout, gather_objects(holding, RankShards))
     full = {}
     for name, size in layout.hf_tensors().items():
         if placement.rank == 0:

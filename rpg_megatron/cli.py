@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rpg_megatron.system.terminal import exit_on_interrupt, protect_streams
+from rpg_megatron.system.terminal import exit_on_interrupt, print_error, protect_streams
 
 with exit_on_interrupt():
     import typer
@@ -19,7 +19,7 @@ with exit_on_interrupt():
     from rpg_megatron.commands.convert.options import convert
     from rpg_megatron.commands.eval.options import evaluate
     from rpg_megatron.commands.exit_codes import exit_codes
-    from rpg_megatron.config.errors import UserError
+    from rpg_megatron.config.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -317,8 +317,20 @@ def doctor(
 @app.command()
 def grade(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl", help='Lines of {"response": ..., "answer": ...}.')
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help='Lines of {"response": ..., "answer": ...}; with --reward also data, or rollouts of a run.',
+        ),
     ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="With --reward: settings in reward and data."),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:NAME", help="Your own reward function, instead of a style."),
+    ] = None,
     style: Annotated[
         str, typer.Option(metavar="STYLE", help="How the answer is marked: auto, answer_line, boxed, gsm8k.")
     ] = "auto",
@@ -333,9 +345,13 @@ def grade(
         bool, typer.Option("--skip-malformed", help="Skip and count malformed lines.")
     ] = False,
 ) -> None:
-    """Grade responses against reference answers: one verdict per line, and a summary."""
+    """Grade responses against reference answers: one verdict per line, and a summary.
+
+    With --reward, run a reward function: on responses, on the rollouts of a run's step, or on a data set,
+    with its reference answers as responses.
+    """
     with exit_on_interrupt():
-        from rpg_megatron.commands.grade import grade_file
+        from rpg_megatron.commands.grade import grade_file, reward_settings
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.rewards.extraction import STYLES
 
@@ -343,11 +359,38 @@ def grade(
     known = next((s for s in STYLES if s == style), None)
     if known is None:
         raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
+    if overrides and not reward:
+        raise UserError(f"{overrides[0]!r} has no effect without --reward MODULE:NAME")
+    custom = reward_settings(file, reward, overrides or []) if reward else None
     with _message_on_interrupt("; nothing was written" if out else ""):
         summary = grade_file(
-            file, style=known, out=out, workers=workers, deadline=deadline, skip_malformed=skip_malformed
+            file,
+            style=known,
+            out=out,
+            workers=workers,
+            deadline=deadline,
+            skip_malformed=skip_malformed,
+            custom=custom,
         )
     print(f"{file}: {summary}", file=sys.stderr)
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Step. [default: the newest one saved]")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only prompts that contain this text.")
+    ] = None,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Maximum number of responses.")] = 20,
+) -> None:
+    """Print responses of a run with their rewards, from its saved rollouts."""
+    with exit_on_interrupt():
+        from rpg_megatron.commands.sample import print_samples
+        from rpg_megatron.launcher.nodes import leave_to_first_node
+
+    leave_to_first_node("sample")
+    print_samples(run, step, prompt, count)
 
 
 @app.command()
@@ -381,9 +424,12 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=arguments, prog_name="rpg-megatron")
     except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print_error(f"error: {e}")
         sys.exit(2)
     except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            print_error(f"error: {shorten(str(e.filename))}: {e.strerror}; give a shorter path")
+            sys.exit(2)
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(f"error: {e.filename or 'standard output'}: {e.strerror}; free space there", file=sys.stderr)

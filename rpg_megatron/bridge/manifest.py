@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rpg_megatron.config.files import read_text
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -186,7 +187,7 @@ def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest in a file. Raises OSError if the file is missing, ValueError if it is not a manifest."""
-    return parse_manifest(path.read_text(encoding="utf-8"), {"manifest": str(path)})
+    return parse_manifest(read_text(path), {"manifest": str(path)})
 
 
 def _box(raw: list[Any]) -> PublishedBox:

@@ -18,6 +18,7 @@ import torch
 
 from rpg_megatron.bridge.checksum import checksums
 from rpg_megatron.bridge.manifest import MANIFEST, Manifest, PublishedBox, PublishedTensor, Shard
+from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import (
@@ -29,7 +30,6 @@ from rpg_megatron.models.placement import (
 )
 from rpg_megatron.system.collectives import gather_objects, run_together
 from rpg_megatron.system.dtypes import dtype_name
-from rpg_megatron.system.files import atomic_write_text
 
 SliceSums = dict[tuple[str, int], int]
 """Checksums of one rank's slices: (HF tensor name, index in ``PublishPlan.owners`` of that tensor) -> sum."""
@@ -124,7 +124,7 @@ def make_publish_plan(
     Raises MappingError, on every rank, if the ranks that share a plan do not hold the whole model.
     """
     shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    gathered = gather_objects((shards, node))
+    gathered = gather_objects((shards, node), tuple[RankShards, str])
     peers = [s for s, where in gathered if where == node]
     owners = run_together(lambda: assign_owners(mapping, peers))
     replicas: dict[tuple[int, ...], list[int]] = {}

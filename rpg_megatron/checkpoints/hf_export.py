@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rpg_megatron.checkpoints.hf_files import INDEX, SINGLE, list_copied
+from rpg_megatron.checkpoints.hf_files import CONFIG, INDEX, SINGLE, open_copied
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.files import read_json
+from rpg_megatron.config.files import copy_file, open_own, parse_json, remove, rename
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import gather_objects, run_together
@@ -51,6 +50,7 @@ def export_hf(
     dtype: torch.dtype,
     max_shard_bytes: int = 5 * 1024**3,
     replace: bool = False,
+    root: Path | None = None,
 ) -> None:
     """Write the model as a Hugging Face checkpoint in ``out_dir``. Collective over the default process group.
 
@@ -58,16 +58,16 @@ def export_hf(
     (float32, bfloat16 or float16). Configuration and tokenizer are copied from ``source_dir``. Without an
     initialised process group, the caller must hold the whole model. The folder gets its final name when it is
     complete; a killed export leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace
-    an existing ``out_dir``.
+    an existing ``out_dir``. ``root``: see ``open_copied``.
     Raises UserError or OSError on every rank if ``out_dir`` exists or cannot be written, MappingError if
     tensors are incomplete.
     """
     if dtype_name(dtype) not in WEIGHT_DTYPES:
         raise UserError(f"export dtype {dtype_name(dtype)} is not supported; use {', '.join(WEIGHT_DTYPES)}")
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    part = out_dir.parent / f".{out_dir.name}.incomplete"
+    part = out_dir.parent / f".{os.path.basename(out_dir)}.incomplete"
     held = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    gathered = gather_objects(held)
+    gathered = gather_objects(held, RankShards)
     shapes = mapping.hf_tensors()
     sizes = {n: math.prod(s) * dtype.itemsize for n, s in shapes.items()}
     plan = _Plan(group_shards(sizes, max_shard_bytes), assign_owners(mapping, gathered), shapes)
@@ -86,11 +86,13 @@ def export_hf(
             run_together(write)
             del tensors, write  # free this round's file before the next one is assembled
         run_together(
-            lambda: _finish(out_dir, part, source_dir, plan, sizes, dtype, replace) if rank == 0 else None
+            lambda: (
+                _finish(out_dir, part, source_dir, root, plan, sizes, dtype, replace) if rank == 0 else None
+            )
         )
     except (UserError, OSError):
         if rank == 0:  # the disk may be full
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part, ignore_errors=True)
         raise
 
 
@@ -156,8 +158,7 @@ def _file_names(count: int) -> list[str]:
 def _prepare(out_dir: Path, part: Path, replace: bool) -> None:
     if out_dir.exists() and not replace:
         raise UserError(f"{out_dir}: already exists; choose another folder or remove it")
-    if part.exists():
-        shutil.rmtree(part)  # left by an export that was killed
+    remove(part)  # left by an export that was killed
     part.mkdir(parents=True)
 
 
@@ -165,6 +166,7 @@ def _finish(
     out_dir: Path,
     part: Path,
     source_dir: Path,
+    root: Path | None,
     plan: _Plan,
     sizes: Mapping[str, int],
     dtype: torch.dtype,
@@ -177,28 +179,34 @@ def _finish(
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": {n: names[s] for s, shard in enumerate(plan.shards) for n in shard},
         }
-        (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for file in list_copied(source_dir):
-        if file.name != "config.json":
-            shutil.copyfile(file, part / file.name)
-    config = read_json(source_dir / "config.json")
+        with open_own(part / INDEX, "x", encoding="utf-8") as f:
+            f.write(json.dumps(index, indent=2) + "\n")
+    for name, file in open_copied(source_dir, root):
+        content = _with_dtype(file.read(), dtype) if name == CONFIG else None
+        copy_file(file, part, name, content)
+    mode = part.stat().st_mode & 0o666  # by the user's umask; safetensors writes 0600
+    for name in os.listdir(part):
+        with open_own(part / name) as f:
+            if name in names:
+                os.fchmod(f.fileno(), mode)
+            os.fsync(f.fileno())
+    if replace and out_dir.exists():
+        old = out_dir.parent / f".{os.path.basename(out_dir)}.replaced"
+        remove(old, ignore_errors=True)
+        rename(out_dir, old)
+        rename(part, out_dir)
+        remove(old, ignore_errors=True)
+    else:
+        rename(part, out_dir)
+
+
+def _with_dtype(text: bytes, dtype: torch.dtype) -> bytes:
+    """A config.json with this dtype."""
+    config = parse_json(text)
     # transformers renamed the key; set the one that exists.
     for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
         config[key] = dtype_name(dtype)
-    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    mode = (part / "config.json").stat().st_mode  # mode by the user's umask; safetensors writes 0600
-    for file in part.iterdir():
-        file.chmod(mode)
-        with file.open("rb") as f:
-            os.fsync(f.fileno())
-    if replace and out_dir.exists():
-        old = out_dir.parent / f".{out_dir.name}.replaced"
-        shutil.rmtree(old, ignore_errors=True)
-        out_dir.rename(old)
-        part.rename(out_dir)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        part.rename(out_dir)
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def group_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:

@@ -5,24 +5,28 @@ Needs neither torch nor safetensors: preflight runs it on a login node before a 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.files import open_regular, parse_json, read_json
+from rpg_megatron.config.errors import UserError, shorten
+from rpg_megatron.config.files import open_regular, parse_json, places_of, read_json
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
+from rpg_megatron.system.terminal import one_line
 
 if TYPE_CHECKING:
     from rpg_megatron.models.mapping import ModelMapping
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files besides the weights: configuration, tokenizer, chat template."""
 
@@ -80,6 +84,8 @@ def _shape(file: Path, name: str, shape: Any) -> tuple[int, ...]:
         raise _corrupt(file, f"{name} has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}")
     if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
         raise _corrupt(file, f"{name} has an invalid shape")
+    if math.prod(shape) >= 2**60:
+        raise _corrupt(file, f"{name} is larger than any file")
     return tuple(shape)
 
 
@@ -128,25 +134,34 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
-def list_copied(model_dir: Path) -> list[Path]:
-    """The files to copy with a checkpoint's weights: configuration, tokenizer, chat template.
+def open_copied(model_dir: Path, root: Path | None = None) -> Iterator[tuple[str, BinaryIO]]:
+    """The files to copy with a checkpoint's weights, open: configuration, tokenizer, chat template, by name.
 
-    Raises UserError for a file that is not regular, and for a symbolic link to outside the folder: more users
-    might be able to read the copy than the file. Links into the blobs of the folder's Hugging Face cache
-    (``snapshots/REVISION``) are followed.
+    root: the folder that the user has named, by default ``model_dir``. Raises UserError for a file that is
+    not regular, and for a symbolic link to outside that folder: more users might be able to read the copy
+    than the file. Links into the blobs of the folder's Hugging Face cache (``snapshots/REVISION``) are
+    followed. Checked is the open file, so a link that is changed before the copy has no effect.
     """
-    folder = model_dir.resolve()
-    inside = [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
-    found = sorted(
-        {file for pattern in CONFIGURATION for file in model_dir.glob(pattern)} - {model_dir / INDEX}
-    )
-    for file in found:
-        target = file.resolve()
-        if not any(target.is_relative_to(place) for place in inside):
-            raise UserError(f"{file}: links to {target}, outside the model's folder; copy the file into it")
-        if not file.is_file():
-            raise UserError(f"{file}: not a regular file; remove it, or copy the checkpoint again")
-    return found
+    inside = places_of(root or model_dir)
+    try:
+        names = [n for n in sorted(os.listdir(model_dir)) if any(fnmatchcase(n, p) for p in CONFIGURATION)]
+    except OSError as e:
+        raise UserError(f"{model_dir}: cannot be listed ({e.strerror})") from None
+    for name in names:
+        if name == INDEX:
+            continue
+        try:
+            file = open_regular(model_dir / name, *inside)
+        except OSError as e:
+            fix = "copy the file into it" if e.errno == errno.EXDEV else "remove it, or copy the model again"
+            raise UserError(f"{model_dir / name}: {e.strerror}; {fix}") from None
+        with file:
+            yield name, file
+
+
+def list_copied(model_dir: Path, root: Path | None = None) -> list[str]:
+    """Names of the files of ``open_copied``, all of which can be copied. Raises UserError as it does."""
+    return [name for name, _ in open_copied(model_dir, root)]
 
 
 def verify_hf_checkpoint(
@@ -193,11 +208,11 @@ def verify_hf_checkpoint(
 
 
 def _corrupt(file: Path, why: str) -> UserError:
-    return UserError(f"{file}: truncated or corrupt: {why[:300]}; copy the file again")
+    return UserError(f"{file}: truncated or corrupt: {one_line(why[:300])}; copy the file again")
 
 
 def _some(items: Iterable[str]) -> str:
     """The first 40 items, and how many more there are."""
     listed = list(items)
     rest = f" and {len(listed) - 40} more" if len(listed) > 40 else ""
-    return ", ".join(listed[:40]) + rest
+    return one_line(", ".join(shorten(item, 200) for item in listed[:40])) + rest

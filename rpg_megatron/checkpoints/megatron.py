@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import dist_checkpointing
@@ -34,10 +35,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
+from rpg_megatron.checkpoints.index import write_plain_index
 from rpg_megatron.checkpoints.megatron_folder import MEGATRON, Contents, read_contents
-from rpg_megatron.checkpoints.restricted_pickle import check_extra_states, restricted_loading
+from rpg_megatron.checkpoints.plain_loading import drop_pickled_states, plain_loading
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import open_own, open_regular, places_of
 from rpg_megatron.system.collectives import barrier, default_group_on_host, gather_objects, gather_on_first
 
 CONTENT = {
@@ -63,6 +69,21 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
 
 
+class WrittenPart(NamedTuple):
+    """Where a rank wrote a part of a tensor, or an object: torch's ``WriteResult`` in plain values."""
+
+    key: str
+    offset: tuple[int, ...] | None
+    """Start of the part in the tensor."""
+    number: int | None
+    """Of the part, among those of the tensor."""
+    file: str
+    start: int
+    """First byte in the file."""
+    length: int
+    """Bytes in the file."""
+
+
 @dataclass
 class PlannedSave:
     """This rank's part of a save that is planned, but not written yet."""
@@ -72,8 +93,8 @@ class PlannedSave:
     """Names of the files that this rank writes: none or one."""
     _strategy: _Strategy
 
-    def write(self) -> list[Any]:
-        """Write and fsync the files; returns Megatron's description of them. Not collective.
+    def write(self) -> list[WrittenPart]:
+        """Write and fsync the files; returns what was written where. Not collective.
 
         May be called from any thread.
         Raises the writer's exception, mostly an OSError.
@@ -86,16 +107,32 @@ class PlannedSave:
             )
             if isinstance(result, BaseException):
                 raise result
-            found += result
+            found += [_written_part(r) for r in result]
         writer.write_buckets = []  # frees the staged copies
         return found
 
-    def finish(self, everyone: list[list[Any]]) -> None:
+    def finish(self, everyone: list[list[WrittenPart]]) -> None:
         """Write the index, from the results of ``write`` on all ranks. Rank 0, after all have written."""
-        self._strategy.writer.finish(self._strategy.index, everyone)
+        results = [[_write_result(part) for part in parts] for parts in everyone]
+        self._strategy.writer.finish(self._strategy.index, results)
+        stored = {result.index: result.storage_data for rank in results for result in rank}
+        write_plain_index(self.folder, self._strategy.index, stored)
         save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self.folder))
-        with (self.folder / MEGATRON).open("rb") as file:
+        with open_own(self.folder / MEGATRON) as file:
             os.fsync(file.fileno())
+
+
+def _written_part(result: WriteResult) -> WrittenPart:
+    index, place = result.index, result.storage_data
+    offset = None if index.offset is None else tuple(index.offset)
+    return WrittenPart(index.fqn, offset, index.index, place.relative_path, place.offset, place.length)
+
+
+def _write_result(part: WrittenPart) -> WriteResult:
+    # Interned, so that the index holds each name once.
+    index = MetadataIndex(sys.intern(part.key), part.offset, part.number)
+    place = _StorageInfo(sys.intern(part.file), part.start, part.length)
+    return WriteResult(index, part.length, place)
 
 
 def plan_save(
@@ -146,28 +183,40 @@ def save_weights(folder: Path, models: Sequence[GPTModel], iteration: int = 0) -
     For programs that end when any rank fails: otherwise the other ranks would hang.
     """
     planned = plan_save(folder, models, iteration=iteration, stage=False)
-    if everyone := gather_on_first(planned.write()):
+    if everyone := gather_on_first(planned.write(), list[WrittenPart]):
         planned.finish(everyone)
     barrier()
 
 
 def load_weights(
-    folder: Path, models: Sequence[GPTModel], vocab: int, optimizer: MegatronOptimizer | None = None
+    folder: Path,
+    models: Sequence[GPTModel],
+    vocab: int,
+    optimizer: MegatronOptimizer | None = None,
+    *,
+    trusted: bool = False,
 ) -> None:
     """Fill the models' parameters in place, from a checkpoint of any layout. Collective.
 
     vocab: the true vocabulary size, rows that the embedding must have at least. Values are cast to the
     parameters' dtype. Vocabulary padding becomes zero.
     optimizer: receives the checkpoint's optimizer state. It must have the same type; the layout may differ.
-    Raises UserError on every rank that lists missing, unexpected and wrongly shaped tensors, or names an
-    object in the checkpoint that could run code.
+    trusted: it is the run's own. Otherwise no code runs that it refers to, and Transformer Engine's FP8
+    states, which it unpickles, are left out: scales start anew.
+    Raises UserError on every rank that lists missing, unexpected and wrongly shaped tensors.
     """
-    with restricted_loading(folder):
-        _load(folder, models, vocab, optimizer)
+    with plain_loading(folder):
+        _load(folder, models, vocab, optimizer, trusted)
 
 
-def _load(folder: Path, models: Sequence[GPTModel], vocab: int, optimizer: MegatronOptimizer | None) -> None:
+def _load(
+    folder: Path, models: Sequence[GPTModel], vocab: int, optimizer: MegatronOptimizer | None, trusted: bool
+) -> None:
     contents = read_contents(folder)
+    try:  # Megatron opens it by its name
+        open_regular(folder / MEGATRON, *places_of(folder)).close()
+    except OSError as e:
+        raise UserError(f"{folder / MEGATRON}: {e.strerror}; copy the checkpoint again") from None
     content = dist_checkpointing.load_content_metadata(str(folder)) or {}
     # Transformer Engine's layers have more states than Megatron's local ones. FP8 scales that are missing in
     # the checkpoint are initialised.
@@ -183,7 +232,8 @@ def _load(folder: Path, models: Sequence[GPTModel], vocab: int, optimizer: Megat
         loaded = dist_checkpointing.load(state, str(folder), TorchDistLoadShardedStrategy())
     with torch.no_grad():
         for key, model in zip(keys, models, strict=True):
-            check_extra_states(loaded[key])
+            if not trusted:
+                drop_pickled_states(loaded[key])
             # Not strict: Megatron's empty extra states are not parameters and not in the checkpoint.
             model.load_state_dict(loaded[key], strict=False)
         if optimizer is not None:
@@ -217,7 +267,8 @@ def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], voca
         for part in parts:
             if isinstance(part, ShardedTensor):
                 mine[part.key] = (tuple(part.global_shape), bool(part.allow_shape_mismatch))
-    wanted = {key: value for rank in gather_objects(mine) for key, value in rank.items()}
+    everyone = gather_objects(mine, dict[str, tuple[tuple[int, ...], bool]])
+    wanted = {key: value for rank in everyone for key, value in rank.items()}
     stored = contents.weights
     problems = [f"missing: {n}" for n in wanted if n not in stored]
     problems += [f"unexpected: {n}" for n in stored if n not in wanted]

@@ -6,7 +6,7 @@
         hf/                                  config.json, tokenizer, generation settings, for the export to HF
         manifest.json                        every file with its size and SHA-256; written last
 
-Verifying a checkpoint needs neither Megatron nor torch; listing its tensors needs torch.
+Verifying a checkpoint and listing its tensors needs neither Megatron nor torch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.files import open_regular, read_json, read_text
-from rpg_megatron.system.dtypes import dtype_name
+from rpg_megatron.config.errors import UserError, shorten
+from rpg_megatron.config.files import open_own, open_regular, places_of, read_json, read_text, real_path
+from rpg_megatron.system.dtypes import WEIGHT_DTYPES
+from rpg_megatron.system.terminal import one_line
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -30,10 +31,10 @@ HF = "hf"
 MANIFEST = "manifest.json"
 MEGATRON = "metadata.json"
 """A file in every Megatron-Core checkpoint, by which one is recognised."""
-INDEX = ".metadata"
-"""The index of torch's distributed checkpoints, a pickle."""
 _FORMAT = 1
 _CHUNK = 1 << 22
+_LONGEST_TRACKER = 80
+"""Bytes of ``LATEST``."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def find_checkpoint(path: Path) -> Path:
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give the folder of a Megatron checkpoint")
     try:
-        latest = read_text(tracker).strip()[:80]
+        latest = read_text(tracker, *places_of(path), limit=_LONGEST_TRACKER).strip()
     except (OSError, UnicodeDecodeError):
         raise UserError(
             f"{path}: holds neither {MEGATRON} nor {LATEST}; give the folder of a Megatron checkpoint in the "
@@ -68,14 +69,14 @@ def find_checkpoint(path: Path) -> Path:
         ) from None
     folder = path / (f"iter_{int(latest):07d}" if latest.isdecimal() else RELEASE)
     if not latest.isdecimal() and latest != RELEASE:
-        raise UserError(
-            f"{tracker}: contains {latest!r}, neither a number nor {RELEASE}; copy the checkpoint again"
-        )
+        raise UserError(f"{tracker}: contains neither a number nor {RELEASE}; copy the checkpoint again")
     if not (folder / MEGATRON).is_file():
         raise UserError(
             f"{folder / MEGATRON} is missing, though {LATEST} names this checkpoint; copy it again (formats "
             "other than torch_dist have no such file and cannot be read)"
         )
+    if not (real := real_path(folder)).is_relative_to(real_path(path)):
+        raise UserError(f"{folder}: leads to {real}, outside {path}; give that folder itself")
     return folder
 
 
@@ -114,25 +115,28 @@ def write_manifest(
     names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     files |= hash_files(folder, sorted(names - files.keys()), count)
     text = json.dumps({"format": _FORMAT, **asdict(metadata), "files": dict(sorted(files.items()))}, indent=2)
-    with (folder / MANIFEST).open("w", encoding="utf-8") as f:
+    with open_own(folder / MANIFEST, "w", encoding="utf-8") as f:
         f.write(text + "\n")
         f.flush()
         os.fsync(f.fileno())
 
 
-def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str, Any]]] | None:
+def read_manifest(folder: Path, *inside: Path) -> tuple[CheckpointMetadata, dict[str, dict[str, Any]]] | None:
     """Metadata and files (name -> bytes, sha256); None without a manifest, as in Megatron-LM's checkpoints.
 
-    Raises UserError if the manifest is invalid.
+    inside: where the manifest must lie (see ``open_regular``). Raises UserError if the manifest is invalid.
     """
     file = folder / MANIFEST
     try:
-        raw = read_json(file)
+        raw = read_json(file, *inside)
         if raw["format"] != _FORMAT:
-            raise UserError(
-                f"{file}: format {raw['format']}, this version reads {_FORMAT}; update the package"
-            )
-        metadata = CheckpointMetadata(**{name: raw[name] for name in CheckpointMetadata.__dataclass_fields__})
+            found = shorten(repr(raw["format"]))
+            raise UserError(f"{file}: format {found}, this version reads {_FORMAT}; update the package")
+        metadata = CheckpointMetadata(
+            **{name: _typed(raw, name, kind) for name, kind in get_type_hints(CheckpointMetadata).items()}
+        )
+        if metadata.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype {shorten(metadata.dtype)}")
         if not raw["files"]:
             raise ValueError("it lists no files")
         if outside := [name for name in raw["files"] if Path(name).is_absolute() or ".." in Path(name).parts]:
@@ -142,54 +146,65 @@ def read_manifest(folder: Path) -> tuple[CheckpointMetadata, dict[str, dict[str,
         }
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(
-            f"{file}: not readable ({type(e).__name__}: {e}); copy the checkpoint again"
-        ) from None
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as e:
+        why = e.strerror if isinstance(e, OSError) else f"{type(e).__name__}: {shorten(str(e))}"
+        raise UserError(f"{file}: not readable ({why}); copy the checkpoint again") from None
+
+
+def _typed(raw: dict[str, Any], name: str, kind: type) -> Any:
+    if type(raw[name]) is not kind:
+        raise TypeError(f"{name} is {shorten(repr(raw[name]))}")
+    return raw[name]
 
 
 def find_damage(
-    folder: Path, files: dict[str, dict[str, Any]], count: Callable[[int], None] = lambda n: None
+    folder: Path,
+    files: dict[str, dict[str, Any]],
+    count: Callable[[int], None] = lambda n: None,
+    inside: Sequence[Path] = (),
 ) -> list[str]:
     """Compare all files with the manifest; returns one line for each missing or damaged file.
 
-    Reads every byte. count: called with the number of bytes read, from several threads.
+    Reads every byte. count: called with the number of bytes read, from several threads. inside: where the
+    files must lie (see ``open_regular``).
     """
     problems, whole = [], []
     for name, wanted in files.items():
-        size = _size_of(folder / name)
+        size = _size_of(folder / name, inside)
         if isinstance(size, str):
-            problems.append(f"{name} {size}")
+            problems.append(f"{one_line(name)} {size}")
         elif size != wanted["bytes"]:
-            problems.append(f"{name} has {size} bytes, not {wanted['bytes']}")
+            problems.append(f"{one_line(name)} has {size} bytes, not {wanted['bytes']}")
         else:
             whole.append(name)
-    for name, digest in _hash_all(folder, whole, count):
+    for name, digest in _hash_all(folder, whole, count, inside):
         if digest != files[name]["sha256"]:
-            problems.append(f"{name} does not have the contents that were written")
+            problems.append(f"{one_line(name)} does not have the contents that were written")
     return problems
 
 
-def _size_of(file: Path) -> int | str:
+def _size_of(file: Path, inside: Sequence[Path] = ()) -> int | str:
     """Size of a file in bytes, or what is wrong with it."""
     try:
-        with open_regular(file) as f:
+        with open_regular(file, *inside) as f:
             return os.fstat(f.fileno()).st_size
     except FileNotFoundError:
         return "is missing"
-    except OSError as e:
-        return f"cannot be read ({e.strerror})"
+    except (OSError, ValueError) as e:  # ValueError: a name that no file can have
+        return f"cannot be read ({getattr(e, 'strerror', None) or e})"
 
 
-def _hash_all(folder: Path, names: Iterable[str], count: Callable[[int], None]) -> list[tuple[str, str]]:
+def _hash_all(
+    folder: Path, names: Iterable[str], count: Callable[[int], None], inside: Sequence[Path] = ()
+) -> list[tuple[str, str]]:
     names = list(names)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib releases the GIL
-        return list(zip(names, pool.map(lambda n: _sha256(folder / n, count), names), strict=True))
+        return list(zip(names, pool.map(lambda n: _sha256(folder / n, count, inside), names), strict=True))
 
 
-def _sha256(file: Path, count: Callable[[int], None]) -> str:
+def _sha256(file: Path, count: Callable[[int], None], inside: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    with open_regular(file) as f:
+    with open_regular(file, *inside) as f:
         while chunk := f.read(_CHUNK):
             digest.update(chunk)
             count(len(chunk))
@@ -226,36 +241,24 @@ class Contents:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the index. Imports torch. Raises UserError if it is missing or invalid."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    """Read the index. Raises UserError if it is missing or invalid."""
+    from rpg_megatron.checkpoints.index import read_index  # msgspec, which a login node may lack
 
-    from rpg_megatron.checkpoints.restricted_pickle import read_index
-
-    metadata = read_index(folder / INDEX)
-    try:
-        tensors = {
-            name: StoredWeight(dtype_name(t.properties.dtype), tuple(t.size), len(t.chunks))
-            for name, t in metadata.state_dict_metadata.items()
-            if isinstance(t, TensorStorageMetadata)
-        }
-        objects = frozenset(metadata.state_dict_metadata) - frozenset(tensors)
-        ends: dict[str, int] = {}
-        for info in metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    except (TypeError, AttributeError, ValueError) as e:
-        raise UserError(
-            f"{folder / INDEX}: not readable ({type(e).__name__}: {e}); copy the checkpoint again"
-        ) from None
-    return Contents(tensors, objects, ends)
+    index = read_index(folder)
+    ends: dict[str, int] = {}
+    for piece in index.pieces:
+        ends[piece.file] = max(ends.get(piece.file, 0), piece.begin + piece.length)
+    tensors = {n: StoredWeight(t.dtype, t.shape, len(t.chunks)) for n, t in index.tensors.items()}
+    return Contents(tensors, frozenset(index.objects), ends)
 
 
 def find_short_files(folder: Path, contents: Contents) -> list[str]:
     """One line for each file that the index needs and that is missing or truncated."""
-    problems = []
+    problems, inside = [], places_of(folder)
     for name, end in sorted(contents.ends.items()):
-        size = _size_of(folder / name)
+        size = _size_of(folder / name, inside)
         if isinstance(size, str):
-            problems.append(f"{name} {size}")
+            problems.append(f"{one_line(name)} {size}")
         elif size < end:
-            problems.append(f"{name} has {size} bytes, the index needs {end}")
+            problems.append(f"{one_line(name)} has {size} bytes, the index needs {end}")
     return problems

@@ -16,13 +16,30 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
-from rpg_megatron.checkpoints.megatron_folder import MANIFEST, MEGATRON, find_damage, read_manifest
+from pydantic import BaseModel, Field, ValidationError
+
+from rpg_megatron.checkpoints.megatron_folder import (
+    MANIFEST,
+    MEGATRON,
+    CheckpointMetadata,
+    find_damage,
+    read_manifest,
+)
 from rpg_megatron.config import UserError
+from rpg_megatron.config.errors import shorten
+from rpg_megatron.config.files import (
+    atomic_write,
+    parse_json,
+    read_text,
+    real_path,
+    remove,
+    rename,
+    sync_folder,
+)
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest.json"
@@ -34,6 +51,61 @@ ROLLOUTS = "rollouts"
 _CARRIED = re.compile(r"carried_(\d{6,})_\d+\.parquet")
 """Files of groups that a step carried over, by step and sampler worker (``rollout/carried_groups.py``)."""
 _NAME = re.compile(r"step_(\d{6,})")
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class AnyState(BaseModel):
+    """What every ``state.json`` has; more keys are allowed here and below."""
+
+    format: int
+    step: _Count
+
+
+class _Stream(BaseModel):
+    seed: int = Field(ge=-(2**63), lt=2**63)
+    taken: list[_Count] = Field(min_length=1)
+    weights: list[float]
+    prompts: str
+    rows: str = ""
+
+
+class _Carried(BaseModel):
+    ticket: _Count
+    prompt: int
+    file: str = Field(pattern=r"^carried_\w+\.parquet$")
+
+
+class _Sampler(BaseModel):
+    stream: _Stream
+    next_ticket: _Count = 0
+    surplus: list[_Carried]
+
+
+class _Anchor(BaseModel):
+    refreshes: int
+    updates: int
+    kl: float | None
+
+
+class _Summary(BaseModel):
+    accuracy_before: dict[str, float] = {}
+    accuracy_after: dict[str, float] = {}
+    rates: list[float] = []
+
+
+class RunState(BaseModel):
+    """What the ``state.json`` of a run has."""
+
+    format: int
+    step: _Count
+    metrics_bytes: _Count
+    row: dict[str, float | bool | str | None] | None = None
+    sampler: _Sampler
+    anchor: _Anchor | None = None
+    skipped_updates: _Count = 0
+    summary: _Summary
+    seconds: float
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -61,55 +133,96 @@ def list_steps(run: Path) -> dict[int, Path]:
     return {step: folder for step, folder in list_folders(run).items() if (folder / MANIFEST).is_file()}
 
 
-def find_problems(folder: Path) -> list[str]:
-    """One line for each missing or damaged file of a run's checkpoint. Reads every byte."""
+def read_step(folder: Path, root: Path | None = None) -> tuple[CheckpointMetadata, dict[str, dict[str, Any]]]:
+    """Content of the manifest of a run's checkpoint, as ``read_manifest`` returns it. Reads no other file.
+
+    root: the folder that no link of the checkpoint may leave, if others may have made it.
+    Raises UserError if the checkpoint is not complete, or if a link leaves ``root``.
+    """
+    inside = (real_path(root),) if root else ()
+    manifest = read_manifest(folder, *inside)
+    if manifest is None:
+        raise UserError(f"{MANIFEST} is missing")
+    if missing := [name for name in (STATE, RNG, CONFIG, f"{MODEL}/{MEGATRON}") if name not in manifest[1]]:
+        raise UserError(f"{MANIFEST} does not list {', '.join(missing)}")
     try:
-        manifest = read_manifest(folder)
+        links = _find_links(folder, *inside)
+    except OSError as e:
+        raise UserError(f"{e.filename or folder} cannot be read ({e.strerror})") from None
+    if links:
+        raise UserError("; ".join(links[:3]))
+    return manifest
+
+
+def find_problems(folder: Path, root: Path | None = None) -> list[str]:
+    """One line for each missing or damaged file of a run's checkpoint. Reads every byte.
+
+    root: see ``read_step``.
+    """
+    try:
+        return find_damage(folder, read_step(folder, root)[1], inside=(real_path(root),) if root else ())
     except UserError as e:
         return [str(e)]
-    if manifest is None:
-        return [f"{MANIFEST} is missing"]
-    if missing := [name for name in (STATE, RNG, CONFIG, f"{MODEL}/{MEGATRON}") if name not in manifest[1]]:
-        return [f"{MANIFEST} does not list {', '.join(missing)}"]
-    try:
-        return find_damage(folder, manifest[1])
     except OSError as e:
         return [f"{e.filename or folder} cannot be read ({e.strerror})"]
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Content of ``state.json`` of a complete checkpoint. Raises UserError if its format version differs."""
-    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    if state["format"] != FORMAT:
-        raise UserError(
-            f"{folder}: checkpoint format {state['format']}, this version reads {FORMAT}; resume with the "
-            "version that wrote it, or start over with --fresh"
-        )
-    return state
+def _find_links(folder: Path, *inside: Path) -> list[str]:
+    """One line for each link to outside these folders, also of files that the manifest does not list."""
+    links = [(p, real_path(p)) for p in sorted(folder.rglob("*")) if inside and p.is_symlink()]
+    return [
+        f"{link.relative_to(folder)} leads to {real}, outside {inside[0]}"
+        for link, real in links
+        if not any(real.is_relative_to(place) for place in inside)
+    ]
+
+
+def read_state(folder: Path, form: type[BaseModel] = AnyState) -> dict[str, Any]:
+    """Content of ``state.json`` of a complete checkpoint.
+
+    form: ``RunState`` for that of a run. Raises UserError if it has another form or format version.
+    """
+    try:
+        text = read_text(folder / STATE)
+        state = parse_json(text)
+        found = state.get("format") if isinstance(state, dict) else None
+        if isinstance(found, int) and found != FORMAT:
+            raise UserError(
+                f"{folder}: checkpoint format {found}, this version reads {FORMAT}; resume with the version "
+                "that wrote it, or start over with --fresh"
+            )
+        form.model_validate_json(text, strict=True)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise _unreadable(folder, f"{place}: {first['msg']}, got {first['input']!r}") from None
+    except (OSError, ValueError) as e:
+        raise _unreadable(folder, str(e)) from None
+    return cast("dict[str, Any]", state)
+
+
+def _unreadable(folder: Path, why: str) -> UserError:
+    return UserError(
+        f"{folder / STATE}: not the state of a run ({shorten(why, 200)}); choose another checkpoint, or copy "
+        "this one again"
+    )
 
 
 def publish(part: Path, folder: Path, step: int) -> None:
     """Rename a finished checkpoint to its final name and point ``latest.json`` to it."""
-    latest = folder.parent / LATEST
-    draft = latest.with_name(f".{LATEST}.part")
-    with draft.open("w", encoding="utf-8") as f:  # first, so that a full disk changes nothing
-        json.dump({"step": step, "folder": folder.name}, f)
+    with atomic_write(folder.parent / LATEST) as f:  # first, so that a full disk changes nothing
+        f.write(json.dumps({"step": step, "folder": folder.name}).encode())
         f.flush()
         os.fsync(f.fileno())
-    shutil.rmtree(folder, ignore_errors=True)  # an incomplete one of the same step
-    os.replace(part, folder)
-    os.replace(draft, latest)
-    directory = os.open(folder.parent, os.O_RDONLY)  # or a power cut may undo the renames
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        remove(folder, ignore_errors=True)  # an incomplete one of the same step
+        rename(part, folder)
+    sync_folder(folder.parent)
 
 
 def remove_parts(run: Path) -> None:
     """Remove the leftovers of interrupted saves and removals. Raises OSError."""
     for old in (run / CHECKPOINTS).glob(".*.part"):
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
+        remove(old)
 
 
 def remove_old(run: Path, keep: int, milestone: int | None, best: Container[int] = ()) -> None:
@@ -121,17 +234,16 @@ def remove_old(run: Path, keep: int, milestone: int | None, best: Container[int]
     for step, folder in list(list_steps(run).items())[keep:]:
         if step not in best and (milestone is None or step % milestone):
             # Renamed first: if the process is killed, ``remove_parts`` removes the rest.
-            os.replace(folder, part_folder(folder))
-            shutil.rmtree(part_folder(folder), ignore_errors=True)
+            rename(folder, part_folder(folder))
+            remove(part_folder(folder), ignore_errors=True)
     _remove_carried(run)
 
 
 def carried_files(checkpoint: Path) -> set[Path]:
     """Files of the run with the groups that dynamic sampling carried over to the next step."""
-    surplus = read_state(checkpoint).get("sampler", {}).get("surplus", [])
-    folder = checkpoint.parents[1] / ROLLOUTS
-    # Earlier versions had the groups themselves in the state, as lists.
-    return {folder / Path(group["file"]).name for group in surplus if isinstance(group, dict)}
+    surplus = read_state(checkpoint, RunState)["sampler"]["surplus"]
+    folder = checkpoint.parent.parent / ROLLOUTS
+    return {folder / group["file"] for group in surplus}
 
 
 def _remove_carried(run: Path) -> None:
@@ -146,8 +258,8 @@ def _remove_carried(run: Path) -> None:
         return
     try:
         used = set().union(*map(carried_files, checkpoints.values()))
-    except (UserError, ValueError, KeyError):
+    except UserError:
         return  # a damaged checkpoint, or one of another version: the files that it needs are not known
     for file, step in files.items():
         if step <= max(checkpoints) and file not in used:
-            file.unlink(missing_ok=True)
+            remove(file)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import typer
 
-from rpg_megatron.system.terminal import without_full_disk_errors
+from rpg_megatron.system.terminal import print_error, without_full_disk_errors
 
 UNSAVED = 74
 """Exit code of a run that ended without a checkpoint of its last step; EX_IOERR of sysexits.h."""
@@ -27,7 +27,7 @@ def exit_codes(*, failed: int = 1) -> Iterator[None]:
         try:
             yield
         except RunFailed as e:
-            print(f"error: {e}", file=sys.stderr)
+            print_error(f"error: {e}")
             raise typer.Exit(failed) from None
         except Interrupted as e:
             print(f"stopped: {e}", file=sys.stderr)

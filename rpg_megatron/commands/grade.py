@@ -1,37 +1,55 @@
-"""``rpg-megatron grade``: grades responses in a JSON lines file against reference answers."""
+"""``rpg-megatron grade``: runs a grader, or any reward function, on responses in a file.
+
+The file has one JSON object with ``response`` and ``answer`` per line. With a reward function it may also be
+a data set, whose reference answers are then the responses, or a step's rollouts of a run.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import batched, chain, groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.rewards.extraction import Style
-from rpg_megatron.rewards.grader import Grader, Verdict
+from rpg_megatron.config.files import atomic_write, open_regular
+from rpg_megatron.rewards.failures import RewardFailure, first_of_each
 from rpg_megatron.rewards.pool import FAILURES
-from rpg_megatron.system.files import atomic_write
+
+if TYPE_CHECKING:
+    from rpg_megatron.config import Settings
+    from rpg_megatron.rewards.reward import Score, Scorer
 
 _AHEAD = 256
-"""Lines being graded at once, which bounds memory."""
+"""Groups being graded at once, which bounds memory."""
 _EXAMPLE = '{"response": "... Answer: 5", "answer": "5"}'
 _SECONDS = 2.0
 """Interval of progress lines."""
+_MISSING = "the key {!r} is missing"
+_NO_RESPONSE = _MISSING.format("response")
+_ROLLOUTS = re.compile(r"step_\d{6}\.(parquet|jsonl\.zst)")
 
 
 class Line(NamedTuple):
-    """One line of the input."""
+    """One response of the input."""
 
     row: int
-    """Line number, from 1."""
+    """Number of its line or row, from 1."""
     response: str
     answer: str
+    group: Any
+    """The same for consecutive responses of a group."""
+    context: str = ""
+    """``Prompt.context``."""
+    tokens: Sequence[int] = (0,)
+    finish: str = "stop"
 
 
 class Summary(NamedTuple):
@@ -44,32 +62,114 @@ class Summary(NamedTuple):
     skipped: int
     """Malformed lines."""
     failed: dict[str, int]
-    """Answers whose verification failed, by failure; they count as wrong."""
+    """Responses without a verdict or reward, by failure; they count as wrong."""
     seconds: float
+    mean: float | None = None
+    """With a reward function: mean reward of the responses that have one."""
+    failures: Sequence[RewardFailure] = ()
+    """The first of each kind; ``prompt_id`` is the row."""
 
     def __str__(self) -> str:
         share = f"{self.correct / self.graded:.1%}" if self.graded else "none"
-        words = [
-            f"{self.correct:,} of {self.graded:,} correct ({share})",
-            f"{self.unanswered:,} without answer",
-        ]
+        words = [f"{self.correct:,} of {self.graded:,} correct ({share})"]
+        if self.mean is None:
+            words.append(f"{self.unanswered:,} without answer")
+        else:
+            scored = self.graded > sum(self.failed.values())
+            words.append(f"mean reward {self.mean:.4g}" if scored else "no reward")
         words += [f"{count:,} {failure}" for failure, count in self.failed.items() if count]
         if self.skipped:
             words.append(f"{self.skipped:,} malformed lines skipped")
-        return ", ".join(words) + f"; {self.seconds:.1f} s"
+        first = "".join(f"\n  row {f.prompt_id}: {f.term}: {f.reason}" for f in self.failures)
+        return ", ".join(words) + f"; {self.seconds:.1f} s{first}"
+
+
+def reward_settings(file: Path, reward: str, overrides: Sequence[str]) -> Settings:
+    """Settings with a reward function (module:name) and a file as the data.
+
+    overrides: ``reward.*`` and ``data.*``, KEY=VALUE. Raises UserError.
+    """
+    from rpg_megatron.config.settings import make_settings
+
+    for item in overrides:
+        if not item.startswith(("reward.", "data.")):
+            raise UserError(f"{item!r}: has no effect on grading; KEY=VALUE may set reward.* and data.*")
+    raw = {"model": {"path": "."}, "data": {"path": str(file.absolute())}, "reward": {"type": reward}}
+    return make_settings(raw, list(overrides), "grade")
 
 
 def grade_file(
-    file: Path, *, style: Style, out: Path | None, workers: int, deadline: float, skip_malformed: bool
+    file: Path,
+    *,
+    style: str,
+    out: Path | None,
+    workers: int,
+    deadline: float,
+    skip_malformed: bool,
+    custom: Settings | None = None,
 ) -> Summary:
-    """Write one verdict per line, in the file's order, to ``out`` or standard output; progress to stderr.
+    """Write one verdict per response, in the file's order, to ``out`` or standard output; progress to stderr.
 
-    ``out`` is written atomically. Raises UserError with file, row and fix for lines that are not JSON objects
-    with the strings "response" and "answer"; with ``skip_malformed`` such lines are skipped and counted.
+    ``out`` is written atomically. custom: ``reward_settings``; None: the built-in grader of a style.
+    Raises UserError with file, row and fix for malformed lines; with ``skip_malformed`` those of JSON lines
+    are skipped and counted.
     """
+    from rpg_megatron.config.reward import RewardSettings
+    from rpg_megatron.rewards.reward import Scorer
+
+    if out is not None and out.is_dir():
+        raise UserError(f"--out: {out} is a directory; name a file")
+    if out is not None and out.exists() and out.samefile(file):
+        raise UserError(f"--out: {out} is the input file; choose another file")
+    reward = RewardSettings(type=style) if custom is None else custom.reward
+    limits = {"workers": workers, "deadline": deadline}
+    scorer = Scorer(reward.model_copy(update=limits), 1)
+    try:
+        lines = _source(file, scorer, custom)
+        total, skipped = _count(file, lines, stop=not skip_malformed)
+        started = time.monotonic()
+        seen: Counter[str] = Counter()
+        rewards, failures = 0.0, list[RewardFailure]()
+        with _open(out) as sink:
+            for line, score in _progress(_scores(lines, scorer), total):
+                seen["correct"] += score.correct
+                seen["unanswered"] += score.extracted is None
+                if score.failures:
+                    seen[score.failures[0].kind] += 1
+                    failures = first_of_each((*failures, *(f.at("", line.row, "") for f in score.failures)))
+                else:
+                    rewards += score.reward
+                sink.write(json.dumps(_verdict(line, score, custom is not None), ensure_ascii=True) + "\n")
+            sink.flush()
+    finally:
+        scorer.close()
+    return Summary(
+        graded=total,
+        correct=seen["correct"],
+        unanswered=seen["unanswered"],
+        skipped=skipped,
+        failed={failure: seen[failure] for failure in FAILURES},
+        seconds=time.monotonic() - started,
+        mean=None if custom is None else rewards / max(total - sum(seen[f] for f in FAILURES), 1),
+        failures=failures if custom is not None else (),
+    )
+
+
+def _verdict(line: Line, score: Score, custom: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"row": line.row, "correct": score.correct}
+    if custom:
+        failure = "; ".join(failure.reason for failure in score.failures) or None
+        return found | {"reward": None if failure else score.reward, "failure": failure}
+    return found | {"extracted": score.extracted, "reason": score.reason}
+
+
+def _count(file: Path, lines: Callable[[], Iterator[Line | UserError]], *, stop: bool) -> tuple[int, int]:
+    """Number of responses and of malformed lines. Raises UserError; ``stop``: for the first of the latter."""
     total, skipped, malformed = 0, 0, None
-    for line in _lines(file, stop=not skip_malformed):
+    for line in lines():
         if isinstance(line, UserError):
+            if stop:
+                raise line
             malformed = malformed or line
             skipped += 1
         else:
@@ -78,28 +178,7 @@ def grade_file(
         raise UserError(f"{malformed} (and no line of the file is well formed)")
     if not total:
         raise UserError(f"{file}: holds no responses; it needs one JSON object per line, such as {_EXAMPLE}")
-    if out is not None and out.is_dir():
-        raise UserError(f"--out: {out} is a directory; name a file")
-    if out is not None and out.exists() and out.samefile(file):
-        raise UserError(f"--out: {out} is the input file; choose another file")
-    started = time.monotonic()
-    seen: Counter[str] = Counter()
-    with Grader(workers=workers, deadline=deadline) as grader:
-        with _open(out) as sink:
-            for line, verdict in _progress(_verdicts(file, grader, style), total):
-                seen["correct"] += verdict.correct
-                seen["unanswered"] += verdict.extracted is None
-                sink.write(json.dumps({"row": line.row} | verdict._asdict(), ensure_ascii=True) + "\n")
-            sink.flush()
-        counts = grader.pop_counts()
-    return Summary(
-        total,
-        seen["correct"],
-        seen["unanswered"],
-        skipped,
-        {failure: counts[failure] for failure in FAILURES},
-        time.monotonic() - started,
-    )
+    return total, skipped
 
 
 @contextmanager
@@ -109,7 +188,7 @@ def _open(out: Path | None) -> Iterator[IO[str]]:
         if out is None:
             yield sys.stdout
         else:
-            with atomic_write(out) as part, part.open("w", encoding="utf-8") as sink:
+            with atomic_write(out) as file, io.TextIOWrapper(file, encoding="utf-8") as sink:
                 yield sink
     except BrokenPipeError:
         raise
@@ -118,18 +197,26 @@ def _open(out: Path | None) -> Iterator[IO[str]]:
         raise UserError(f"{where} cannot be written ({e.strerror or e}); choose another file") from None
 
 
-def _verdicts(file: Path, grader: Grader, style: Style) -> Iterator[tuple[Line, Verdict]]:
-    waiting: deque[tuple[Line, Future[Verdict]]] = deque()
-    for line in _lines(file, stop=False):
-        if isinstance(line, UserError):
-            continue
-        future = grader.submit(line.response, line.answer, style)
-        waiting.append((line._replace(response=""), future))
-        if len(waiting) >= _AHEAD:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    for line, future in waiting:
-        yield line, future.result()
+def _scores(lines: Callable[[], Iterator[Line | UserError]], scorer: Scorer) -> Iterator[tuple[Line, Score]]:
+    import asyncio
+
+    from rpg_megatron.rewards.reward import Response
+
+    async def score(groups: Sequence[list[Line]]) -> list[list[Score]]:
+        async def one(group: list[Line]) -> list[Score]:
+            responses = [Response(line.response, line.tokens, line.finish) for line in group]  # type: ignore[arg-type]
+            return await scorer.score(responses, group[0].answer, group[0].context)
+
+        return await asyncio.gather(*map(one, groups))
+
+    good = (line for line in lines() if isinstance(line, Line))
+    groups = (list(group) for _, group in groupby(good, key=lambda line: line.group))
+    if not scorer.reads_groups:
+        groups = ([line] for line in chain.from_iterable(groups))
+    with asyncio.Runner() as runner:
+        for some in batched(groups, _AHEAD):
+            for group, scores in zip(some, runner.run(score(some)), strict=True):
+                yield from zip(group, scores, strict=True)
 
 
 def _progress[T](items: Iterator[T], total: int) -> Iterator[T]:
@@ -142,18 +229,79 @@ def _progress[T](items: Iterator[T], total: int) -> Iterator[T]:
         yield item
 
 
-def _lines(file: Path, *, stop: bool) -> Iterator[Line | UserError]:
-    """The lines, or an error for each malformed one; ``stop`` raises it. Empty lines are skipped."""
+# -- sources of responses ------------------------------------------------------------------------------------
+
+
+def _source(file: Path, scorer: Scorer, custom: Settings | None) -> Callable[[], Iterator[Line | UserError]]:
+    """A function that yields the responses, and an error for each malformed line."""
+    if custom is not None and _ROLLOUTS.fullmatch(file.name):
+        contexts = _read_contexts(file) if scorer.reads_prompts else {}
+        return lambda: _rollouts(file, contexts)
+    if custom is not None and not _holds_responses(file):
+        return lambda: _reference_answers(custom)
+    return lambda: _lines(file)
+
+
+def _holds_responses(file: Path) -> bool:
+    """Whether a file has responses, and not only problems, by its first line."""
+    if file.suffix in (".parquet", ".arrow") or file.is_dir():
+        return False
+    return _NO_RESPONSE not in str(next(_lines(file), ""))
+
+
+def _reference_answers(settings: Settings) -> Iterator[Line]:
+    from rpg_megatron.data.problems import read_problems
+
+    for problem in read_problems(settings.data, rows=True):
+        text = settings.data.template.replace("{prompt}", problem.text)
+        context = _context(text, problem.row)
+        yield Line(problem.id + 1, problem.answer, problem.answer, problem.id, context)
+
+
+def _rollouts(file: Path, contexts: dict[int, str]) -> Iterator[Line]:
+    from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+
+    row = 0
+    for _, t in iter_foreign_rollouts([file], file.absolute().parents[1]):
+        if isinstance(t, UserError):
+            raise t
+        if t is not None:
+            row += 1
+            context = contexts.get(t.prompt_id, "")
+            yield Line(row, t.text, t.answer, t.group, context, t.response.tolist(), t.finish)
+
+
+def _read_contexts(file: Path) -> dict[int, str]:
+    """``Prompt.context`` of the run's prompts, by id. Raises UserError if the run or its data are missing."""
+    from rpg_megatron.config import load_settings
+    from rpg_megatron.data.prompts import load_prompts, load_tokenizer, without_torch
+
+    config = file.absolute().parents[1] / "config.yaml"
+    if not config.is_file():
+        raise UserError(
+            f"{file}: the function reads prompts, which rollouts do not hold; leave it in its run's folder"
+        )
+    settings = load_settings(config)
+    with without_torch():
+        prompts = load_prompts(settings.data, load_tokenizer(settings.model.path), rows=True)
+    return {prompt.id: prompt.context for prompt in prompts}
+
+
+def _context(prompt: str, row: dict[str, Any] | None) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    return json.dumps({"prompt": prompt, "messages": messages, "row": row}, default=str)
+
+
+def _lines(file: Path) -> Iterator[Line | UserError]:
+    """The lines, or an error for each malformed one. Empty lines are skipped."""
     try:
-        with file.open("rb") as source:
+        with open_regular(file) as source:
             for row, raw in enumerate(source, 1):
                 if not raw.strip():
                     continue
                 try:
                     yield _parse(f"{file}:{row}", row, raw)
                 except UserError as e:
-                    if stop:
-                        raise
                     yield e
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; give a JSON lines file") from None
@@ -177,7 +325,7 @@ def _parse(where: str, row: int, raw: bytes) -> Line:
     for key in ("response", "answer"):
         if key not in found:
             keys = ", ".join(map(repr, found)) or "none"
-            raise UserError(f"{where}: the key {key!r} is missing (keys of this line: {keys}); add it")
+            raise UserError(f"{where}: {_MISSING.format(key)} (keys of this line: {keys}); add it")
     response, answer = found["response"], _as_text(found["answer"])
     if not isinstance(response, str):
         raise UserError(f"{where}: 'response' is not text; put it in quotes")
@@ -185,7 +333,8 @@ def _parse(where: str, row: int, raw: bytes) -> Line:
         raise UserError(f"{where}: 'answer' is neither text nor a number; put it in quotes")
     if not answer.strip():
         raise UserError(f"{where}: 'answer' is empty; fill it in or remove the line")
-    return Line(row, response, answer)
+    prompt = str(found.get("prompt", ""))
+    return Line(row, response, answer, prompt or row, _context(prompt, found))
 
 
 def _as_text(value: Any) -> str | None:

@@ -38,7 +38,7 @@ def train(
     except the run's, if it contains information.
     """
     with _gather(settings, signals, nodes) as remote:
-        check(settings, remote.assignment if remote else None)
+        check(settings, remote.assignment if remote else None, tries_reward=True)
         signals.raising = False  # from here on, resources must be cleaned up
         with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
             try:

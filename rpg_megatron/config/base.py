@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from functools import reduce
@@ -11,11 +12,23 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag, field_validator
 
+NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
+"""Names that become part of a path: no hidden file, and no option of a command."""
+_LONGEST_PART = 255
+"""Maximum bytes of a file's name on Linux."""
+
 
 class Section(BaseModel):
     """A frozen section of settings. An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*")
+    @classmethod
+    def _is_a_possible_path(cls, value: Any) -> Any:
+        if isinstance(value, Path) and any(len(os.fsencode(part)) > _LONGEST_PART for part in value.parts):
+            raise ValueError(f"a part of this path is longer than {_LONGEST_PART} bytes")
+        return value
 
 
 IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"

@@ -112,6 +112,11 @@ class DataSettings(SourceSettings):
         return self
 
     @property
+    def is_local(self) -> bool:
+        """Whether all sources are files on this machine, or code."""
+        return all(s.source is not None or (s.path is not None and s.path.exists()) for s in self.sources)
+
+    @property
     def sources(self) -> tuple[SourceSettings, ...]:
         """The sources of the mixture, or the only source."""
         return self.mixture or (self,)

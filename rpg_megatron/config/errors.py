@@ -7,3 +7,16 @@ class UserError(Exception):
     The command line prints the message without a traceback and exits with code 2. Any other exception is a
     bug of rpg_megatron and keeps its traceback.
     """
+
+
+_SHOWN = 80
+
+
+def shorten(text: str, limit: int = _SHOWN) -> str:
+    """A text for a message, cut after ``limit`` characters."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def gib(nbytes: float) -> str:
+    """A size in GiB or MiB."""
+    return f"{nbytes / 1024**3:.2f} GiB" if nbytes >= 1024**3 / 10 else f"{nbytes / 1024**2:.1f} MiB"

@@ -6,11 +6,8 @@ from typing import NamedTuple
 
 from pydantic import Field, model_validator
 
-from rpg_megatron.config.base import Section
+from rpg_megatron.config.base import NAME, Section
 from rpg_megatron.config.data import DataSettings
-
-NAME = r"^[A-Za-z0-9._-]+$"
-"""Allowed names of a set, which appear in metrics and file names."""
 
 
 def pass_sizes(samples: int) -> list[int]:
@@ -23,10 +20,22 @@ class HeldOutSettings(DataSettings):
 
     name: str | None = Field(None, pattern=NAME)
     """Name of the set in metrics; null: the preset's."""
+    samples: int | None = Field(None, ge=1)
+    """Responses per problem of this set. null, as for the keys below: the value of ``evaluation``."""
+    temperature: float | None = Field(None, ge=0, le=2)
+    """Sampling temperature of this set; 0: greedy."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus sampling threshold of this set."""
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Maximum tokens of a response to this set."""
+
+
+OWN_SAMPLING = ("samples", "temperature", "top_p", "max_response_tokens")
+"""Keys of the sampling that each set may have."""
 
 
 class HeldOutSet(NamedTuple):
-    """One held-out set, from either form of the settings."""
+    """One held-out set, from either form of the settings, with its sampling."""
 
     name: str
     data: DataSettings
@@ -34,6 +43,17 @@ class HeldOutSet(NamedTuple):
     """Its key in the settings, for messages."""
     seeds: str
     """Seeds of its responses are derived from this and the seed of the run."""
+    samples: int
+    temperature: float
+    top_p: float
+    max_response_tokens: int | None
+    """None: rollout.max_response_tokens."""
+    limited_by: str
+    """The key that sets it."""
+
+    def response_tokens(self, rollout: int) -> int:
+        """Maximum tokens of a response. rollout: rollout.max_response_tokens."""
+        return self.max_response_tokens or rollout
 
 
 class EvaluationSettings(Section):
@@ -46,11 +66,13 @@ class EvaluationSettings(Section):
     sets: tuple[HeldOutSettings, ...] = ()
     """Several held-out sets, each with its own name, instead of ``data``."""
     samples: int = Field(1, ge=1)
-    """Responses per problem (k of avg@k)."""
+    """Responses per problem (k of avg@k). This key and the next three may also be set in each of ``sets``."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0: greedy, with samples 1."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens."""
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Maximum tokens of a response; null: rollout.max_response_tokens."""
     top_k: int | None = Field(None, ge=1)
     """Sample from this many of the most likely tokens; null: all tokens."""
     min_p: float = Field(0.0, ge=0, lt=1)
@@ -59,41 +81,59 @@ class EvaluationSettings(Section):
     """Steps between evaluations."""
 
     @model_validator(mode="after")
-    def _engines_can_sample_that(self) -> EvaluationSettings:
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError("temperature 0 samples the same response each time; set samples to 1")
-        if 0 < self.temperature < 0.01:
-            raise ValueError("temperature must be 0, or at least 0.01, the engine's minimum")
-        return self
-
-    @model_validator(mode="after")
     def _sets_have_names(self) -> EvaluationSettings:
         if (self.data is None) == (not self.sets):
             raise ValueError("needs either data (one held-out set) or sets (a list of them)")
         if self.sets and self.name != type(self).model_fields["name"].default:
             raise ValueError("name has no effect with sets; each set has its own name")
-        names = [part.name or part.preset for part in self.sets]
-        for i, name in enumerate(names):
+        names: set[str] = set()
+        for i, part in enumerate(self.sets):
+            name = part.name or part.preset
             if name is None:
                 raise ValueError(f"sets[{i}] has neither a name nor a preset; set name")
-            if name in names[:i]:
+            if name in names:
                 raise ValueError(f"sets[{i}] repeats the name {name}; set another")
+            names.add(name)
+        return self
+
+    @model_validator(mode="after")
+    def _engines_can_sample_that(self) -> EvaluationSettings:
+        for i, part in enumerate(self.heldout):
+            which = f"sets[{i}] ({part.name}): " if self.sets else ""
+            if part.temperature == 0 and part.samples > 1:
+                raise ValueError(
+                    f"{which}temperature 0 samples the same response each time; set samples to 1"
+                )
+            if 0 < part.temperature < 0.01:
+                raise ValueError(f"{which}temperature must be 0, or at least 0.01, the engine's minimum")
         return self
 
     @property
     def heldout(self) -> tuple[HeldOutSet, ...]:
         """The sets: at least one, with different names."""
         if self.data is not None:
-            return (HeldOutSet(self.name, self.data, "evaluation.data", "evaluation"),)
+            return (self._make_set(self.name, self.data, "evaluation.data", "evaluation", self),)
         return tuple(
-            HeldOutSet(name, part, f"evaluation.sets[{i}]", f"evaluation/{name}")
+            self._make_set(name, part, f"evaluation.sets[{i}]", f"evaluation/{name}", part)
             for i, part in enumerate(self.sets)
             if (name := part.name or part.preset)
         )
 
+    def _make_set(
+        self, name: str, data: DataSettings, where: str, seeds: str, own: EvaluationSettings | HeldOutSettings
+    ) -> HeldOutSet:
+        values = {key: getattr(own, key) for key in OWN_SAMPLING}
+        sampling = {key: getattr(self, key) if value is None else value for key, value in values.items()}
+        section = "rollout" if self.max_response_tokens is None else "evaluation"
+        section = section if own is self or own.max_response_tokens is None else where
+        return HeldOutSet(name, data, where, seeds, **sampling, limited_by=f"{section}.max_response_tokens")
+
     def metric_names(self) -> list[str]:
         """Keys of the metrics in metrics.jsonl; the first is avg@k of the first set."""
-        k = self.samples
-        keys = [f"avg@{k}", *(f"pass@{j}" for j in pass_sizes(k)), f"maj@{k}", "truncated_frac"]
-        keys += ["length_mean", "length_p50", "length_p99"]
-        return [f"eval/{part.name}/{key}" for part in self.heldout for key in keys]
+        names = []
+        for part in self.heldout:
+            k = part.samples
+            keys = [f"avg@{k}", *(f"pass@{j}" for j in pass_sizes(k)), f"maj@{k}", "truncated_frac"]
+            keys += ["length_mean", "length_p50", "length_p99"]
+            names += [f"eval/{part.name}/{key}" for key in keys]
+        return names

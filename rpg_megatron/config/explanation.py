@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from rpg_megatron.config.base import BUILT_IN, IMPORTED
+from rpg_megatron.config.errors import shorten
 
-_SHOWN = 80
-"""Maximum characters of an invalid value in a message."""
+_MAX_ERRORS = 20
+"""Maximum number of problems of the settings that are listed."""
+_MAX_LINE = 1000
+"""Maximum characters of one of them."""
 _PLAIN = {
     "model_type": "must be a section of keys and values",
     "dict_type": "must be a section of keys and values",
@@ -33,28 +36,59 @@ def explained_yaml(settings: BaseModel, values: dict[str, Any]) -> str:
 
     values: the same settings as plain YAML values.
     """
-    return "\n".join(_explained(settings, values, "")) + "\n"
+    return "\n".join(_explained(settings, values, "", set())) + "\n"
 
 
-def _explained(section: BaseModel, values: dict[str, Any], indent: str) -> Iterator[str]:
+def _explained(
+    section: BaseModel, values: dict[str, Any], indent: str, known: set[tuple[str, str]]
+) -> Iterator[str]:
+    """known: keys that were explained before, with their meaning."""
     for name, field in type(section).model_fields.items():
-        inner = getattr(section, name)
-        meaning = " ".join((field.description or "").split())
-        for what, names in (
-            ("Keys", [] if inner else _keys_of(field)),
-            ("One of", _choices(field.annotation)),
-        ):
-            if len(names) > 1:
-                meaning += f" {what}: {', '.join(names)}."
-        yield from textwrap.wrap(meaning, 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        inner, meaning = getattr(section, name), _meaning(field)
+        known.add((name, meaning))
+        yield from _comment(meaning, indent)
+        if not inner:
+            yield from _explained_keys(field, indent, known)
         if isinstance(inner, BaseModel):
             yield f"{indent}{name}:"
-            yield from _explained(inner, values[name], indent + "  ")
+            yield from _explained(inner, values[name], indent + "  ", known)
         else:
             text = yaml.safe_dump({name: values[name]}, sort_keys=False)
             yield textwrap.indent(text.rstrip("\n"), indent)
     if section.model_extra:  # settings of the user's own code
         yield textwrap.indent(yaml.safe_dump(section.model_extra, sort_keys=False).rstrip("\n"), indent)
+
+
+def _explained_keys(field: FieldInfo, indent: str, known: set[tuple[str, str]]) -> Iterator[str]:
+    """The keys of the section that an empty field may hold, with defaults; of ``known`` ones the names."""
+    keys: dict[str, FieldInfo] = {}
+    for section in sections_in(field.annotation):
+        keys |= {key: inner for key, inner in section.model_fields.items() if key not in keys}
+    again = [key for key, inner in keys.items() if (key, _meaning(inner)) in known]
+    for key, inner in keys.items():
+        if key not in again:
+            known.add((key, _meaning(inner)))
+            yield from _comment(f"{key} ({_default(inner)}): {_meaning(inner)}", indent, "  ")
+    if again:
+        yield from _comment(f"{', '.join(again)}: as above.", indent, "  ")
+
+
+def _comment(text: str, indent: str, inset: str = "") -> list[str]:
+    first = f"{indent}# {inset}"
+    return textwrap.wrap(text, 100, initial_indent=first, subsequent_indent=first + inset)
+
+
+def _meaning(field: FieldInfo) -> str:
+    meaning, choices = " ".join((field.description or "").split()), _choices(field.annotation)
+    return f"{meaning} One of: {', '.join(choices)}." if len(choices) > 1 else meaning
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -67,11 +101,6 @@ def _choices(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) is typing.Literal:
         return [str(word) for word in words]
     return [choice for inner in words for choice in _choices(inner)]
-
-
-def _keys_of(field: FieldInfo) -> list[str]:
-    """The keys of the section that a field may hold."""
-    return list(dict.fromkeys(key for s in sections_in(field.annotation) for key in s.model_fields))
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
@@ -89,27 +118,35 @@ def valid_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from valid_keys(inner, f"{prefix}{name}.")
 
 
-def explain_error(settings: type[BaseModel], file: str, error: Any) -> str:
-    """One line for one validation error of pydantic, starting with the file."""
+def explain_errors(settings: type[BaseModel], file: str, found: ValidationError) -> str:
+    """One line for each of the first errors, starting with the file."""
+    errors = found.errors(include_url=False)
+    lines = [f"{file}: {shorten(_explain(settings, error), _MAX_LINE)}" for error in errors[:_MAX_ERRORS]]
+    if len(errors) > len(lines):
+        lines.append(f"{file}: and {len(errors) - len(lines):,} more problems")
+    return "\n".join(lines)
+
+
+def _explain(settings: type[BaseModel], error: Any) -> str:
     parts, siblings = _locate(settings, error["loc"])
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
-        return f"{file}: {_explain_unknown(settings, parts, siblings)}"
+        return _explain_unknown(settings, parts, siblings)
     if error["type"] == "missing":
-        return f"{file}: the key {key!r} is missing; add it, or give {key}=... on the command line"
+        return f"the key {key!r} is missing; add it, or give {key}=... on the command line"
     if error["type"] == "union_tag_invalid":
         known = ", ".join(t.strip("' ") for t in error["ctx"]["expected_tags"].split(","))
-        return f"{file}: {key}.type: {error['ctx']['tag']!r} is unknown; use one of {known}"
+        return f"{key}.type: {_show(error['ctx']['tag'])} is unknown; use one of {known}"
     if error["type"] == "union_tag_not_found":
-        return f"{file}: {key}: must be a section such as {{type: rpg}} (got {_show(error['input'])})"
-    message = _PLAIN.get(error["type"], error["msg"].removeprefix("Value error, "))
+        return f"{key}: must be a section such as {{type: rpg}} (got {_show(error['input'])})"
+    message: str = _PLAIN.get(error["type"], error["msg"].removeprefix("Value error, "))
     if error["type"] == _PATTERN:
-        message = "letters, digits, dots, dashes and underscores only"
+        message = "must be 1 to 128 letters, digits, dots, dashes and underscores; no dot or dash first"
     if not key:
-        return f"{file}: {message}"
+        return message
     # A message about a whole section names its keys.
     got = "" if isinstance(error["input"], dict) else f" (got {_show(error['input'])})"
-    return f"{file}: {key}: {message}{got}"
+    return f"{key}: {message}{got}"
 
 
 def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list[str]) -> str:
@@ -122,21 +159,32 @@ def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list
         return (
             f"the key {key!r} does not exist for the chosen {kind}; remove it, or replace the section{block}"
         )
-    near = [f"{parent}.{s}".lstrip(".") for s in difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)]
-    near = near or [k for k in keys if k.rpartition(".")[2] == last]
-    near = near or [f"{parent}.{s}".lstrip(".") for s in difflib.get_close_matches(last, siblings, n=1)]
+
+    def similar(cutoff: float) -> list[str]:
+        close = difflib.get_close_matches(last, siblings, n=1, cutoff=cutoff)
+        return [f"{parent}.{name}".lstrip(".") for name in close]
+
+    near = similar(0.7) or _namesakes(last, keys) or similar(0.65)
     near = near or ([] if parent else difflib.get_close_matches(key, keys, n=1))
     if near:
         return f"unknown key {key!r}; did you mean {near[0]!r}?"
-    return f"unknown key {key!r}; {parent or 'the settings'} has the keys {', '.join(siblings)}"
+    where = f"{parent} has" if parent else "the settings have"
+    return f"unknown key {key!r}; {where} the keys {', '.join(siblings)}"
+
+
+def _namesakes(name: str, keys: list[str]) -> list[str]:
+    """The key of this name in another section; none if many sections have one, such as ``type``."""
+    found = [key for key in dict.fromkeys(keys) if key.rpartition(".")[2] == name]
+    levels = min((key.count(".") for key in found), default=0)
+    highest = [key for key in found if key.count(".") == levels]
+    return highest if len(highest) <= 2 else []
 
 
 def _show(value: Any) -> str:
     """A value as YAML writes it, truncated if it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return shorten(repr(value))
 
 
 def _locate(settings: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[str], list[str]]:
@@ -145,7 +193,7 @@ def _locate(settings: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[
     parts: list[str] = []
     siblings: list[str] = []
     named = False
-    for part in map(str, location):
+    for part in (shorten(str(part)) for part in location):
         if part.isdigit() and parts:  # an index in a list
             parts[-1] += f"[{part}]"
             continue

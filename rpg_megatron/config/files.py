@@ -1,51 +1,91 @@
-"""Reads untrusted input files: regular files only, with limits on size and nesting."""
+"""Opens, copies, renames and removes files. No other module does (a test checks it).
+
+Files may have been made by others (a model, a run under ``--from``), or be changed by others at any time (in
+/dev/shm, in a shared folder). So what is opened is checked on the descriptor, never on the path, which may
+lead elsewhere a moment later. Imports the standard library only: the reaper and login nodes use it.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import secrets
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import yaml
+from typing import IO, Any, BinaryIO
 
 _MAX_JSON_BYTES = 100_000_000
 """The limit of safetensors' headers; a model's largest JSON files, index and tokenizer, are smaller."""
-_MAX_YAML = 1_000_000
-"""Maximum characters of a YAML file, and of its values after aliases are expanded."""
-_MAX_DIGITS = 1000
-"""Maximum digits of an integer in YAML."""
+_SAFELY = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""Opening a FIFO does not block, and a terminal does not become ours."""
 
 
-def open_regular(file: Path) -> BinaryIO:
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def open_regular(file: Path, *inside: Path) -> BinaryIO:
     """Open a file for reading, in binary mode. Raises OSError, also for a FIFO, socket or device.
 
-    Reading those may block forever or never end.
+    Reading those may block forever or never end. Links are followed. inside: folders, absolute and without
+    links (``Path.resolve``), in one of which the file must then lie: foreign names and links do not lead
+    elsewhere. Hard links are files like others.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    descriptor = os.open(file, os.O_RDONLY | _SAFELY)
+    try:
+        _check_regular(descriptor, file)
+        real = os.readlink(f"/proc/self/fd/{descriptor}") if inside else ""  # of the file that is open
+        if inside and not any(Path(real).is_relative_to(folder) for folder in inside):
+            raise OSError(errno.EXDEV, f"leads to {real}, outside {inside[0]}", str(file))
         return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    raise OSError(errno.EINVAL, "not a regular file", str(file))
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
-def read_text(file: Path, limit: int = _MAX_JSON_BYTES) -> str:
-    """The content of a UTF-8 file of at most ``limit`` bytes. Raises OSError, UnicodeDecodeError."""
-    with open_regular(file) as f:
+def real_path(path: Path) -> Path:
+    """An absolute path without links. Loops of links stay; ``Path.resolve`` raises RuntimeError for them."""
+    return Path(os.path.realpath(path))
+
+
+def places_of(folder: Path) -> list[Path]:
+    """Where the files of a model or checkpoint may lie, for ``inside``.
+
+    That is its folder, and the blobs to which the Hugging Face cache links (``snapshots/REVISION``).
+    """
+    real = real_path(folder)
+    return [real, *(p.parents[1] / "blobs" for p in (real, *real.parents) if p.parent.name == "snapshots")]
+
+
+def read_text(file: Path, *inside: Path, limit: int = _MAX_JSON_BYTES) -> str:
+    """The content of a UTF-8 file of at most ``limit`` bytes. inside: see ``open_regular``.
+
+    Raises OSError, UnicodeDecodeError.
+    """
+    with open_regular(file, *inside) as f:
         content = f.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(file))
     return content.decode("utf-8")
 
 
-def read_json(file: Path) -> Any:
+def read_json(file: Path, *inside: Path) -> Any:
     """The value in a JSON file. Raises OSError if it cannot be read, ValueError if it is not valid."""
-    return parse_json(read_text(file))
+    return parse_json(read_text(file, *inside))
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of the regular files in a folder, at any depth. What disappears meanwhile counts nothing."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.lstat(os.path.join(place, name))
+                size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return size
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
@@ -60,73 +100,171 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         raise
 
 
-def read_yaml(file: Path) -> Any:
-    """The value in a YAML file. Raises as ``parse_yaml``, and OSError or UnicodeDecodeError."""
-    return parse_yaml(read_text(file, _MAX_YAML))
+# -- our own files -------------------------------------------------------------------------------------------
 
 
-def parse_yaml(text: str) -> Any:
-    """``yaml.safe_load`` for untrusted text. Raises yaml.YAMLError for every invalid text.
+def open_own(
+    file: Path, mode: str = "rb", *, permissions: int = 0o666, dir_fd: int | None = None, **options: Any
+) -> IO[Any]:
+    """``open`` for a file of ours, in a folder where others may have put a link or a FIFO of its name.
 
-    Also refuses duplicate keys, of which PyYAML silently uses the last, and aliases that expand to more than
-    a million characters.
+    Raises OSError for all but regular files. permissions: of a new file, before the umask. dir_fd: the
+    folder, if ``file`` is only a name.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | _SAFELY, permissions, dir_fd=dir_fd)
+        except OSError as e:
+            if e.errno == errno.ELOOP:
+                raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", name) from None
+            raise
+        try:
+            _check_regular(descriptor, file)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    return open(file, mode, opener=opener, **options)
+
+
+@contextmanager
+def atomic_write(file: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
+    """Give the block a new file beside ``file`` to write to, which replaces ``file`` at the end.
+
+    If the block raises, ``file`` is unchanged and the new one, ``.NAME.*.part``, is removed; a process that
+    is killed leaves it. private: mode 0600. Raises OSError, also if ``file`` is a folder or a device.
+    """
+    if file.exists() and not (file.is_file() or file.is_dir()):  # /dev/stdout, say, would be replaced
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    sink: IO[bytes] = open_own(part, "xb", permissions=0o600 if private else 0o666)
+    try:
+        with sink:
+            yield sink
+        os.replace(part, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def atomic_write_text(file: Path, text: str, *, private: bool = False) -> None:
+    """Replace ``file`` by this text, as UTF-8, with ``atomic_write``."""
+    with atomic_write(file, private=private) as sink:
+        sink.write(text.encode("utf-8"))
+
+
+def copy_file(
+    source: BinaryIO, folder: Path, name: str, content: bytes | None = None, limit: int = _MAX_JSON_BYTES
+) -> None:
+    """Copy an open file to a new one in a folder of ours.
+
+    The copy's mode follows the umask, but nobody may read it who may not read the source. name: without
+    folders. content: to write instead, such as a changed configuration. Raises OSError, also if the name is
+    taken or the source has more than ``limit`` bytes.
+    """
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is not the name of a file")
+    was = os.fstat(source.fileno())
+    if was.st_size > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(source.name))
+    with open_own(folder / name, "xb", permissions=0o600 | was.st_mode & 0o066) as copy:
+        if was.st_gid != os.fstat(copy.fileno()).st_gid and not was.st_mode & stat.S_IROTH:
+            os.fchmod(copy.fileno(), 0o600)  # the copy has another group
+        if content is not None:
+            copy.write(content)
+            return
+        left = was.st_size  # it may grow meanwhile
+        while left and (some := source.read(min(left, 1 << 20))):
+            copy.write(some)
+            left -= len(some)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or folder of ours, replacing a file or an empty folder. Raises OSError."""
+    os.replace(source, target)
+
+
+def remove(path: Path, *, inode: int | None = None, ignore_errors: bool = False) -> None:
+    """Remove a file, a link, or a folder with all that is in it, if it exists. Links are never followed.
+
+    Only if it belongs to this user, or to the owner of the folder that it is in: NFS may show what root has
+    made as another user's. inode: only if it is a file that still has this inode. ignore_errors: remove what
+    can be removed. Raises OSError.
     """
     try:
-        return yaml.load(text, Loader=_StrictLoader)
-    except RecursionError:
-        raise yaml.YAMLError("nested too deeply") from None
-    except ValueError as e:  # such as a date that does not exist
-        raise yaml.YAMLError(f"a value cannot be read ({e})") from None
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _remove_from(folder, path.name, inode, ignore_errors)
+        finally:
+            os.close(folder)
+    except OSError as e:
+        if not ignore_errors and not (isinstance(e, FileNotFoundError) and not os.path.lexists(path)):
+            raise OSError(e.errno, e.strerror, str(path)) from None
 
 
-class _StrictLoader(yaml.SafeLoader):
-    def construct_document(self, node: yaml.Node) -> Any:
-        _measure(node, {})
-        return super().construct_document(node)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # refused by the parent class
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} appears twice in one section", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-    def construct_integer(self, node: yaml.ScalarNode) -> int:
-        # Larger ones take long to parse, and Python refuses to print them.
-        if len(node.value) > _MAX_DIGITS:
-            raise yaml.constructor.ConstructorError(
-                None, None, "a number has too many digits", node.start_mark
-            )
-        return self.construct_yaml_int(node)
-
-
-_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_integer)
-
-
-def _measure(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Characters of a node with its aliases expanded. known: id of a node -> its size; None: in progress."""
-    if id(node) in known:
-        size = known[id(node)]
-        if size is None:
-            raise yaml.constructor.ConstructorError(
-                None, None, "an alias refers to a value that contains it", node.start_mark
-            )
-        return size
-    known[id(node)] = None
-    if isinstance(node, yaml.MappingNode):
-        size = 1 + sum(_measure(part, known) for pair in node.value for part in pair)
-    elif isinstance(node, yaml.SequenceNode):
-        size = 1 + sum(_measure(part, known) for part in node.value)
+def _remove_from(folder: int, name: str, inode: int | None, ignore_errors: bool) -> None:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if found.st_uid not in (os.geteuid(), os.fstat(folder).st_uid):
+        raise PermissionError(errno.EPERM, f"belongs to another user (uid {found.st_uid})")
+    if inode is not None and (found.st_ino != inode or not stat.S_ISREG(found.st_mode)):
+        return  # another process has reused the name
+    if stat.S_ISDIR(found.st_mode):
+        # By descriptors: ``shutil.rmtree.avoids_symlink_attacks`` is True on Linux.
+        shutil.rmtree(name, ignore_errors, dir_fd=folder)
     else:
-        size = 1 + len(node.value)
-    if size > _MAX_YAML:
-        raise yaml.constructor.ConstructorError(
-            None, None, "its values are too large after its aliases are expanded", node.start_mark
-        )
-    known[id(node)] = size
-    return size
+        os.unlink(name, dir_fd=folder)
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+
+
+def open_private(folder: Path) -> int:
+    """Descriptor of a folder that only this user can enter; the caller closes it.
+
+    Raises PermissionError if it belongs to another user or its mode gives others access, and other OSErrors,
+    also for a link.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid() or mode & 0o077:
+        os.close(descriptor)
+        why = f"must belong to this user with mode 0700 (now uid {found.st_uid}, mode {mode:04o})"
+        raise PermissionError(errno.EPERM, why, str(folder))
+    return descriptor
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder with mode 0700, or keep one that is private (``open_private``). Raises OSError."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        os.close(open_private(folder))
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder's entries to the disk; a power cut may undo renames before. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder belongs to this user, or to the owner of the one that it is in (see ``remove``)."""
+    try:
+        return folder.stat().st_uid in (os.geteuid(), folder.parent.stat().st_uid)
+    except OSError:
+        return False
+
+
+def _check_regular(descriptor: int, file: Path) -> None:
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(file))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.files import read_json
+from rpg_megatron.config.files import places_of, read_json
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -162,7 +162,7 @@ def read_model_shape(path: Path) -> ModelShape:
             "hf download NAME --local-dir FOLDER (plan needs only its config.json)"
         )
     try:
-        raw: dict[str, Any] = read_json(file)
+        raw: dict[str, Any] = read_json(file, *places_of(file.parent))
     except FileNotFoundError:
         raise UserError(f"model.path: {file} is missing; a Hugging Face checkpoint holds one") from None
     except OSError as e:
@@ -173,6 +173,7 @@ def read_model_shape(path: Path) -> ModelShape:
         raise UserError(f"{file}: holds a {type(raw).__name__}, not an object; copy the checkpoint again")
     names = raw.get("architectures") or ["(none)"]
     name = str(names[0])[:80] if isinstance(names, list) else "(not a list)"
+    name = name if name.isprintable() else ascii(name)
     family = FAMILIES.get(name)
     if family is None:
         raise UserError(
@@ -233,6 +234,8 @@ _LARGEST = {
 """Key -> maximum value, far above that of any model."""
 
 
+_MOST_EXPERTS = 2**17
+"""In all layers: each has tensors with names of their own."""
 _SIZES = list(_LARGEST)[:8]
 """Keys of all families; the other keys belong to experts."""
 
@@ -267,7 +270,7 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
     kinds = raw.get("layer_types") or ["full_attention"] * layers
     if raw.get("layer_types") is None and raw.get("use_sliding_window") and raw.get("sliding_window", 4096):
         # Without a list, layers max_window_layers and later have the window (transformers' default: 28).
-        full = int(raw.get("max_window_layers", 28))
+        full = min(max(0, int(raw.get("max_window_layers", 28))), layers)
         kinds = [*kinds[:full], *["sliding_attention"] * (layers - full)]
     if others := sorted(set(kinds) - {"full_attention"}):
         count = sum(kind != "full_attention" for kind in kinds)
@@ -324,6 +327,8 @@ def _experts(raw: dict[str, Any], layers: int) -> ExpertShape:
             f"num_experts is {raw['num_experts']}, but num_local_experts {raw['num_local_experts']}"
         )
     count = next(iter(counts.values()), 128)
+    if layers * count > _MOST_EXPERTS:
+        raise ValueError(f"{layers} layers of {count} experts; at most {_MOST_EXPERTS:,} experts in all")
     per_token = _size("num_experts_per_tok", raw.get("num_experts_per_tok", 8))
     normalised = bool(raw.get("norm_topk_prob", False))
     if per_token > count:

@@ -110,7 +110,14 @@ class GuardSettings(Section):
     """Abort after this many consecutive updates with non-finite gradients. Each such update is skipped:
     weights and optimizer state stay unchanged."""
 
-    @field_validator("mismatch", mode="before")
+    reward_failures: Literal["stop", "warn", "off"] = "stop"
+    """What to do when the reward fails on at least the share of responses below, of those of a step or of a
+    held-out set: a function raised, timed out, crashed, or returned no finite number; a judge gave no answer.
+    With stop, it must not fail on a trial row of each data set before the start either. off: no warnings."""
+    reward_failures_share: float = Field(0.5, gt=0, le=1)
+    """With a smaller share, each step that has failures prints a warning only."""
+
+    @field_validator("mismatch", "reward_failures", mode="before")
     @classmethod
     def _yaml_reads_off_as_false(cls, value: Any) -> Any:
         return "off" if value is False else value
@@ -119,6 +126,9 @@ class GuardSettings(Section):
     def _bounds_need_a_guard(self) -> GuardSettings:
         if self.mismatch == "off" and (self.mismatch_max is not None or self.mismatch_mean is not None):
             raise ValueError("a bound is set, but guards.mismatch is off; remove one of the two")
+        default = type(self).model_fields["reward_failures_share"].default
+        if self.reward_failures == "off" and self.reward_failures_share != default:
+            raise ValueError("a share is set, but guards.reward_failures is off; remove one of the two")
         return self
 
     def problems_of_correction(

@@ -76,8 +76,13 @@ class RewardTerm(NamedTuple):
 
     @property
     def is_custom(self) -> bool:
-        """Whether it is the user's own function."""
+        """Whether it is the user's own function, or a judge."""
         return ":" in self.type
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether a server scores the responses."""
+        return self.type == "rpg_megatron.rewards.judge:Judge"
 
 
 def _reward_type(value: str) -> str:

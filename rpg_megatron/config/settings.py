@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, ValidationError, model_validator
 
 from rpg_megatron.config.advantages import AnyAdvantageSettings, RPGAdvantageSettings
-from rpg_megatron.config.base import ImportedSettings, RelativeToFile, Section
+from rpg_megatron.config.base import NAME, ImportedSettings, Section
 from rpg_megatron.config.cluster import ClusterSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.evaluation import EvaluationSettings
-from rpg_megatron.config.explanation import explain_error, sections_in
-from rpg_megatron.config.files import parse_yaml, read_yaml
+from rpg_megatron.config.explanation import explain_errors
 from rpg_megatron.config.losses import ObjectiveSettings, RPGSettings
+from rpg_megatron.config.merging import apply_override, read_merged
 from rpg_megatron.config.objective import (
     AggregationSettings,
     AnchorSettings,
@@ -33,7 +31,6 @@ from rpg_megatron.config.policy import (
     OptimizerSettings,
     ParallelSettings,
     PrecisionSettings,
-    is_hub_id,
 )
 from rpg_megatron.config.profile import ProfileSettings
 from rpg_megatron.config.reward import AnyRewardSettings, RewardSettings
@@ -48,10 +45,27 @@ from rpg_megatron.config.rollout import (
 from rpg_megatron.config.trackers import NamedTracker, TensorBoardSettings
 
 
+class PromptSet(NamedTuple):
+    """Prompts, and the limit of their responses."""
+
+    where: str
+    """Key of the prompts in the settings, for messages."""
+    data: DataSettings
+    response_tokens: int
+    """Maximum tokens of a response."""
+    limited_by: str
+    """The key that sets this."""
+
+    @property
+    def tokens(self) -> int:
+        """Maximum tokens of a prompt and a response together."""
+        return self.data.max_prompt_tokens + self.response_tokens
+
+
 class Settings(Section):
     """All settings of a run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", max_length=128)
+    name: str = Field("run", pattern=NAME)
     """Name of the run; its folder is <runs>/<name>-NNN."""
     runs: Path = Path("runs")
     """Folder that holds the runs, relative to the working directory."""
@@ -277,6 +291,15 @@ class Settings(Section):
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return -(-max(self.training.tokens_per_microbatch, longest) // self.parallel.context)
 
+    @property
+    def prompt_sets(self) -> list[PromptSet]:
+        """The prompts of training, and each held-out set."""
+        limit = self.rollout.max_response_tokens
+        sets = [PromptSet("data", self.data, limit, "rollout.max_response_tokens")]
+        for part in self.evaluation.heldout if self.evaluation is not None else ():
+            sets.append(PromptSet(part.where, part.data, part.response_tokens(limit), part.limited_by))
+        return sets
+
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -289,7 +312,7 @@ def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:
     ``extends: FILE`` (or a list of files; later ones override earlier ones) inherits from other files.
     Raises UserError that names the file and key, and for an unknown key the nearest valid one.
     """
-    return make_settings(_read(file, ()), overrides, str(file))
+    return make_settings(read_merged(file, Settings), overrides, str(file))
 
 
 def make_settings(raw: dict[str, Any], overrides: list[str] | None, where: str) -> Settings:
@@ -298,98 +321,8 @@ def make_settings(raw: dict[str, Any], overrides: list[str] | None, where: str) 
     Raises UserError that begins with ``where`` and names the key.
     """
     for item in overrides or []:
-        _apply_override(raw, item)
+        apply_override(raw, item)
     try:
         return Settings.model_validate(raw)
     except ValidationError as e:
-        raise UserError("\n".join(explain_error(Settings, where, error) for error in e.errors())) from None
-
-
-def _read(file: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """A YAML file merged over the files it extends; above: the files that extend this one."""
-    if file.resolve() in above:
-        raise UserError(f"{above[-1]}: extends {file}, which extends it again; remove one of the two")
-    try:
-        raw = read_yaml(file)
-    except FileNotFoundError:
-        by = f" ({above[-1]} extends it)" if above else ""
-        raise UserError(f"{file}: no such config file{by}") from None
-    except IsADirectoryError:
-        raise UserError(f"{file}: is a directory; give a YAML file") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{file}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
-    except yaml.YAMLError as e:
-        mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{file}{line}: not valid YAML: {problem or ' '.join(str(e).split())}") from None
-    if raw is None:
-        raw = {}
-    if not isinstance(raw, dict):
-        raise UserError(f"{file}: must contain keys and values, not a {type(raw).__name__}")
-    extended = raw.pop("extends", [])
-    names = [extended] if isinstance(extended, str) else extended
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{file}: extends must be a file or a list of files (got {extended!r})")
-    _rebase(raw, Settings, file.parent)
-    merged: dict[str, Any] = {}
-    for name in names:
-        _put_over(merged, _read(file.parent / name, (*above, file.resolve())))
-    _put_over(merged, raw)
-    return merged
-
-
-def _put_over(below: dict[str, Any], above: dict[str, Any]) -> None:
-    """Merge ``above`` into ``below``, section by section.
-
-    A section with another ``type`` replaces the one below.
-    """
-    for key, value in above.items():
-        before = below.get(key)
-        if (
-            isinstance(value, dict)
-            and isinstance(before, dict)
-            and value.get("type") in (None, before.get("type"))
-        ):
-            _put_over(before, value)
-        else:
-            below[key] = value
-
-
-def _apply_override(raw: dict[str, Any], item: str) -> None:
-    key, eq, text = item.partition("=")
-    if not eq or not key:
-        raise UserError(f"{item!r}: overrides have the form key=value, for example optimizer.lr=1e-5")
-    try:
-        value = parse_yaml(text)
-    except yaml.YAMLError:
-        raise UserError(f"{item!r}: the value is not valid YAML") from None
-    *parents, last = key.split(".")
-    node = raw
-    for i, part in enumerate(parents):
-        child = node.setdefault(part, {})
-        if child is None:
-            child = node[part] = {}
-        if not isinstance(child, dict):
-            raise UserError(f"{item!r}: {'.'.join(parents[: i + 1])} is a value, not a section")
-        node = child
-    node[last] = value
-
-
-def _rebase(node: dict[str, Any], section: type[BaseModel], folder: Path) -> None:
-    """Make the input paths of a YAML file relative to its folder."""
-    for name, field in section.model_fields.items():
-        value = node.get(name)
-        mark = _path_mark(field)
-        if isinstance(value, str) and mark is not None:
-            on_hub = mark.or_on_hub and is_hub_id(value) and not (folder / value).exists()
-            node[name] = value if on_hub else str(folder / value)
-        for block in value if isinstance(value, list) else [value]:
-            if isinstance(block, dict):
-                for inner in sections_in(field.annotation):
-                    _rebase(block, inner, folder)
-
-
-def _path_mark(field: FieldInfo) -> RelativeToFile | None:
-    """The mark of an InputPath, or of InputPath | None."""
-    marks = [*field.metadata, *(m for arg in typing.get_args(field.annotation) for m in typing.get_args(arg))]
-    return next((mark for mark in marks if isinstance(mark, RelativeToFile)), None)
+        raise UserError(explain_errors(Settings, where, e)) from None

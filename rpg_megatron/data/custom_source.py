@@ -18,6 +18,7 @@ from typing import Any
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.custom_code import CustomCode, describe_error, load_custom
+from rpg_megatron.system.terminal import protect_streams
 
 MAX_ROWS = 10_000_000
 """Maximum number of rows of a source without ``limit``; a source with more is assumed to be endless."""
@@ -73,6 +74,7 @@ def _lines(key: str, path: str, settings: dict[str, Any], limit: int) -> Iterato
 
 def main() -> None:
     """Print the rows."""
+    protect_streams()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the module may print to stdout; that must not mix with the rows
     key, path, settings = json.load(sys.stdin)

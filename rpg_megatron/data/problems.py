@@ -108,6 +108,20 @@ def read_problems_with_counts(
     return problems, dict(left_out), first_bad
 
 
+def first_problems(settings: DataSettings, key: str) -> Iterator[Problem]:
+    """The first problem of each source, with its row; parameters as in ``read_problems``.
+
+    Rows that cannot be read are left out. Raises UserError if a source cannot be read at all.
+    """
+    for number, source in enumerate(settings.sources):
+        at = f"{key}.mixture[{number}]" if settings.mixture else key
+        preset = find_preset(source.preset, at) if source.preset is not None else None
+        for _, found in _read_source(source, preset, number, 0, at, rows=True):
+            if isinstance(found, Problem):
+                yield found
+                break
+
+
 def _no_problems(
     source: SourceSettings, preset: Preset | None, rows: int, bad: UserError | None, key: str, at: str
 ) -> UserError:

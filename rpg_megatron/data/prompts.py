@@ -6,29 +6,25 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.data import DataSettings
+from rpg_megatron.config.errors import shorten
+from rpg_megatron.data.chat_template import render_chats
 from rpg_megatron.data.problems import Message, Problem, read_problems
 from rpg_megatron.data.trajectory import Tokens
+from rpg_megatron.system.foreign_input import ForeignInputError
 
 logger = logging.getLogger(__name__)
-
-_RENDER_SECONDS, _RENDER_SECONDS_EACH = 30.0, 0.01
-"""Time limit for rendering all prompts with a chat template: a constant, plus a time per prompt. One prompt
-takes less than a millisecond."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +77,15 @@ def load_tokenizer(model: Path) -> Any:
     try:
         # Without an explicit False, transformers may ask on the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RecursionError) as e:
+    except BaseException as e:
+        # Transformers raises what its code meets, and the Rust library plain Exceptions and, for an assertion
+        # that fails in it, a PanicException, which is no Exception.
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        why = str(e) if isinstance(e, OSError | ValueError) else f"{type(e).__name__}: {e}"
         raise UserError(
-            f"model.path: no usable tokenizer in {model} ({e}); copy the model's tokenizer files there"
+            f"model.path: no usable tokenizer in {model} ({shorten(why, 500)}); copy the model's tokenizer "
+            "files there"
         ) from None
 
 
@@ -156,11 +158,8 @@ def fit_prompts(
     """
     if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{key}.chat: the model's tokenizer has no chat template; set {key}.chat to false")
-    with _time_limit(_RENDER_SECONDS + _RENDER_SECONDS_EACH * len(problems)):
-        chats = [_chat(problem, settings, key) for problem in problems]
-        texts = [
-            _render(problem, chat, settings, tokenizer) for problem, chat in zip(problems, chats, strict=True)
-        ]
+    chats = [_chat(problem, settings, key) for problem in problems]
+    texts = _render(problems, chats, settings, tokenizer, key)
     # A chat template adds the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not settings.chat)["input_ids"]
     prompts, too_long, limit = [], 0, settings.max_prompt_tokens
@@ -203,43 +202,37 @@ def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
     return chat
 
 
-def _render(problem: Problem, chat: list[Message], settings: DataSettings, tokenizer: Any) -> str:
+def _render(
+    problems: list[Problem], chats: list[list[Message]], settings: DataSettings, tokenizer: Any, key: str
+) -> list[str]:
+    """The text of each chat."""
     if not settings.chat:
-        return chat[0].content
-    options = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
-    messages = [{"role": role, "content": content} for role, content in chat]
+        return [chat[0].content for chat in chats]
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several with names
+        template = template.get("default", "")
+    variables = {**getattr(tokenizer, "special_tokens_map", {}), "add_generation_prompt": True}
+    variables |= {"tools": None, "documents": None}  # as transformers does
+    if settings.thinking is not None:
+        variables["enable_thinking"] = settings.thinking
+    messages = [[message._asdict() for message in chat] for chat in chats]
+    texts = []
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **options
-        )
-        return text
-    except Exception as e:  # a template may raise any exception
-        roles = ", ".join(role for role, _ in chat)
+        for problem, chat, (text, error) in zip(
+            problems, chats, render_chats(template, variables, messages), strict=True
+        ):
+            if error:
+                roles = ", ".join(role for role, _ in chat)
+                raise UserError(
+                    f"{problem.where}: the chat template cannot render it (roles {roles}): {error}"
+                )
+            texts.append(text)
+    except ForeignInputError as e:
         raise UserError(
-            f"{problem.where}: the chat template cannot render it (roles {roles}): {type(e).__name__}: {e}"
+            f"{key}.chat: the model's chat template cannot be used ({e}); correct it, or set {key}.chat to "
+            "false"
         ) from None
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError within the block after ``seconds``. Works only in the main thread.
-
-    Templates run in a sandbox, which limits what they may call but not how long they run.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expire(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"the prompts are not rendered after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # repeats, in case a template catches the exception
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    return texts
 
 
 # -- order ---------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from __future__ import annotations
 import heapq
 import json
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 import zstandard
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import atomic_write, open_regular, remove
 from rpg_megatron.data.trajectory import Trajectory, from_row
-from rpg_megatron.system.files import atomic_write
 
 _ROWS = 64
 """Number of trajectories in memory at once, in addition to the caller's."""
@@ -59,6 +59,7 @@ _SCHEMA = pa.schema(
 _PART = re.compile(r"part_\d{5}_of_(\d{5})\.parquet")
 _LISTS = [field.name for field in _SCHEMA if pa.types.is_list(field.type)]
 _PLAIN = [name for name in _SCHEMA.names if name not in _LISTS]
+_MAYBE_NULL = ("extracted", "anchor")
 _BYTE_SPLIT = [f"{name}.list.element" for name in _LISTS if name != "versions"]
 """Columns whose values rarely repeat. They compress better with byte-stream-split encoding."""
 
@@ -83,9 +84,9 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory], *, routes: bo
     schema = _SCHEMA
     if routes and any(len(t.routes) for t in trajectories):
         schema = _with_routes(pa.from_numpy_dtype(trajectories[0].routes.dtype))
-    with atomic_write(file) as part, pq.ParquetWriter(part, schema, **encoding) as writer:
+    with atomic_write(file) as sink, pq.ParquetWriter(sink, schema, **encoding) as writer:
         for some in batched(trajectories, _ROWS):
-            writer.write_batch(_to_batch(some, schema))
+            writer.write_batch(to_batch(some, schema))
 
 
 class RolloutWriter:
@@ -112,18 +113,48 @@ class RolloutWriter:
 def iter_rollouts(file: Path) -> Iterator[Trajectory]:
     """The trajectories of a step in batch order, with the same bits as written, a few in memory at a time.
 
+    For runs that others may have made: ``data/foreign_rollouts.py``.
     Raises UserError if the file, or a part of the folder, is damaged or missing.
     """
-    if file.suffix != ".parquet":
-        return _iter_lines(file)
-    if not file.is_dir():
-        return _iter_parquet(file, _ROWS)
+    names = files_of(file)
+    with ExitStack() as stack:
+        try:
+            files = [stack.enter_context(open_regular(name)) for name in names]
+        except FileNotFoundError:
+            raise
+        except OSError as e:
+            raise damaged(file, e) from None
+        yield from iter_files(files, names)
+
+
+def files_of(file: Path) -> list[Path]:
+    """The files with a step's rollouts. Raises UserError if a part is missing."""
+    if file.suffix != ".parquet" or not file.is_dir():
+        return [file]
     parts = _expected_parts(file)
     for part in parts:
         if not part.is_file():
             raise UserError(f"{part}: missing; choose another step, or restore the file")
-    rows = max(1, _ROWS // len(parts))
-    return heapq.merge(*(_iter_parquet(part, rows) for part in parts), key=lambda t: (t.group, t.sample))
+    return parts
+
+
+def damaged(file: Path, error: Exception) -> UserError:
+    """The message about rollouts that cannot be read."""
+    what = str(error).partition("\n")[0]
+    return UserError(f"{file}: damaged ({what}); choose another step, or restore the file")
+
+
+def iter_files(
+    files: Sequence[BinaryIO], names: Sequence[Path], *, confined: bool = False
+) -> Iterator[Trajectory]:
+    """The trajectories in the open files of a step. Raises UserError if one is damaged.
+
+    names: of the files, for messages. confined: for a process that may have no threads; what is decoded is
+    checked in full.
+    """
+    rows = max(1, _ROWS // len(files))
+    parts = [_iter_part(file, name, rows, confined) for file, name in zip(files, names, strict=True)]
+    return heapq.merge(*parts, key=lambda t: (t.group, t.sample)) if len(parts) > 1 else parts[0]
 
 
 def has_routes(file: Path) -> bool:
@@ -135,8 +166,7 @@ def has_routes(file: Path) -> bool:
         # A leader without trajectories has no routes to write.
         found = [pq.read_schema(p).names for p in parts if pq.read_metadata(p).num_rows]
     except (pa.ArrowException, OSError) as e:
-        what = str(e).partition("\n")[0]
-        raise UserError(f"{file}: damaged ({what}); choose another step, or restore the file") from None
+        raise damaged(file, e) from None
     return all("routes" in names for names in found)
 
 
@@ -171,17 +201,15 @@ def rollouts_complete(file: Path) -> bool:
 
 def remove_rollouts(file: Path) -> None:
     """Remove a step's rollouts, complete or not, as a file or in parts. Raises OSError."""
-    file.with_name(f".{file.name}.part").unlink(missing_ok=True)  # left by ``atomic_write`` if it was killed
-    if file.is_dir():
-        shutil.rmtree(file)
-    else:
-        file.unlink(missing_ok=True)
+    for part in file.parent.glob(f".{file.name}.*part"):  # left by ``atomic_write`` if it was killed
+        remove(part)
+    remove(file)
 
 
 def list_rollouts(run: Path) -> list[Path]:
     """The complete rollouts of a run, in the order of the steps."""
     found = (run / "rollouts").glob("step_*.*")
-    steps = {step_of(file) for file in found if file.name[5:11].isdigit()}
+    steps = {step_of(file) for file in found if file.name[5:11].isdecimal()}
     files = (rollouts_file(run, step) for step in sorted(steps))
     return [file for file in files if rollouts_complete(file)]
 
@@ -193,16 +221,22 @@ def _expected_parts(folder: Path) -> list[Path]:
     return [part_file(folder, number, count) for number in range(count)]
 
 
-def _iter_parquet(file: Path, rows: int) -> Iterator[Trajectory]:
+def _iter_part(file: BinaryIO, name: Path, rows: int, confined: bool) -> Iterator[Trajectory]:
     try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
-            for batch in opened.iter_batches(rows):
-                yield from _from_batch(batch)
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, KeyError) as e:  # OSError: damage too
-        what = str(e).partition("\n")[0]
-        raise UserError(f"{file}: damaged ({what}); choose another step, or restore the file") from None
+        yield from (
+            _iter_parquet(file, rows, confined) if name.suffix == ".parquet" else _iter_lines(file, name)
+        )
+    except (pa.ArrowException, zstandard.ZstdError, OSError, ValueError, KeyError, TypeError) as e:
+        raise damaged(name, e) from None  # OSError: damage too
+
+
+def _iter_parquet(file: BinaryIO, rows: int, confined: bool) -> Iterator[Trajectory]:
+    # Buffering ahead takes threads.
+    with pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=not confined) as opened:
+        for batch in opened.iter_batches(rows, use_threads=not confined):
+            if confined:
+                batch.validate(full=True)
+            yield from _from_batch(batch)
 
 
 def _with_routes(kind: pa.DataType) -> pa.Schema:
@@ -211,7 +245,8 @@ def _with_routes(kind: pa.DataType) -> pa.Schema:
     return pa.schema([*_SCHEMA, *columns])
 
 
-def _to_batch(trajectories: Sequence[Trajectory], schema: pa.Schema = _SCHEMA) -> pa.RecordBatch:
+def to_batch(trajectories: Sequence[Trajectory], schema: pa.Schema = _SCHEMA) -> pa.RecordBatch:
+    """A batch of rows; schema: with routes, or without."""
     columns: dict[str, Any] = {}
     if schema is not _SCHEMA:
         flat = np.concatenate([t.routes.reshape(-1) for t in trajectories])
@@ -243,6 +278,9 @@ def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
     if "ticket" not in batch.schema.names:
         batch = batch.append_column("ticket", pa.repeat(0, batch.num_rows))
     columns: dict[str, Any] = {name: batch.column(name) for name in _SCHEMA.names}
+    for name, column in columns.items():
+        if column.type != _SCHEMA.field(name).type or (column.null_count and name not in _MAYBE_NULL):
+            raise ValueError(f"{name} is {column.type} with {column.null_count} nulls")
     plain = {name: columns[name].to_pylist() for name in _PLAIN}
     lists = {}
     for name in _LISTS:
@@ -270,15 +308,11 @@ def _bits(values: Any) -> Any:
     return values.view(np.int32)
 
 
-def _iter_lines(file: Path) -> Iterator[Trajectory]:
+def _iter_lines(file: BinaryIO, name: Path) -> Iterator[Trajectory]:
     stream, rest = zstandard.ZstdDecompressor().decompressobj(), b""
-    try:
-        with file.open("rb") as raw:
-            while chunk := raw.read(2**20):
-                # Not splitlines: texts may contain Unicode line separators.
-                *lines, rest = (rest + stream.decompress(chunk)).split(b"\n")
-                yield from (from_row(json.loads(line)) for line in lines)
-    except (zstandard.ZstdError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{file}: damaged ({e}); choose another step, or restore the file") from None
+    while chunk := file.read(2**20):
+        # Not splitlines: texts may contain Unicode line separators.
+        *lines, rest = (rest + stream.decompress(chunk)).split(b"\n")
+        yield from (from_row(json.loads(line)) for line in lines)
     if not stream.eof:
-        raise UserError(f"{file}: truncated; choose another step, or restore the file")
+        raise UserError(f"{name}: truncated; choose another step, or restore the file")

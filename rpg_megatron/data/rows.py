@@ -6,24 +6,31 @@ UserError, so that the caller can raise or count it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from rpg_megatron.config.data import SourceSettings
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.files import open_regular, parse_json
+from rpg_megatron.config.files import open_regular, parse_json, read_json
 from rpg_megatron.data.custom_source import custom_rows
 from rpg_megatron.data.presets import Preset
 
 Row = tuple[int, str, dict[str, Any] | UserError]
 """Index from 0, position for messages (``file:line`` or ``file: row 3``), and the row or its error."""
 
-_BATCH = 16
-"""Rows decoded at a time: rows may be long, and a batch is in memory more than once."""
+_PARQUET, _ARROW = "parquet", "arrow"
+_READER = "rpg_megatron.data.arrow_reader:read_batches"
+_MEMORY, _MOST_MEMORY = 2 << 30, 64 << 30
 _MAX_EXPANSION, _MIN_TEXT_LIMIT = 100, 256 * 1024**2
 """A compressed file may hold this many times its bytes of text, or ``_MIN_TEXT_LIMIT`` if that is more: a
 file of a few KB can stand for GBs, while real text compresses by a factor of 3 to 10."""
+_ROW, _NUMBER = 64, 8
+"""A row counts as this many bytes more, and a number as so many: a file can have any number of them."""
+_LONGEST_LINE = 256 * 1024**2
+"""Of JSON lines, in bytes."""
 
 
 def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") -> Iterator[Row]:
@@ -39,9 +46,9 @@ def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") 
     elif (source.path / "dataset_info.json").is_file():
         rows = _bounded(source.path, _saved_rows(source.path))
     elif source.path.suffix == ".parquet":
-        rows = _bounded(source.path, _parquet_rows(source.path, key))
+        rows = _bounded(source.path, _arrow_rows(source.path, _PARQUET, key))
     elif source.path.suffix == ".arrow":
-        rows = _bounded(source.path, _arrow_rows(source.path, key))
+        rows = _bounded(source.path, _arrow_rows(source.path, _ARROW, key))
     else:
         rows = _json_rows(source.path, key)
     for row in rows:
@@ -54,7 +61,7 @@ def _bounded(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
     """Yield the rows; raise UserError when they hold more text than allowed for a file of this size."""
     total, limit = 0, _text_limit(path)
     for row in rows:
-        total += _text_size(row[2])
+        total += _ROW + _text_size(row[2])
         if total > limit:
             raise _too_large(path, limit)
         yield row
@@ -62,10 +69,16 @@ def _bounded(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
 
 def _text_limit(path: Path) -> int:
     try:
-        size = sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
+        size = sum(map(_stored_bytes, path.glob("*.arrow") if path.is_dir() else [path]))
     except OSError:
         size = 0  # the reader reports the problem
     return max(_MIN_TEXT_LIMIT, _MAX_EXPANSION * size)
+
+
+def _stored_bytes(file: Path) -> int:
+    """Bytes of a file on disk, without the holes of a sparse one, which would raise the limits."""
+    found = file.stat()
+    return min(found.st_size, 512 * found.st_blocks)
 
 
 def _text_size(value: Any) -> int:
@@ -73,7 +86,7 @@ def _text_size(value: Any) -> int:
         return sum(map(_text_size, value.values()))
     if isinstance(value, list):
         return sum(map(_text_size, value))
-    return len(value) if isinstance(value, str | bytes) else 0
+    return len(value) if isinstance(value, str | bytes) else _NUMBER
 
 
 def _too_large(path: Path, limit: int) -> UserError:
@@ -98,9 +111,13 @@ def source_name(source: SourceSettings, preset: Preset | None) -> str:
 def _json_rows(path: Path, key: str) -> Iterator[Row]:
     try:
         with open_regular(path) as file:
-            for index, raw in enumerate(file):
+            for index, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b"")):
+                where = f"{path}:{index + 1}"
+                if len(raw) > _LONGEST_LINE:
+                    raise UserError(
+                        f"{where}: longer than {_LONGEST_LINE:,} bytes; give one JSON object a line"
+                    )
                 if raw.strip():
-                    where = f"{path}:{index + 1}"
                     yield index, where, _parse_json(raw, where, index == 0)
     except FileNotFoundError:
         raise UserError(f"{key}.path: {path} does not exist; give a JSON lines file") from None
@@ -136,61 +153,62 @@ def type_name(value: Any) -> str:
 # -- Arrow and Parquet ---------------------------------------------------------------------------------------
 
 
-def _parquet_rows(path: Path, key: str) -> Iterator[Row]:
-    import pyarrow.parquet
-    from pyarrow.lib import ArrowException
-
+def _arrow_rows(path: Path, kind: str, key: str) -> Iterator[Row]:
     _check_file(path, key)
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (ArrowException, OSError) as e:
-        raise UserError(
-            f"{path}: not a complete Parquet file, no row can be read ({_first_line(e)}); "
-            "copy or download it again"
-        ) from None
-    with file:
-        index, limit = 0, _text_limit(path)
-        for group in range(file.metadata.num_row_groups):
-            last = index + file.metadata.row_group(group).num_rows
-            if file.metadata.row_group(group).total_byte_size > limit:
-                raise _too_large(path, limit)
-            try:
-                for batch in file.iter_batches(_BATCH, row_groups=[group]):
-                    yield from _table_rows(str(path), batch, index)
-                    index += batch.num_rows
-            except (ArrowException, OSError) as e:
-                where = f"{path}: rows {index + 1} to {last}"
-                yield (
-                    index,
-                    where,
-                    UserError(f"{where}: damaged ({_first_line(e)}); copy or download the file again"),
-                )
-            index = last
-
-
-def _arrow_rows(path: Path, key: str) -> Iterator[Row]:
-    import datasets
-    from pyarrow.lib import ArrowException
-
-    _check_file(path, key)
-    try:
-        found = datasets.Dataset.from_file(str(path))
-    except (ArrowException, OSError, ValueError) as e:
-        raise UserError(
-            f"{path}: not a complete Arrow file, no row can be read ({_first_line(e)}); "
-            "copy or download it again"
-        ) from None
-    yield from _dataset_rows(str(path), found)
+        with open_regular(path) as file:
+            yield from _read_batches(path, [file], kind)
+    except OSError as e:
+        raise UserError(f"{key}.path: {path} cannot be read ({e.strerror or e})") from None
 
 
 def _saved_rows(path: Path) -> Iterator[Row]:
-    import datasets
-
+    """Rows of a folder that ``datasets`` saved."""
     try:
-        found = datasets.load_from_disk(str(path))
-    except Exception as e:  # a damaged folder may raise anything
+        names = [each["filename"] for each in read_json(path / "state.json")["_data_files"]]
+        if wrong := [name for name in names if os.path.basename(name) != name or not name]:
+            raise ValueError(f"{wrong[0]!r} is not the name of a file in this folder")
+        with ExitStack() as stack:
+            files = [stack.enter_context(open_regular(path / name)) for name in names]
+            yield from _read_batches(path, files, _ARROW)
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path}: cannot be read ({_first_line(e)}); save the data set again") from None
-    yield from _dataset_rows(str(path), found)
+
+
+def _read_batches(path: Path, files: Sequence[BinaryIO], kind: str) -> Iterator[Row]:
+    # Imported late: a login node may have neither.
+    from rpg_megatron.data.arrow_reader import TOO_LARGE, Batch
+    from rpg_megatron.system.foreign_input import ForeignInputError, plain_value, read_foreign
+
+    limit = _text_limit(path)
+    try:
+        for first, damaged, rows in read_foreign(_READER, files, [kind, limit], Batch, memory=_memory(files)):
+            if not rows:
+                raise ForeignInputError("a part without rows")
+            if damaged:
+                where = f"{path}: rows {first + 1} to {first + damaged}"
+                why = f"{where}: damaged ({rows[0]}); copy or download the file again"
+                yield first, where, UserError(why)
+                continue
+            for index, row in enumerate(rows, first):
+                where = f"{path}: row {index + 1}"
+                if isinstance(row, str):
+                    yield index, where, UserError(f"{where}: {row}")
+                else:
+                    yield index, where, {name: plain_value(value) for name, value in row.items()}
+    except (ForeignInputError, ValueError, RecursionError) as e:
+        if str(e) == TOO_LARGE:
+            raise _too_large(path, limit) from None
+        name = "Parquet" if kind == _PARQUET else "Arrow"
+        raise UserError(
+            f"{path}: not a complete {name} file, no further row can be read ({e}); copy or download it again"
+        ) from None
+
+
+def _memory(files: Sequence[BinaryIO]) -> int:
+    """Address space for reading: a group of rows, and its values in Arrow's form."""
+    largest = max((_stored_bytes(Path(f"/proc/self/fd/{file.fileno()}")) for file in files), default=0)
+    return min(_MEMORY + 4 * largest, _MOST_MEMORY)
 
 
 def _hub_rows(source: SourceSettings, preset: Preset | None, key: str) -> Iterator[Row]:
@@ -212,26 +230,15 @@ def _hub_rows(source: SourceSettings, preset: Preset | None, key: str) -> Iterat
 
 
 def _dataset_rows(name: str, found: Any) -> Iterator[Row]:
-    for start in range(0, len(found), _BATCH):
-        batch = found.select(range(start, min(start + _BATCH, len(found))))
-        yield from _table_rows(name, batch.with_format("arrow")[:], start)
+    from rpg_megatron.data.arrow_reader import BATCH, table_rows
 
-
-def _table_rows(name: str, table: Any, start: int) -> Iterator[Row]:
-    """Rows of an Arrow table; a row that is not UTF-8 becomes a UserError."""
-    columns = {column: table.column(column) for column in table.column_names}
-    for index in range(table.num_rows):
-        where = f"{name}: row {start + index + 1}"
-        row: dict[str, Any] = {}
-        broken = None
-        for column, values in columns.items():
-            try:
-                row[column] = values[index].as_py()
-            except UnicodeDecodeError as e:
-                broken = UserError(
-                    f"{where}: {column!r} is not UTF-8 (byte {e.start + 1}); save the file as UTF-8"
-                )
-        yield start + index, where, broken or row
+    for start in range(0, len(found), BATCH):
+        table = found.select(range(start, min(start + BATCH, len(found)))).with_format("arrow")[:]
+        for batch in table.combine_chunks().to_batches():
+            for index, row in enumerate(table_rows(batch), start):
+                where = f"{name}: row {index + 1}"
+                yield index, where, UserError(f"{where}: {row}") if isinstance(row, str) else row
+            start += batch.num_rows
 
 
 def _check_file(path: Path, key: str) -> None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO
 
 from rpg_megatron.config.files import read_text
+from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_LARGEST = 100_000_000
+"""Maximum bytes of ``tokenizer.json``."""
+_SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
 class FileTokenizer:
     """The part of a Hugging Face tokenizer that ``fit_prompts`` uses."""
 
-    chat_template: str | None = None
-
     def __init__(self, tokenizer: Any, chat_template: Any = None, special: dict[str, str] | None = None):
-        """tokenizer: of the ``tokenizers`` library. chat_template: compiled by jinja; None: no template.
-        special: name -> special token, for the template.
-        """
-        self._tokenizer, self._template, self._special = tokenizer, chat_template, special or {}
-        self.chat_template = "compiled" if chat_template is not None else None
+        """tokenizer: of the ``tokenizers`` library. special: name -> special token, for the template."""
+        self._tokenizer, self.chat_template, self.special_tokens_map = tokenizer, chat_template, special or {}
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         """Token ids of each text. Encodes one by one, because the library starts threads for a batch."""
@@ -33,10 +31,6 @@ class FileTokenizer:
         """The text of token ids."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool, **options: Any) -> str:
-        """The rendered chat."""
-        return str(self._template.render(messages=messages, **self._special, **options))
-
 
 def open_tokenizer(model: Path, *, chat: bool) -> FileTokenizer | None:
     """The tokenizer of a checkpoint; None if this module cannot read it.
@@ -46,35 +40,62 @@ def open_tokenizer(model: Path, *, chat: bool) -> FileTokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        tokenizer = Tokenizer.from_str(read_text(model / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if not chat:
             return FileTokenizer(tokenizer)
         config = json.loads(read_text(model / "tokenizer_config.json"))
         special = {key: _text(config[key]) for key in _SPECIAL if config.get(key)}
-        return FileTokenizer(tokenizer, _compile(model, config), special)
-    except Exception:  # the Rust library raises plain Exception; jinja templates may raise anything
+        return FileTokenizer(tokenizer, _template(model, config), special)
+    except Exception:  # the Rust library raises plain Exception
         return None
+    except BaseException as e:
+        if type(e).__name__ == "PanicException":  # of the Rust library, for an assertion that fails in it
+            return None
+        raise
 
 
-def _compile(model: Path, config: dict[str, Any]) -> Any:
-    """The chat template, in the environment that transformers gives it."""
-    import jinja2.ext
-    import jinja2.sandbox
+def decode_foreign(file: BinaryIO, prompts: Sequence[list[int]]) -> list[str]:
+    """Texts of token ids, by a ``tokenizer.json`` that others may have made. Raises ForeignInputError.
 
+    A process that can reach nothing makes them (``system/foreign_input.py``).
+    """
+    texts: list[str]
+    (texts,) = read_foreign(f"{__name__}:decode_all", [file], prompts, list[str], values=1)
+    if len(texts) != len(prompts):
+        raise ForeignInputError("its texts are not as many as the prompts")
+    return texts
+
+
+def prepare() -> None:
+    """Load what ``decode_all`` loads late."""
+    import tokenizers  # noqa: F401
+
+
+def decode_all(files: Sequence[BinaryIO], prompts: list[list[int]]) -> Iterator[list[str]]:
+    """Reader of ``decode_foreign``."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(files[0].read(_LARGEST))
+    except Exception as e:  # the Rust library raises plain Exception
+        raise ValueError(str(e)) from None
+    yield [_decode(tokenizer, ids) for ids in prompts]
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    try:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+    except Exception as e:  # such as a negative id
+        return f"({len(ids)} tokens; tokenizer.json cannot show them as text: {type(e).__name__})"
+
+
+def _template(model: Path, config: dict[str, Any]) -> Any:
+    """The chat template: a text, or name -> text, as transformers has it."""
     file = model / "chat_template.jinja"
-    source = read_text(file) if file.is_file() else config["chat_template"]
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: form}
-    return environment.from_string(source)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
+    found = read_text(file) if file.is_file() else config.get("chat_template")
+    return {each["name"]: each["template"] for each in found} if isinstance(found, list) else found
 
 
 def _text(token: Any) -> str:

@@ -36,17 +36,15 @@ def context_length(settings: Settings) -> int:
 
     Raises UserError if the longest allowed prompt leaves no room for a response.
     """
-    wanted = [("data", settings.data.max_prompt_tokens)]
-    if settings.evaluation is not None:
-        wanted += [(part.where, part.data.max_prompt_tokens) for part in settings.evaluation.heldout]
-    where, prompt = max(wanted, key=lambda item: item[1])
+    longest = max(settings.prompt_sets, key=lambda part: part.data.max_prompt_tokens)
+    where, prompt = longest.where, longest.data.max_prompt_tokens
     limit = read_model_shape(settings.model.path).max_positions
     if prompt >= limit:
         raise UserError(
             f"{where}.max_prompt_tokens: prompts of up to {prompt} tokens leave no room for a response: "
             f"the model has {limit} positions (max_position_embeddings); set it below {limit}"
         )
-    return min(prompt + settings.rollout.max_response_tokens, limit)
+    return min(max(part.tokens for part in settings.prompt_sets), limit)
 
 
 def engine_command(
@@ -67,7 +65,7 @@ def engine_command(
     command += ["--model", str(settings.model.path), "--served-model-name", SERVED_NAME]
     command += ["--host", listen[0], "--port", str(listen[1])] if listen else ["--uds", str(socket)]
     command += ["--dtype", settings.precision.dtype]
-    command += ["--load-format", "dummy" if weights == "dummy" else "auto"]
+    command += ["--load-format", "dummy" if weights == "dummy" else "safetensors"]
     command += ["--tensor-parallel-size", str(engine.tensor)]
     command += ["--max-model-len", str(context_length(settings))]
     command += ["--max-num-seqs", str(engine.max_sequences)]
@@ -129,6 +127,7 @@ def engine_environment(
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",  # on several nodes, the launcher sets the cluster's interface
         "TOKENIZERS_PARALLELISM": "false",
     }
     if settings.device == "cuda" and settings.precision.dtype == "float32":

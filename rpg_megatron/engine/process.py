@@ -16,17 +16,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 from urllib.parse import urlsplit
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.files import atomic_write_text, open_own, open_regular, read_json, remove
 from rpg_megatron.engine.command import engine_command, engine_environment
 from rpg_megatron.system import process_groups
+from rpg_megatron.system.limits import explain_limits
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
 _ADDRESSES = "engines.json"
 _HTTP_ERRORS = (OSError, http.client.HTTPException)
 _SOCKET_LIMIT = 107  # bytes of a unix socket's path, without the final zero
+_REFUSED = re.compile(r"^api_server\.py: error: (.+)$", re.MULTILINE)
+"""What vLLM's parser says of its arguments, after a page of usage."""
 # (Worker pid=12) ERROR 01-02 03:04:05 [file.py:6] module.SomeError: what happened
 _ERROR_LINE = re.compile(
     r"^(?:\([^()]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
@@ -40,13 +44,13 @@ def engine_socket(work: Path, index: int) -> Path:
 
 def write_addresses(work: Path, addresses: Mapping[int, str]) -> None:
     """Write addresses of engines on other nodes, index -> ``http://host:port``, for ``engine_address``."""
-    (work / _ADDRESSES).write_text(json.dumps(addresses), encoding="utf-8")
+    atomic_write_text(work / _ADDRESSES, json.dumps(addresses))
 
 
 def engine_address(work: Path, index: int) -> Path | str:
     """Address of engine ``index`` as seen from the first node: its unix socket or its URL."""
     try:
-        addresses = json.loads((work / _ADDRESSES).read_text(encoding="utf-8"))
+        addresses = read_json(work / _ADDRESSES)
     except FileNotFoundError:
         addresses = {}
     return str(addresses[str(index)]) if str(index) in addresses else engine_socket(work, index)
@@ -109,24 +113,36 @@ def call_all[E, R](engines: Sequence[E], call: Callable[[E], R]) -> list[R]:
         return list(pool.map(call, engines))
 
 
-def tail_of(log: Path, lines: int = 25) -> str:
-    """Last lines of a log file; a note if it is missing or empty."""
+def tail_of(log: Path, lines: int = 25, opened: IO[bytes] | None = None) -> str:
+    """Last lines of a log file; a note if it is missing or empty.
+
+    opened: the file as it was when its process started, to be read if it was deleted.
+    """
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 64 * 1024))
+        with _open_log(log, opened) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 64 * 1024))
             text = file.read().decode("utf-8", errors="replace")
     except OSError as e:
         return f"(no log: {e})"
-    return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
+    deleted = "" if log.exists() else "(the file was deleted during the run)\n"
+    return deleted + ("\n".join(text.splitlines()[-lines:]) or "(the log is empty)")
 
 
-def first_error(log: Path, start: int = 0) -> str | None:
+def _open_log(log: Path, opened: IO[bytes] | None) -> IO[bytes]:
+    """The log file or, if it was deleted, what the kernel keeps of it while it is open."""
+    if opened is None or log.exists():
+        return open_own(log)
+    return open_regular(Path(f"/proc/self/fd/{opened.fileno()}"))
+
+
+def first_error(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> str | None:
     """The first exception in a vLLM log, from byte ``start`` on; None if there is none.
 
     A failure propagates from worker to core to server, each with its own traceback: the first is the cause.
+    opened: see ``tail_of``.
     """
     try:
-        with log.open("rb") as file:
+        with _open_log(log, opened) as file:
             file.seek(start)
             text = file.read(4 * 1024**2).decode("utf-8", errors="replace")
     except OSError:
@@ -163,6 +179,8 @@ class EngineProcess:
         self.socket = socket
         self.address: Path | str = f"http://{listen[0]}:{listen[1]}" if listen else socket
         self.log = log
+        self.opened: IO[bytes] | None = None
+        """Its log file, which can be read here also after it was deleted."""
         self._timeout = settings.engine.start_timeout
         self._token = token
         self._command = engine_command(settings, index, socket, weights=weights, listen=listen)
@@ -188,19 +206,18 @@ class EngineProcess:
         self._answered = False
         self._segments.clear()
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
-        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
+        self.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
+        with open_own(self.log, "ab", permissions=0o600) as log:
+            self.opened = open_own(self.log)
             self._process = subprocess.Popen(
                 with_parent_death_signal(self._command, signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
-                stdout=descriptor,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
                 umask=0o077,  # the socket's mode follows the umask
             )
-        finally:
-            os.close(descriptor)
         self._started = time.monotonic()
 
     def alive(self) -> bool:
@@ -237,9 +254,13 @@ class EngineProcess:
                 break
             time.sleep(0.2)
         self.stop(grace=2.0)
-        cause = first_error(self.log, self._log_start)
+        cause = first_error(self.log, self._log_start, self.opened)
         cause = f": {cause}" if cause else ""
-        raise UserError(f"engine {self.index} {problem}{cause}; the end of {self.log}:\n{tail_of(self.log)}")
+        tail = tail_of(self.log, opened=self.opened)
+        if refused := _REFUSED.search(tail):  # after a page of usage
+            raise UserError(f"engine {self.index}: vLLM refuses engine.arguments: {refused[1]}; correct them")
+        limits = explain_limits(cause + tail)
+        raise UserError(f"engine {self.index} {problem}{cause}; the end of {self.log}:\n{tail}{limits}")
 
     def stop(self, grace: float = 20.0) -> None:
         """End the engine and all its processes and remove its socket and shared memory. Safe to call at any
@@ -256,9 +277,8 @@ class EngineProcess:
         assert self._process is not None
         self._process.wait()
         self._process = None
-        self.socket.unlink(missing_ok=True)
-        for segment in self._segments:
-            segment.unlink(missing_ok=True)
+        for path in (self.socket, *self._segments):
+            remove(path)
         self._segments.clear()
 
     def _exited(self) -> bool:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text, read_json, read_text, remove
 
 
 def incarnation_of(work: Path, index: int) -> int:
     """Number of the engine's current incarnation: how often it was restarted."""
     try:
-        return int((work / f"engine-{index}.life").read_text(encoding="ascii"))
+        return int(read_text(work / f"engine-{index}.life"))
     except FileNotFoundError:
         return 0
 
@@ -37,7 +37,7 @@ def note_answer(work: Path, index: int, incarnation: int) -> None:
 def has_answered(work: Path, index: int, incarnation: int) -> bool:
     """Launcher: whether this incarnation has answered the sampler, though maybe not yet the launcher."""
     try:
-        return (work / f"engine-{index}.answered").read_text(encoding="ascii") == str(incarnation)
+        return read_text(work / f"engine-{index}.answered") == str(incarnation)
     except FileNotFoundError:
         return False
 
@@ -51,10 +51,10 @@ def take_request(work: Path, index: int, incarnation: int) -> str | None:
     """Launcher: take the request to restart this incarnation; returns its reason, None if there is none."""
     path = work / f"engine-{index}.restart"
     try:
-        asked, reason = json.loads(path.read_text(encoding="utf-8"))
+        asked, reason = read_json(path)
     except FileNotFoundError:
         return None
-    path.unlink()
+    remove(path)
     # The launcher may have noticed the failure first: the request is then for an earlier incarnation.
     return str(reason) if asked == incarnation else None
 
@@ -64,7 +64,7 @@ def set_gpu_owner(work: Path, *, trainers: bool) -> None:
     if trainers:
         atomic_write_text(work / "trainers-turn", "")
     else:
-        (work / "trainers-turn").unlink(missing_ok=True)
+        remove(work / "trainers-turn")
 
 
 def is_trainers_turn(work: Path) -> bool:

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rpg_megatron.config.evaluation import pass_sizes
+from rpg_megatron.config.files import atomic_write
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards import normalize
-from rpg_megatron.system.files import atomic_write
 
 Floats = npt.NDArray[np.float64]
 _CHUNK = 1 << 20
@@ -147,17 +147,17 @@ def pass_at(n: int, correct: int, k: int) -> float:
 def majority_correct(result: EvalResult) -> bool:
     """Whether the most frequent answer is correct.
 
-    Answers with the same canonical form count as one; responses without an answer have no vote; ties go to
-    the answer that came first.
+    Equal answers (``result.classes``) count as one, which is correct if the first of them is; responses
+    without an answer have no vote; ties go to the answer that came first. Without classes, those with the
+    same canonical text are equal.
     """
-    votes: Counter[str] = Counter()
-    verdict: dict[str, bool] = {}
-    for answer, correct in zip(result.extracted, result.correct, strict=True):
-        if answer is None:
-            continue
-        key = normalize.canonical(answer)
-        votes[key] += 1
-        verdict.setdefault(key, correct)
+    texts = (None if answer is None else normalize.canonical(answer) for answer in result.extracted)
+    votes: Counter[int | str] = Counter()
+    verdict: dict[int | str, bool] = {}
+    for key, correct in zip(result.classes or texts, result.correct, strict=True):
+        if key is not None:
+            votes[key] += 1
+            verdict.setdefault(key, correct)
     if not votes:
         return False
     return verdict[votes.most_common(1)[0][0]]  # most_common keeps insertion order among ties
@@ -166,6 +166,7 @@ def majority_correct(result: EvalResult) -> bool:
 def write_results(path: Path, results: Sequence[EvalResult]) -> None:
     """Write one JSON object per problem and line, atomically. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
-    with atomic_write(path) as part, part.open("w", encoding="utf-8", errors="surrogatepass") as file:
+    with atomic_write(path) as file:
         for result in results:
-            file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+            line = json.dumps(asdict(result), ensure_ascii=False) + "\n"
+            file.write(line.encode("utf-8", "surrogatepass"))

@@ -27,3 +27,8 @@ class EvalResult:
     """Finish reason of each: "stop" or "length"."""
     set: str = ""
     """Name of the held-out set."""
+    failed: int = 0
+    """Number of responses for which the reward failed; they count as wrong."""
+    classes: list[int | None] = field(default_factory=list)
+    """Number of the class of equal answers of each (``classify_answers``); None: no answer. Empty in files of
+    earlier versions."""

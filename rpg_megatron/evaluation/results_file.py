@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import open_own
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.evaluation.results import EvalResult
 
@@ -24,11 +24,8 @@ def append_result(file: Path, result: EvalResult) -> None:
     """Append one line with a single write. Raises UserError if it cannot be written."""
     line = (json.dumps(asdict(result), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        try:
-            written = os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+        with open_own(file, "ab", buffering=0) as results:
+            written = results.write(line)
     except OSError as e:
         raise UserError(f"{file}: cannot be written ({e.strerror}); fix that and start again") from None
     if written != len(line):
@@ -41,14 +38,16 @@ def read_results(file: Path, prompts: Sequence[Prompt], samples: int) -> list[Ev
     Raises UserError if a line is damaged, or if its problem has changed in the data.
     """
     try:
-        data = file.read_bytes()
+        with open_own(file) as results:
+            data = results.read()
     except FileNotFoundError:
         return []
     except OSError as e:
         raise UserError(f"{file}: cannot be read ({e.strerror}); fix that and start again") from None
     end = data.rfind(b"\n") + 1
     if end < len(data):
-        os.truncate(file, end)
+        with open_own(file, "r+b") as results:
+            results.truncate(end)
     by_id = {prompt.id: prompt for prompt in prompts}
     found: dict[int, EvalResult] = {}
     for number, line in enumerate(data[:end].splitlines(), 1):
@@ -66,7 +65,7 @@ def read_results(file: Path, prompts: Sequence[Prompt], samples: int) -> list[Ev
 def _parse(line: bytes, where: str, samples: int) -> EvalResult:
     try:
         result = EvalResult(**json.loads(line.decode("utf-8", "surrogatepass")))
-        counts = {len(getattr(result, name)) for name in LISTS}
+        counts = {len(getattr(result, name)) for name in LISTS} | {len(result.classes) or samples}
     except (ValueError, TypeError):
         counts = set()
     if counts != {samples}:

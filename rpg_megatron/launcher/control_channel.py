@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.files import atomic_write_text, open_own, remove
 from rpg_megatron.launcher.nodes import Nodes, own_address
-from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.system.process_groups import boot_id
 
 _HEARTBEAT_SECONDS = 5.0
@@ -180,7 +180,7 @@ class RendezvousServer:
             channel.close()
 
     def _stop_listening(self) -> None:
-        self._file.unlink(missing_ok=True)
+        remove(self._file)
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -243,7 +243,7 @@ def remove_abandoned_files(folder: Path) -> None:
     for file in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError, UserError):  # another user's, or just removed
             if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS or _is_closed(_read_endpoint(file)):
-                file.unlink()
+                remove(file)
 
 
 def _is_closed(endpoint: Endpoint | None) -> bool:
@@ -268,7 +268,7 @@ def _write_endpoint(file: Path, endpoint: Endpoint) -> None:
 def _read_endpoint(file: Path) -> Endpoint | None:
     """Read a rendezvous file; None if there is none. Raises UserError if others can read it and its token."""
     try:
-        with file.open(encoding="utf-8") as f:
+        with open_own(file, "r", encoding="utf-8") as f:
             status = os.fstat(f.fileno())
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise UserError(

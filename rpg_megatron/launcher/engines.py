@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.files import open_own
 from rpg_megatron.engine.process import EngineProcess, call_all, note_segments, stop_engines, tail_of
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
@@ -22,6 +23,7 @@ from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import RunFailed, Supervisor
+from rpg_megatron.system.limits import explain_limits
 
 _PROBE_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
@@ -78,7 +80,7 @@ class Engines:
             try:
                 engine.sleep()
             except RuntimeError as e:
-                return f"engine {engine.index} {e}; {_end_of(engine.log)}"
+                return f"engine {engine.index} {e}; {_end_of(engine)}"
             return None
 
         if failures := [failure for failure in call_all(self._engines, sleep) if failure]:
@@ -135,7 +137,7 @@ class Engines:
             done = self._restarts[index]
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
-                raise RunFailed(f"{reason}{limit}; {_end_of(engine.log)}")
+                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}")
             self._progress.status(
                 f"warning: {reason}; restart {done + 1} of {most}; log: {display_path(engine.log)}"
             )
@@ -145,7 +147,8 @@ class Engines:
         self._stop(engines, 0.0)
         for engine in engines:
             done = self._restarts[engine.index]
-            with engine.log.open("a", encoding="utf-8") as log:
+            engine.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
+            with open_own(engine.log, "a", encoding="utf-8") as log:
                 log.write(f"---- {failed[engine.index]}; restart {done + 1} of {self._max_restarts} ----\n")
             self._restarts[engine.index] = done + 1
             # An engine that was still starting may retry at once: the sampler waits for it before it gives
@@ -207,5 +210,6 @@ class Engines:
         return None
 
 
-def _end_of(log: Path) -> str:
-    return f"the end of {display_path(log)}:\n{tail_of(log)}"
+def _end_of(engine: EngineProcess | RemoteEngine) -> str:
+    tail = tail_of(engine.log, opened=engine.opened)
+    return f"the end of {display_path(engine.log)}:\n{tail}{explain_limits(tail)}"

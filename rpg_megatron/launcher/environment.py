@@ -22,7 +22,7 @@ from typing import Any
 
 import rpg_megatron
 from rpg_megatron.config import Settings
-from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text, read_json
 
 ENVIRONMENT = "environment.json"
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -46,7 +46,7 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
     file = folder / ENVIRONMENT
     starts: list[Any] = []
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
         starts = found if isinstance(found, list) else []
     now = custom_code_digests(settings)
     then: dict[str, str] = {}

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
+from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
 from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.reward import RewardSettings
@@ -29,8 +30,9 @@ from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
 from rpg_megatron.data.problems import Problem, read_problems_with_counts
 from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.engine.arguments import check_engine_arguments
+from rpg_megatron.launcher.reward_trial import try_reward
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.rewards.pool import start_custom_reward
 from rpg_megatron.system.custom_code import CustomCode
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -45,10 +47,7 @@ CUSTOM_CODE_SECONDS = 300
 def check_data(settings: Settings) -> list[str]:
     """Check that all data can be read, and that prompts are not all longer than ``max_prompt_tokens``."""
     warnings = []
-    sets = [("data", settings.data)]
-    if settings.evaluation is not None:
-        sets += [(part.where, part.data) for part in settings.evaluation.heldout]
-    for where, data in sets:
+    for where, data, *_ in settings.prompt_sets:
         if data.chat and not has_chat_template(settings.model.path):
             raise UserError(
                 f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
@@ -67,24 +66,20 @@ def check_data(settings: Settings) -> list[str]:
 
 def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
     """Errors and warnings of all checks in this file, for those inputs that exist on this machine."""
-    sources = [source for data in (settings.data, *_heldout(settings)) for source in data.sources]
     found: list[str] = []
     checks: list[Callable[[], list[str] | None]] = [lambda: check_disk(settings, shape)]
-    if all(s.source is not None or (s.path is not None and s.path.exists()) for s in sources):
+    if all(part.data.is_local for part in settings.prompt_sets):
         checks.append(lambda: check_data(settings))
-    checks += [lambda: check_reward(settings.reward), lambda: check_custom_code(settings)]
+    checks += [lambda: try_reward(settings, offline=True), lambda: check_custom_code(settings)]
+    checks.append(lambda: check_engine_arguments(settings))
     for check in checks:
         try:
             found += check() or []
         except UserError as e:
-            found.append(str(e))
+            found += str(e).splitlines()
         except ImportError:  # a login node without numpy or tokenizers
             continue
     return found
-
-
-def _heldout(settings: Settings) -> list[DataSettings]:
-    return [part.data for part in settings.evaluation.heldout] if settings.evaluation else []
 
 
 def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Path, where: str) -> list[str]:
@@ -124,15 +119,10 @@ def check_reward(reward: RewardSettings) -> None:
     """Check that custom reward functions can be imported and accept their settings; other processes import
     them. Raises UserError, one line for each problem.
     """
-    problems = []
-    for term in reward.all_terms.values():
-        if term.is_custom:
-            try:
-                start_custom_reward(reward, term).close()
-            except UserError as e:
-                problems.append(str(e))
-    if problems:
-        raise UserError("\n".join(problems))
+    if reward.has_custom:
+        from rpg_megatron.rewards.reward import Scorer  # imports asyncio
+
+        Scorer(reward, 1).close()
 
 
 def check_custom_code(settings: Settings) -> None:
@@ -222,10 +212,10 @@ def check_disk(settings: Settings, shape: ModelShape) -> list[str]:
     fix = "remove old runs, lower checkpoint.keep, or choose a larger disk with runs=..."
     if free < least:
         raise UserError(
-            f"runs: {folder} has {_gib(free)} free, one checkpoint and the export need {_gib(least)}; {fix}"
+            f"runs: {folder} has {gib(free)} free, one checkpoint and the export need {gib(least)}; {fix}"
         )
     if free < needed:
-        return [f"runs: {folder} has {_gib(free)} free, checkpoints and export need {_gib(needed)}; {fix}"]
+        return [f"runs: {folder} has {gib(free)} free, checkpoints and export need {gib(needed)}; {fix}"]
     return []
 
 
@@ -263,7 +253,3 @@ def has_chat_template(model: Path) -> bool:
         return False
     except (OSError, UnicodeDecodeError):
         return True
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 1024**3:,.1f} GiB"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import psutil
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.base import NAME
 
 _PORTS = range(15_000, 32_000)
 _TRIES = 200
@@ -78,8 +79,11 @@ def find_nodes(
             )
         if not 0 <= rank < count:
             raise UserError(f"--node-rank {rank} is not in 0 to {count - 1} (--nodes {count})")
-        if job is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", job):
-            raise UserError(f"--job {job!r}: use only letters, digits, dots, dashes and underscores")
+        if job is not None and not re.fullmatch(NAME, job):
+            raise UserError(
+                f"--job {job!r}: use 1 to 128 letters, digits, dots, dashes and underscores, "
+                "no dot or dash first"
+            )
         return Nodes(rank, count, f"job-{job}" if job else "") if count > 1 else Nodes()
     if "SLURM_STEP_ID" not in environment or _in_a_shell(environment):
         return Nodes()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.launcher.input_checks import (
     check_custom_code,
     check_data,
@@ -28,9 +29,11 @@ from rpg_megatron.launcher.input_checks import (
     check_trackers,
 )
 from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
+from rpg_megatron.launcher.reward_trial import try_reward
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
+from rpg_megatron.system.limits import check_limits
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _SILENT_SECONDS = 3.0
@@ -47,13 +50,18 @@ CPU_EXPERT_COLUMNS = 32
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
 
-def check(settings: Settings, assignment: NodeAssignment | None = None) -> ModelShape:
+def check(
+    settings: Settings, assignment: NodeAssignment | None = None, *, tries_reward: bool = False
+) -> ModelShape:
     """Run all checks; returns the model's shape. Raises UserError at the first failure.
 
-    assignment: of this node in a run on several nodes; None: there is only this node.
+    assignment: of this node in a run on several nodes; None: there is only this node. tries_reward: whether
+    the reward is called and judges are asked, and not only imported.
     """
     assignment = assignment or assign_node(settings, 0, 1)
+    warnings = check_limits(settings.parallel.world, settings.engine.replicas * settings.engine.max_sequences)
     check_packages(settings.device)
+    check_engine_arguments(settings)
     shape = check_model(settings.model.path)
     check_parallel(settings, shape)
     check_routers(settings, shape)
@@ -72,9 +80,12 @@ def check(settings: Settings, assignment: NodeAssignment | None = None) -> Model
     slow.daemon = True
     slow.start()
     try:
-        warnings = [*check_disk(settings, shape), *check_data(settings)]
+        warnings += [*check_disk(settings, shape), *check_data(settings)]
         warnings += check_trackers(settings)
-        check_reward(settings.reward)
+        if tries_reward:
+            warnings += try_reward(settings)
+        else:
+            check_reward(settings.reward)
         check_custom_code(settings)
     finally:
         slow.cancel()
@@ -203,15 +214,11 @@ def check_precision(settings: Settings, shape: ModelShape) -> None:
 
 def check_batch(settings: Settings, shape: ModelShape) -> None:
     """Check that sequences fit the model's positions, and each replica gets part of every mini-batch."""
-    response = settings.rollout.max_response_tokens
-    prompts = [("data", settings.data)]
-    if settings.evaluation is not None:
-        prompts += [(part.where, part.data) for part in settings.evaluation.heldout]
-    for where, data in prompts:
-        if data.max_prompt_tokens + response > shape.max_positions:
+    for part in settings.prompt_sets:
+        if part.tokens > shape.max_positions:
             raise UserError(
-                f"{where}.max_prompt_tokens ({data.max_prompt_tokens}) + rollout.max_response_tokens "
-                f"({response}) is more than the model's {shape.max_positions} positions "
+                f"{part.where}.max_prompt_tokens ({part.data.max_prompt_tokens}) + {part.limited_by} "
+                f"({part.response_tokens}) is more than the model's {shape.max_positions} positions "
                 "(max_position_embeddings); lower one of the two"
             )
     beyond = [token for token in settings.rollout.stop_token_ids if not 0 <= token < shape.vocab_size]

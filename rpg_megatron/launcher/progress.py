@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -24,7 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import open_own
+from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.events import EVENTS
+from rpg_megatron.system.terminal import printable
 
 _ROWS = 10
 _REDRAW_SECONDS = 0.2
@@ -58,9 +60,8 @@ class Progress:
         self._log = log
         self._line_seconds = line_seconds
         self._last_line = 0.0
-        self._warned_about_rewards = False
         self._phase_start = (0.0, 0)
-        self.console = console or Console(file=sys.stdout)
+        self.console = console or PlainTextConsole()
         self.steps = steps
         self.step = -1
         self.started_training = False
@@ -72,7 +73,8 @@ class Progress:
         self._evaluation = ""
         self._metrics, self._read = metrics, 0
         if metrics is not None and metrics.exists():  # a resumed run: do not show its earlier steps again
-            rows = metrics.read_bytes()
+            with open_own(metrics) as file:
+                rows = file.read()
             self._read = len(rows)
             with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
                 self.step = int(json.loads(rows.splitlines()[-1])["step"])
@@ -170,7 +172,7 @@ class Progress:
         """Read rows whose events were lost, for example because the socket's queue was full."""
         if self._metrics is None or not self._metrics.exists():
             return
-        with self._metrics.open("rb") as file:
+        with open_own(self._metrics) as file:
             file.seek(self._read)
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
@@ -197,19 +199,6 @@ class Progress:
             self.started_training = True
             self._rows.append(row)
             self._print_line(self._line(row))
-            self._warn_about_rewards(row)
-
-    def _warn_about_rewards(self, row: dict[str, Any]) -> None:
-        """Warn at the first step in which reward functions raised or crashed; the run continues."""
-        errors, crashes = (int(row.get(f"reward/{name}") or 0) for name in ("errors", "crashes"))
-        if self._warned_about_rewards or not errors + crashes:
-            return
-        self._warned_about_rewards = True
-        self._print_line(
-            f"warning: in step {self.step} reward functions raised {errors} times and crashed {crashes} "
-            "times; the sampler's logs have the first error of each",
-            always=True,
-        )
 
     # -- rendering -----------------------------------------------------------------------------------------
 
@@ -263,8 +252,10 @@ class Progress:
 
 def append_to_log(log: Path, text: str) -> None:
     """Append a line to the launcher's log. Errors such as a full disk are ignored."""
-    with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+    with contextlib.suppress(OSError):
+        log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
+        with open_own(log, "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {printable(text)}\n")
 
 
 def clock(seconds: float) -> str:

@@ -73,7 +73,7 @@ def rank_starts(
     if spec.checkpoint is not None:
         command.append(spec.checkpoint)
     for rank in assignment.ranks:
-        environment = base_environment(settings, token if rank == 0 else "") | cluster_environment(address)
+        environment = base_environment(settings, token) | cluster_environment(address)
         environment |= _device_environment(settings, len(assignment.ranks))
         environment |= {
             "RANK": str(rank),

@@ -7,12 +7,12 @@ death signal (``system/parent_death.py``) only covers the launcher's direct chil
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from rpg_megatron.config.files import remove
 from rpg_megatron.system import process_groups
 
 
@@ -63,14 +63,6 @@ class Reaper:
             self._process.wait()
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder tree, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def main() -> None:
     """Read requests until the launcher has cleaned up or died."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -90,7 +82,7 @@ def main() -> None:
     paths |= process_groups.leftover_segments(groups)
     process_groups.end_groups(groups, grace=0)
     for path in paths:
-        remove(path)
+        remove(path, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -187,6 +187,7 @@ class RemoteEngine:
 
     def __init__(self, nodes: RemoteNodes, node: int, index: int, log: Path, url: str):
         self.index, self.log, self.url = index, log, url
+        self.opened: IO[bytes] | None = None
         self._nodes, self.node = nodes, node
         self._starts = 0
         self._alive = False
@@ -236,6 +237,7 @@ class RemoteRank:
     warn: Callable[[], None]
     """Asks the rank to save and exit."""
     code: int | None = None
+    opened: IO[bytes] | None = None
 
     def exit_code(self) -> int | None:
         """None while it runs."""

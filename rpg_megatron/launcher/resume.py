@@ -7,25 +7,22 @@ that is an error, with other settings it creates a new run.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
-import os
 import re
-import shutil
-import socket
 import sys
-import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import yaml
 
+from rpg_megatron.checkpoints.checkpoint_path import kind_of, whole_step
 from rpg_megatron.checkpoints.run_folder import (
-    CHECKPOINTS,
     CONFIG,
     ROLLOUTS,
+    RunState,
     carried_files,
     find_problems,
     list_folders,
@@ -33,6 +30,21 @@ from rpg_megatron.checkpoints.run_folder import (
     remove_parts,
 )
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.files import (
+    atomic_write_text,
+    copy_file,
+    folder_size,
+    is_ours,
+    open_own,
+    open_regular,
+    parse_json,
+    read_json,
+    read_text,
+    real_path,
+    remove,
+    rename,
+)
+from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.run_dir import (
     LOGS,
     METRICS,
@@ -43,9 +55,9 @@ from rpg_megatron.launcher.run_dir import (
     replace_settings,
     resolved_yaml,
 )
+from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from rpg_megatron.launcher.summary import display_path
 
-LOCK = ".lock"
 ORIGIN = ".origin"
 """File in runs created with --fresh or --from: path of the checkpoint that they start from; else empty."""
 _CHECK_SECONDS = 2.0
@@ -53,6 +65,8 @@ _CHECK_SECONDS = 2.0
 _LARGE = 10**9
 """Size of a checkpoint, in bytes, above which a message is printed while it is checked."""
 _STEP = re.compile(r"step_(\d{6,})")
+_MOST_METRICS, _MOST_CARRIED = 1 << 30, 64 << 30
+"""Bytes that are copied of another run: a sparse file would fill the disk."""
 _MAY_CHANGE = (
     *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge", "cluster"),
     *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
@@ -104,6 +118,9 @@ def _open(settings: Settings, fresh: bool, source: Path | None) -> OpenRun:
         return _create(settings, origin="")
     notes: list[str] = []
     for folder in list_runs(settings):
+        if not is_ours(folder):  # others can write to the folder of the runs
+            notes = notes or [f"{display_path(folder)} belongs to another user: not resumed"]
+            continue
         try:
             lock = hold_folder(folder, seconds=_CHECK_SECONDS)
         except PermissionError:
@@ -129,7 +146,7 @@ def _open(settings: Settings, fresh: bool, source: Path | None) -> OpenRun:
             notes.append(f"{display_path(folder)} is finished and cannot be continued; starting a new run")
             break
         if (folder / ORIGIN).exists():  # created with --fresh or --from, without a checkpoint yet
-            origin = (folder / ORIGIN).read_text(encoding="utf-8")
+            origin = read_text(folder / ORIGIN, real_path(folder))
             run = _start_from(settings, Path(origin)) if origin else _create(settings, origin="")
             run.notes = [*notes, *(run.notes or [f"run {display_path(run.folder)}"])]
             return run
@@ -148,7 +165,7 @@ def _create(settings: Settings, origin: str | None = None) -> OpenRun:
             f"{display_path(folder)} was just created, and is locked by another process; start again"
         )
     if origin is not None:
-        (folder / ORIGIN).write_text(origin, encoding="utf-8")
+        atomic_write_text(folder / ORIGIN, origin)
     return OpenRun(folder, lock)
 
 
@@ -157,8 +174,8 @@ def _finished_steps(folder: Path) -> int | None:
     if not is_finished(folder):
         return None
     try:
-        return int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(read_json(folder / SUMMARY)["steps"])
+    except (OSError, ValueError, OverflowError, KeyError, TypeError):
         return sys.maxsize  # unknown, so it is not resumed
 
 
@@ -178,13 +195,14 @@ def _resume(
             raise
         notes.append(str(e).rpartition("\n")[0])
         return None
-    state = read_state(checkpoint)
+    state = read_state(checkpoint, RunState)
     _check_length(settings, checkpoint, state["step"])
     if not (folder / CONFIG).exists():
-        shutil.copyfile(checkpoint / CONFIG, folder / CONFIG)
+        with open_regular(checkpoint / CONFIG) as file:
+            copy_file(file, folder, CONFIG)
     (folder / LOGS).mkdir(exist_ok=True)
     _rewind(folder, state, notes)
-    (folder / SUMMARY).unlink(missing_ok=True)
+    remove(folder / SUMMARY)
     replace_settings(folder, settings, state["step"])
     notes.append(f"resuming {display_path(folder)} from step {state['step']}; --fresh starts over{changes}")
     return OpenRun(folder, lock, checkpoint, notes, is_new=False)
@@ -192,45 +210,83 @@ def _resume(
 
 def _start_from(settings: Settings, source: Path) -> OpenRun:
     notes: list[str] = []
+    kind = kind_of(source, "--from")
+    source = whole_step(source)
     checkpoint: Path | None = source
-    if not source.is_dir():
-        raise UserError(
-            f"--from {source}: no such folder; give a run's, or one of its checkpoints/step_NNNNNN"
+    if kind in ("hf", "megatron"):
+        start = (
+            "set model.path to it" if kind == "hf" else "convert it with rpg-megatron convert megatron-to-hf"
         )
-    if (source / CHECKPOINTS).is_dir():
-        checkpoint = _newest_complete(source, notes)
-    elif problems := find_problems(source):
+        raise UserError(
+            f"--from {source}: is a model without the state of a run; to start from its weights, {start}"
+        )
+    run_dir = source if kind == "run" else source.parent.parent
+    if kind == "run":
+        checkpoint = _newest_complete(source, notes, root=source)
+    elif problems := find_problems(source, root=source):
         raise UserError(f"--from {source}: not a complete checkpoint of a run: {'; '.join(problems[:3])}")
     if checkpoint is None:
         raise UserError(f"--from {source}: the run has no complete checkpoint; {'; '.join(notes)}")
     changes = _describe_changes(settings, checkpoint)
-    state = read_state(checkpoint)
+    state = read_state(checkpoint, RunState)
     _check_length(settings, checkpoint, state["step"])
-    carried = carried_files(checkpoint)
-    if missing := [file for file in sorted(carried) if not file.is_file()]:
-        raise UserError(
-            f"--from {source}: {display_path(checkpoint)} needs {display_path(missing[0])} (groups that its "
-            "step carried over), which is missing; copy it too, or choose another checkpoint"
-        )
-    run = _create(settings, origin=str(checkpoint))
-    for file in carried:
-        (run.folder / ROLLOUTS).mkdir(exist_ok=True)
-        shutil.copyfile(file, run.folder / ROLLOUTS / file.name)
-    with suppress(OSError):  # the metrics before the checkpoint, if they still exist
-        shutil.copyfile(checkpoint.parents[1] / METRICS, run.folder / METRICS)
-        _cut_metrics(run.folder / METRICS, state, notes)
+    with ExitStack() as stack:
+        carried = _open_carried(source, checkpoint, run_dir, stack)
+        metrics = _open_metrics(source, run_dir, stack)
+        run = _create(settings, origin=str(checkpoint))
+        for name, file in carried.items():
+            (run.folder / ROLLOUTS).mkdir(exist_ok=True)
+            copy_file(file, run.folder / ROLLOUTS, name, limit=_MOST_CARRIED)
+        if metrics is not None:
+            with suppress(OSError):
+                copy_file(metrics, run.folder, METRICS, limit=_MOST_METRICS)
+                _cut_metrics(run.folder / METRICS, state, notes)
     run.checkpoint = checkpoint
     run.notes = [*notes, f"starting {display_path(run.folder)} from {display_path(checkpoint)}{changes}"]
     return run
 
 
-def _newest_complete(folder: Path, notes: list[str]) -> Path | None:
-    """The newest complete checkpoint of a run; adds a note for each newer, incomplete one."""
+def _open_carried(source: Path, checkpoint: Path, run_dir: Path, stack: ExitStack) -> dict[str, BinaryIO]:
+    """Name -> open file of the groups that the checkpoint carries over; none lies outside the run's folder.
+
+    Whoever made the run may have put links there, and more users may be able to read the copies.
+    """
+    opened: dict[str, BinaryIO] = {}
+    for file in sorted(carried_files(checkpoint)):
+        try:
+            opened[file.name] = stack.enter_context(open_regular(file, real_path(run_dir)))
+        except OSError as e:
+            why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read ({e.strerror})"
+            raise UserError(
+                f"--from {source}: {display_path(checkpoint)} needs {display_path(file)} (groups that its "
+                f"step carried over), which {why}; copy it too, or choose another checkpoint"
+            ) from None
+    return opened
+
+
+def _open_metrics(source: Path, run_dir: Path, stack: ExitStack) -> BinaryIO | None:
+    """The metrics before the checkpoint; None if they do not exist any more."""
+    try:
+        return stack.enter_context(open_regular(run_dir / METRICS, real_path(run_dir)))
+    except OSError as e:
+        if e.errno == errno.EXDEV:
+            raise UserError(
+                f"--from {source}: {display_path(run_dir / METRICS)} {e.strerror}; replace the link by a copy"
+            ) from None
+    return None
+
+
+def _newest_complete(folder: Path, notes: list[str], root: Path | None = None) -> Path | None:
+    """The newest complete checkpoint of a run; adds a note for each newer, incomplete one.
+
+    root: see ``find_problems``.
+    """
     for checkpoint in list_folders(folder).values():
-        size = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
+        elsewhere = root is not None and not real_path(checkpoint).is_relative_to(real_path(root))
+        size = 0 if elsewhere else folder_size(checkpoint)
         if size > _LARGE:
             print(f"checking {display_path(checkpoint)}, {size / 1e9:,.1f} GB", flush=True)
-        problems = find_problems(checkpoint)
+        problems = find_problems(checkpoint, root)
         if not problems:
             return checkpoint
         notes.append(
@@ -251,7 +307,8 @@ def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 
 def _changes(settings: Settings, file: Path) -> tuple[list[str], list[str]]:
     """Lines for settings that differ from those in a file: those that affect the training, and all."""
-    plain = [yaml.safe_load(resolved_yaml(each)) for each in (load_settings(file), settings)]
+    found = _read_settings(file)
+    plain = [yaml.safe_load(resolved_yaml(each)) for each in (found, settings)]
     lines = list_changes(plain[0], plain[1])
     bad = [
         line
@@ -259,6 +316,14 @@ def _changes(settings: Settings, file: Path) -> tuple[list[str], list[str]]:
         if not any(key == f or key.startswith(f"{f}.") for f in _MAY_CHANGE)
     ]
     return bad, list(lines.values())
+
+
+def _read_settings(file: Path) -> Settings:
+    """The settings of a run, in one file. Others that it names may not be this user's to show."""
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):  # ``load_settings`` says what is wrong
+        if isinstance(whole := read_yaml(file), dict) and "extends" in whole:
+            raise UserError(f"{file}: not the settings of a run, which extend no other file")
+    return load_settings(file)
 
 
 def _describe_changes(settings: Settings, checkpoint: Path) -> str:
@@ -278,7 +343,7 @@ def _check_not_running(settings: Settings, folder: Path) -> None:
     with suppress(UserError):  # settings that cannot be read
         if _changes(settings, folder / CONFIG)[0]:
             return
-    holder = (folder / LOCK).read_text(encoding="utf-8").strip() or "another process"
+    holder = read_text(folder / LOCK).strip() or "another process"
     raise UserError(
         f"{display_path(folder)} is running ({holder}); wait until it ends, or start another run with --fresh"
     )
@@ -299,13 +364,15 @@ def _rewind(folder: Path, state: dict[str, Any], notes: list[str]) -> None:
         for file in (folder / part).glob("step_*"):
             match = _STEP.match(file.name)
             if match and int(match[1]) > state["step"]:
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
+                remove(file)
+        for file in (folder / part).glob(".*.part"):  # left by a process that was killed while it wrote
+            remove(file)
     remove_parts(folder)
     for step, damaged in list_folders(folder).items():
         if step > state["step"]:
             aside = damaged.with_name(f"damaged_{damaged.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            damaged.rename(aside)
+            remove(aside, ignore_errors=True)
+            rename(damaged, aside)
             notes.append(f"warning: renamed it to {display_path(aside)}; delete it if you do not need it")
 
 
@@ -314,11 +381,11 @@ def _cut_metrics(file: Path, state: dict[str, Any], notes: list[str]) -> None:
     last = state["step"] - (state.get("row") is not None)  # the last row is written when the run resumes
     end, kept = 0, -1
     if file.exists():
-        with file.open("rb+") as rows:
+        with open_own(file, "rb+") as rows:
             for row in rows:
                 step = kept
-                with suppress(ValueError, KeyError, TypeError):  # a damaged row stays as it is
-                    step = int(json.loads(row)["step"])
+                with suppress(ValueError, OverflowError, KeyError, TypeError):  # a damaged row stays as it is
+                    step = int(parse_json(row)["step"])
                 if step > last or not row.endswith(b"\n"):
                     break
                 end, kept = end + len(row), step
@@ -327,35 +394,6 @@ def _cut_metrics(file: Path, state: dict[str, Any], notes: list[str]) -> None:
         notes.append(
             f"warning: {display_path(file)} was shortened; the rows of steps {kept + 1} to {last} are lost"
         )
-
-
-def hold_folder(folder: Path, seconds: float = 0.0) -> IO[str] | None:
-    """Lock a folder and write this process's id into the lock file; None if another process has locked it.
-
-    seconds: how long to wait, since other launchers and reports lock it briefly to read the folder.
-    Raises OSError if the lock file cannot be written.
-    """
-    # Mode 0600, also for files of earlier versions: anyone who can open it can lock it and block a resume.
-    lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w")
-    with suppress(OSError):  # another user's, in a shared folder
-        os.fchmod(lock.fileno(), 0o600)
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                lock.close()
-                return None
-            time.sleep(0.05)
-        except OSError:
-            break  # a file system without locks: the user must avoid two launchers per run
-    with suppress(OSError):  # a full disk
-        lock.truncate()
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
-    return lock
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

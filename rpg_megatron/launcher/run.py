@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.files import remove
 from rpg_megatron.engine.process import EngineProcess, engine_socket, write_addresses
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.nodes import assign_node, free_port, transport_note
@@ -86,7 +86,7 @@ class RunLauncher:
         with contextlib.ExitStack() as undo:
             undo.callback(self._opened.close)
             if self._opened.is_new:
-                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+                undo.callback(remove, self.folder, ignore_errors=True)
             self._supervisor = Supervisor(self.folder / LOGS, signals)
             undo.callback(self._supervisor.close, GRACE)
             self._workspace = self._supervisor.workspace
@@ -121,7 +121,7 @@ class RunLauncher:
             self._remote.dismiss(error)
         self._supervisor.close(GRACE)
         if self._discard:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder, ignore_errors=True)
         self._opened.close()
 
     def start(self) -> None:
@@ -331,4 +331,8 @@ class RunLauncher:
         return self._warned is not None
 
     def _keep(self, message: str) -> str:
-        return f"{message}\nthe run's folder is kept: {display_path(self.folder)}"
+        newest = next(iter(list_steps(self.folder).values()), None) if self._trains else None
+        resume = ""
+        if newest is not None and "rerun the same command" not in message:
+            resume = f"; the same command resumes it from {display_path(newest)}"
+        return f"{message}\nthe run's folder is kept: {display_path(self.folder)}{resume}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ import yaml
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.explanation import explained_yaml
-from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text, read_json, read_text, remove
+from rpg_megatron.launcher.own_defaults import with_own_defaults
 
 CONFIG = "config.yaml"
 """The settings of the newest steps."""
@@ -45,10 +44,10 @@ def create_run(settings: Settings) -> Path:
             except FileExistsError:
                 number += 1
         (folder / LOGS).mkdir()
-        (folder / CONFIG).write_text(resolved_yaml(settings), encoding="utf-8")
+        atomic_write_text(folder / CONFIG, resolved_yaml(settings))
     except OSError as e:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder, ignore_errors=True)
         raise UserError(
             f"runs: {e.filename or runs}: {e.strerror}; choose another folder with runs=..."
         ) from None
@@ -58,7 +57,7 @@ def create_run(settings: Settings) -> Path:
 def is_finished(run: Path) -> bool:
     """Whether a run has ended and its last checkpoint was written."""
     try:
-        facts = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        facts = read_json(run / SUMMARY)
     except FileNotFoundError:
         return False
     except (OSError, ValueError):
@@ -67,10 +66,11 @@ def is_finished(run: Path) -> bool:
 
 
 def resolved_yaml(settings: Settings, *, explained: bool = False) -> str:
-    """All settings as YAML with absolute paths, valid from any folder.
+    """All settings, with the defaults of own code, as YAML with absolute paths, valid from any folder.
 
     explained: with the meaning of each key as a comment above it.
     """
+    settings = with_own_defaults(settings)
     values = _absolute(settings.model_dump())
     return explained_yaml(settings, values) if explained else yaml.safe_dump(values, sort_keys=False)
 
@@ -83,10 +83,10 @@ def settings_file(run: Path, step: int) -> Path:
 
 def replace_settings(run: Path, settings: Settings, done: int) -> None:
     """Use these settings for the steps after ``done``; earlier steps keep theirs."""
-    text, new = settings_file(run, done).read_text(encoding="utf-8"), resolved_yaml(settings)
+    text, new = read_text(settings_file(run, done)), resolved_yaml(settings)
     for file in list(run.iterdir()):
         if (m := _EARLIER.fullmatch(file.name)) and int(m[1]) >= done:
-            file.unlink()
+            remove(file)
     if text != new and done:
         atomic_write_text(run / f"config_until_{done:06d}.yaml", text)
     atomic_write_text(run / CONFIG, new)

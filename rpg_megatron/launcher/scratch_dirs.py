@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rpg_megatron.config import UserError
-from rpg_megatron.launcher.reaper import remove
+from rpg_megatron.config.files import atomic_write_text, open_own, open_private, parse_json, remove
 from rpg_megatron.system import process_groups
-from rpg_megatron.system.files import atomic_write_text
 
 PREFIX = "rpg-"
 OWNER = "owner.json"
@@ -37,17 +37,21 @@ class Workspace:
         """Record files in shared memory, which the next job removes if all processes of this one are killed
         at the same time.
         """
-        noted = dict(_noted_segments(self.bridge))
-        for segment in segments:
-            with suppress(FileNotFoundError):
-                noted[str(segment)] = segment.stat().st_ino
         with suppress(OSError):  # shared memory is full
+            descriptor = open_private(self.bridge)
+            try:
+                noted = {str(file): inode for file, inode in _noted_segments(descriptor).items()}
+            finally:
+                os.close(descriptor)
+            for segment in segments:
+                with suppress(FileNotFoundError):
+                    noted[str(segment)] = segment.lstat().st_ino
             atomic_write_text(self.bridge / SEGMENTS, json.dumps(noted))
 
     def remove(self) -> None:
         """Delete both folders."""
-        remove(self.work)
-        remove(self.bridge)
+        remove(self.work, ignore_errors=True)
+        remove(self.bridge, ignore_errors=True)
 
 
 def create_workspace(shared_memory: Path = process_groups.SHARED_MEMORY) -> Workspace:
@@ -61,7 +65,7 @@ def create_workspace(shared_memory: Path = process_groups.SHARED_MEMORY) -> Work
         work = _make(_temporary_folder())
         remove_abandoned(work.parent)
     except BaseException:
-        remove(bridge)
+        remove(bridge, ignore_errors=True)
         raise
     return Workspace(work, bridge)
 
@@ -69,33 +73,44 @@ def create_workspace(shared_memory: Path = process_groups.SHARED_MEMORY) -> Work
 def remove_abandoned(parent: Path) -> list[Path]:
     """Remove this user's folders whose process has died; returns them. Unreadable ones are kept."""
     removed = []
-    for folder in parent.glob(f"{PREFIX}*/"):
+    for folder in parent.glob(f"{PREFIX}*"):
         try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+            # Others can make such folders too, and what they list must not be removed.
+            descriptor = open_private(folder)
+        except OSError:
+            continue
+        try:
+            owner = _read(descriptor, OWNER)
             dead = (
                 owner["namespace"] == _pid_namespace()
                 and process_groups.start_time(int(owner["pid"])) != owner["start"]
             )
+            segments = _noted_segments(descriptor) if dead else {}
         except (OSError, ValueError, KeyError, TypeError):
             continue
+        finally:
+            os.close(descriptor)
         if dead:
-            for segment, inode in _noted_segments(folder).items():
-                with suppress(OSError):
-                    if os.stat(segment).st_ino == inode:  # else another process has reused the name
-                        os.unlink(segment)
-            remove(folder)
+            for segment, inode in segments.items():
+                remove(segment, inode=inode, ignore_errors=True)
+            remove(folder, ignore_errors=True)
             removed.append(folder)
     return removed
 
 
-def _noted_segments(folder: Path) -> dict[str, int]:
-    """The files that ``Workspace.note_segments`` recorded, and their inodes."""
+def _noted_segments(folder: int) -> dict[Path, int]:
+    """The files directly in shared memory that ``Workspace.note_segments`` recorded, and their inodes."""
     try:
-        return dict(json.loads((folder / SEGMENTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        noted = {Path(name): int(inode) for name, inode in dict(_read(folder, SEGMENTS)).items()}
+    except (OSError, ValueError, TypeError):
         return {}
+    return {file: inode for file, inode in noted.items() if file.parent == process_groups.SHARED_MEMORY}
+
+
+def _read(folder: int, name: str) -> Any:
+    """The value in a JSON file of an open folder."""
+    with open_own(Path(name), "r", dir_fd=folder, encoding="utf-8") as file:
+        return parse_json(file.read())
 
 
 def _pid_namespace() -> str:
@@ -117,7 +132,7 @@ def _make(parent: Path) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
         pid = os.getpid()
         owner = {"pid": pid, "start": process_groups.start_time(pid), "namespace": _pid_namespace()}
-        (folder / OWNER).write_text(json.dumps(owner), encoding="utf-8")
+        atomic_write_text(folder / OWNER, json.dumps(owner))
     except OSError as e:
         raise UserError(
             f"{parent}: cannot create a folder there ({e.strerror}); free space or fix its permissions"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.config.files import read_json
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.launcher.progress import clock
 from rpg_megatron.launcher.run_dir import CONFIG, LOGS, METRICS, REPORT, SUMMARY
@@ -19,7 +19,7 @@ from rpg_megatron.launcher.run_dir import CONFIG, LOGS, METRICS, REPORT, SUMMARY
 def summarise(run: Path) -> str:
     """The results of a finished run, from the trainer's ``summary.json``, and a next command to try."""
     try:
-        facts: dict[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        facts: dict[str, Any] = read_json(run / SUMMARY)
     except (OSError, ValueError):
         facts = {}
     rows: list[tuple[str, str]] = []

@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import IO, Protocol
 
+from rpg_megatron.config.files import open_own
 from rpg_megatron.engine.process import EngineProcess, stop_engines, tail_of
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.system import process_groups
+from rpg_megatron.system.limits import explain_limits
 from rpg_megatron.system.parent_death import with_parent_death_signal
 from rpg_megatron.training.preemption import REQUEUE, WARNINGS
 
@@ -114,6 +116,8 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    opened: IO[bytes] | None = None
+    """Its log file, which can be read here also after it was deleted."""
     ended: float | None = None
 
     @property
@@ -140,6 +144,7 @@ class ProcessStatus(Protocol):
 
     name: str
     log: Path
+    opened: IO[bytes] | None
 
     def exit_code(self) -> int | None:
         """None while it runs."""
@@ -172,8 +177,9 @@ class Supervisor:
     def start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> Child:
         """Start a process that logs to ``logs/<name>.log``. Main thread only (``system/parent_death.py``)."""
         log = self._logs / f"{name}.log"
+        self._logs.mkdir(exist_ok=True)  # it may have been deleted since
         wrapped = with_parent_death_signal([*command], signal.SIGKILL)
-        with log.open("ab") as file:
+        with open_own(log, "ab") as file:
             process = subprocess.Popen(
                 wrapped,
                 stdin=subprocess.DEVNULL,
@@ -183,7 +189,7 @@ class Supervisor:
                 start_new_session=True,
             )
         self._reaper.guard_group(process.pid)
-        child = Child(name, process, log)
+        child = Child(name, process, log, open_own(log))
         self.children.append(child)
         return child
 
@@ -250,14 +256,15 @@ def user_error(child: ProcessStatus) -> str | None:
     """The message of a child that exited because of a UserError, else None."""
     if child.exit_code() != USER_ERROR:
         return None
-    lines = tail_of(child.log, 200).splitlines()
+    lines = tail_of(child.log, 200, child.opened).splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     return "\n".join(lines[starts[-1] :]).removeprefix("error: ") if starts else None
 
 
 def explain(child: ProcessStatus) -> str:
     """Why a child died: its name, exit code, the last lines of its log."""
-    return f"{child.name} {_ending(_code(child))}; the end of {child.log}:\n{tail_of(child.log)}"
+    tail = tail_of(child.log, opened=child.opened)
+    return f"{child.name} {_ending(_code(child))}; the end of {child.log}:\n{tail}{explain_limits(tail)}"
 
 
 def _code(child: ProcessStatus) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.cluster import RENDEZVOUS_VARIABLE
-from rpg_megatron.system.collectives import TIMEOUT, control_group
+from rpg_megatron.system.collectives import TIMEOUT, control_group, host_backend
 
 
 class _Redirect(torch.overrides.TorchFunctionMode):
@@ -104,13 +104,13 @@ def start_process_group(device: torch.device) -> None:
     (MASTER_ADDR, MASTER_PORT). Torch's TCP store has no authentication: any user who can reach the port can
     read and change the messages between ranks.
 
-    Also creates the control group, a gloo group for objects and barriers (``system.collectives``). The device
-    is not bound to the group: torch would then create a communicator for each of Megatron's groups at once,
-    used or not.
+    Also creates the control group, for objects and barriers (``system.collectives``). A rank alone on a CPU
+    opens no socket. The device is not bound to the group: torch would then create a communicator for each of
+    Megatron's groups at once, used or not.
     Raises UserError on rank 0 if it cannot listen at that address and port.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else host_backend(world)
     store = _open_store(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     control_group()

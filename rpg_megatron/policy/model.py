@@ -120,6 +120,7 @@ def start_mesh(parallel: ParallelSettings) -> Mesh:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        create_gloo_process_groups=False,  # for formats of checkpoints that are not ours
     )
     # Dropout is not used, so the RNG tracker without CUDA state works on every device.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)

@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from rpg_megatron.checkpoints.restricted_pickle import allow_optimizers
+from rpg_megatron.checkpoints.plain_loading import allow_optimizers
 from rpg_megatron.config.policy import MemorySettings, OptimizerSettings, PrecisionSettings
 from rpg_megatron.system.collectives import default_group_on_host
 from rpg_megatron.system.dtypes import torch_dtype
@@ -210,7 +210,8 @@ def build_optimizer(
     kind = "offloading" if memory.offload_optimizer else settings.type
     # Ranks exchange their parameter groups as objects over the default group.
     with _building_with(kind), default_group_on_host():
-        optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
+        overrides = get_standard_config_overrides(config)
+        optimizer = get_megatron_optimizer(config, chunks, overrides, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if settings.type == "schedule_free_adamw":
             part.init_state_fn = _fill_schedule_free

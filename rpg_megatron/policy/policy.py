@@ -158,9 +158,12 @@ class Policy:
         """
         return plan_save(folder, self.chunks, self._optimizer, step, stage=stage)
 
-    def load(self, folder: Path) -> None:
-        """Load weights and optimizer state from a checkpoint of any parallel layout."""
-        load_weights(folder, self.chunks, self.vocab, self._optimizer)
+    def load(self, folder: Path, *, trusted: bool = False) -> None:
+        """Load weights and optimizer state from a checkpoint of any parallel layout.
+
+        trusted: see ``load_weights``.
+        """
+        load_weights(folder, self.chunks, self.vocab, self._optimizer, trusted=trusted)
 
     def pack(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
         """A micro-batch on this rank's device."""
@@ -229,7 +232,7 @@ class Policy:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         skipped, renamed = flags.bool().tolist()
         if renamed:
-            self._metrics = sorted(set(self._metrics).union(*gather_objects(names)))
+            self._metrics = sorted(set(self._metrics).union(*gather_objects(names, set[str])))
         if not skipped:
             self._optimizer.step()
         return self._reduce(reports, grad_norm, skipped=skipped)

@@ -16,8 +16,8 @@ from rpg_megatron.system.import_path import load_function
 
 PROMPT = ("prompt", "messages", "row")
 """Inputs that come from the data; the sampler keeps them as one JSON object, the context."""
-_RESPONSE = ("response", "responses")
-_INPUTS = (*_RESPONSE, "answer", *PROMPT, "token_ids", "finish_reason")
+RESPONSE = ("response", "responses")
+INPUTS = (*RESPONSE, "answer", *PROMPT, "token_ids", "finish_reason")
 _POSITIONAL = ("response", "answer")
 
 
@@ -30,11 +30,16 @@ class CustomReward(NamedTuple):
     positional: bool
     """Whether its first two arguments are response and answer, whatever their names."""
     is_async: bool
+    file: str
+    """File that defines it; empty for C code and for this package."""
+    line: int
+    """Its first line there."""
 
     @property
     def signature(self) -> dict[str, Any]:
         """What the pool needs to know, JSON-serialisable."""
-        return {"inputs": self.inputs, "group": "responses" in self.inputs, "async": self.is_async}
+        found = {"inputs": self.inputs, "group": "responses" in self.inputs, "async": self.is_async}
+        return found | {"place": f"{self.file}:{self.line}" if self.file else ""}
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Call it with its inputs; for an async function, the result is a coroutine."""
@@ -67,23 +72,29 @@ def load_reward(where: str, path: str, settings: dict[str, Any], reserved: Seque
     except (TypeError, ValueError):  # of C code
         parameters = []
     keywords = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    positional = not any(name in keywords for name in _RESPONSE)
+    positional = not any(name in keywords for name in RESPONSE)
     rest = parameters[2:] if positional else parameters
-    inputs = tuple(p.name for p in rest if p.name in keywords and p.name in _INPUTS)
+    inputs = tuple(p.name for p in rest if p.name in keywords and p.name in INPUTS)
     _check_inputs(where, path, [p.name for p in parameters[:2]] if positional else [], inputs)
     if is_class:
         required = [p.name for p in rest if p.default is p.empty and p.name in keywords]
         if unknown := [name for name in required if name not in inputs]:
             raise UserError(
                 f"{where}.type: {path} is called with an argument {unknown[0]!r}, which rewards do not have; "
-                f"they have {', '.join(_INPUTS)}; settings are arguments of the class"
+                f"they have {', '.join(INPUTS)}; settings are arguments of the class"
             )
     else:
         count = len(_POSITIONAL) if positional else 0
         code = CustomCode(where, path, settings, count, keywords=inputs, reserved=tuple(reserved))
         function = load_custom(code)
-    is_async = inspect.iscoroutinefunction(type(function).__call__ if is_class else found)
-    return CustomReward(function, (*_POSITIONAL, *inputs) if positional else inputs, positional, is_async)
+    called = type(function).__call__ if is_class else found
+    is_async = inspect.iscoroutinefunction(called)
+    code_object = getattr(inspect.unwrap(called), "__code__", None)
+    file, line = "", 0
+    if code_object is not None and not path.startswith("rpg_megatron."):
+        file, line = code_object.co_filename, code_object.co_firstlineno
+    inputs = (*_POSITIONAL, *inputs) if positional else inputs
+    return CustomReward(function, inputs, positional, is_async, file, line)
 
 
 def _check_inputs(where: str, path: str, first: list[str], inputs: tuple[str, ...]) -> None:
@@ -91,7 +102,7 @@ def _check_inputs(where: str, path: str, first: list[str], inputs: tuple[str, ..
         raise UserError(
             f"{where}.type: {path} has an argument {wrong[0]!r}, but none named 'response'; name that one so"
         )
-    if all(name in inputs for name in _RESPONSE):
+    if all(name in inputs for name in RESPONSE):
         raise UserError(
             f"{where}.type: {path} asks for 'response' and 'responses': keep the first to be called for each "
             "response, or the second to be called once a group"

@@ -30,6 +30,7 @@ from typing import Any
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.rewards.worker_process import serve, serve_async
 from rpg_megatron.system.import_path import load_function
+from rpg_megatron.system.terminal import protect_streams
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,6 +45,8 @@ def _run_worker(fd: int, run: Callable[[Connection], None], memory: int, server:
         return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     with Connection(fd) as connection:
         run(connection)
@@ -58,12 +61,13 @@ def _load(name: Any, deadline: float) -> tuple[Callable[[Connection], None], dic
 
     custom = load_reward(*name)
     if custom.is_async:
-        return lambda connection: serve_async(connection, custom.call, deadline), custom.signature
-    return lambda connection: serve(connection, custom.call), custom.signature
+        return lambda c: serve_async(c, custom.call, deadline, custom.file), custom.signature
+    return lambda c: serve(c, custom.call, custom.file), custom.signature
 
 
 def main() -> None:
     """Run the fork server."""
+    protect_streams()
     name, memory, deadline, parent = json.loads(sys.argv[1]), *map(float, sys.argv[2:4]), int(sys.argv[4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers

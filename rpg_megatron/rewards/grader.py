@@ -17,7 +17,7 @@ from rpg_megatron.rewards import normalize
 from rpg_megatron.rewards.compare import compare
 from rpg_megatron.rewards.extraction import STYLES, Style, find_answer
 from rpg_megatron.rewards.latex_numbers import compare_constants
-from rpg_megatron.rewards.pool import ForkServer, Function, Outcome, WorkerPool
+from rpg_megatron.rewards.pool import Failure, ForkServer, Function, Outcome, WorkerPool
 
 DEADLINE = 5.0
 """Default limit of math-verify for one answer, in seconds."""
@@ -47,11 +47,14 @@ class Verdict(NamedTuple):
     """The answer of the response, verbatim; None if there is none in the expected style."""
     reason: str
     """Why it is correct or not, in a few words."""
+    failure: Failure | None = None
+    """Why math-verify gave no verdict, so that it counts as wrong."""
 
 
 def map_future[A, B](source: Future[A], function: Callable[[A], B]) -> Future[B]:
     """A future for ``function`` applied to the result of ``source``."""
     result: Future[B] = Future()
+    result.set_running_or_notify_cancel()  # so that a caller who stops waiting cannot cancel it
 
     def done(finished: Future[A]) -> None:
         try:
@@ -121,7 +124,10 @@ class Grader:
         """Grade one response, for any text. Raises ValueError for an unknown style."""
         if style not in STYLES:
             raise ValueError(f"style {style!r} is not known; use one of {', '.join(STYLES)}")
-        extracted = find_answer(response, style)
+        return self.grade_answer(find_answer(response, style), answer)
+
+    def grade_answer(self, extracted: str | None, answer: str) -> Future[Verdict]:
+        """Grade an answer that was extracted from a response."""
         verdict = grade_by_rules(extracted, answer)
         if verdict is not None:
             return completed_future(verdict)
@@ -158,7 +164,7 @@ class Grader:
 def _verdict(extracted: str, outcome: Outcome) -> Verdict:
     if outcome.failure is not None:
         detail = f" ({outcome.detail})" if outcome.failure == "error" else ""
-        return Verdict(False, extracted, _FAILED[outcome.failure] + detail)
+        return Verdict(False, extracted, _FAILED[outcome.failure] + detail, outcome.failure)
     correct = bool(outcome.value)
     return Verdict(correct, extracted, "equal by math-verify" if correct else "not equal by math-verify")
 

@@ -17,10 +17,14 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rpg_megatron.rewards.worker_process import NoReward
+
 logger = logging.getLogger(__name__)
 
 _MAX_ANSWER_BYTES = 4 * 1024**2
 """Size of the largest valid answer."""
+_ASK_SECONDS = 10.0
+"""Time limit of the request before a run."""
 _MAX_WAIT_SECONDS = 30.0
 """Longest wait before a retry."""
 _COUNTS = (
@@ -122,8 +126,8 @@ class Judge:
 
     def __init__(self, settings: JudgeSettings):
         """Raises ValueError if an environment variable that the settings name is not set."""
-        self._server = settings.url
-        """The URL as in the settings, for the log."""
+        self.server = settings.url
+        """The URL as in the settings, for messages."""
         if settings.url.startswith("$"):
             url = _variable(settings.url[1:])
             settings = JudgeSettings.model_validate(settings.model_dump() | {"url": url})
@@ -136,27 +140,53 @@ class Judge:
         self._down_until = 0.0
         self._warned: set[str] = set()
 
-    async def __call__(
-        self, response: str, answer: str, prompt: str
-    ) -> tuple[float | None, dict[str, float]]:
-        """The reward (None if there is no score) and counts: ``requests``; ``failures``, responses without a
-        score; ``skipped``, those of them while the judge was down; ``timeouts``, ``errors`` and ``garbage``,
-        failed requests; ``unreadable``, answers without a score; ``tokens``; and ``cost``.
+    async def __call__(self, response: str, answer: str, prompt: str) -> tuple[float, dict[str, float]]:
+        """The reward and counts: ``requests``; ``failures``, responses without a score; ``skipped``, those of
+        them while the judge was down; ``timeouts``, ``errors`` and ``garbage``, failed requests;
+        ``unreadable``, answers without a score; ``tokens``; and ``cost``.
+
+        Raises NoReward if there is no score.
         """
-        counts = dict.fromkeys(_COUNTS, 0.0)
-        score = None
-        if time.monotonic() < self._down_until:
-            counts["skipped"] += 1
-        else:
+        s, counts = self._settings, dict.fromkeys(_COUNTS, 0.0)
+        try:
+            if time.monotonic() < self._down_until:
+                counts["skipped"] += 1
+                raise _NoAnswer("skipped", f"no request during the rest after {s.rest_after} failures")
             score = await self._score(self._request(response, answer, prompt), counts)
-        if score is None:
+        except _NoAnswer as e:
             counts["failures"] += 1
-            return None, counts
-        s = self._settings
+            raise NoReward(f"judge {self.server}: {e}", counts) from None
         return (score - s.lowest) / (s.highest - s.lowest), counts
 
-    async def _score(self, body: dict[str, Any], counts: dict[str, float]) -> float | None:
+    async def find_problem(self) -> str | None:
+        """Ask the server once for its models; returns why it cannot be used, None if it can.
+
+        A server without that route can be used.
+        """
+        s, variable = self._settings, self._settings.key_variable
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self._headers()) as http,
+                http.get(
+                    f"{s.url}/models",
+                    timeout=aiohttp.ClientTimeout(total=min(s.timeout, _ASK_SECONDS)),
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                status = answer.status
+        except TimeoutError:
+            return f"does not answer within {min(s.timeout, _ASK_SECONDS):g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as e:
+            return f"cannot be reached: {_cause_of(e)}"
+        if status in (401, 403):
+            key = f"the key in {variable}" if variable else "a request without a key (key_variable)"
+            return f"refuses {key} (status {status})"
+        return f"answers with status {status}" if status >= 500 else None
+
+    async def _score(self, body: dict[str, Any], counts: dict[str, float]) -> float:
+        """The judge's score. Raises _NoAnswer."""
         s, wait = self._settings, self._settings.backoff
+        failure: _NoAnswer | None = None
         for attempt in range(s.retries + 1):
             counts["requests"] += 1
             try:
@@ -164,6 +194,7 @@ class Judge:
             except _NoAnswer as e:
                 counts[e.count] += 1
                 self._warn_once(str(e))
+                failure = e
                 if not e.again or attempt == s.retries:
                     break
                 await asyncio.sleep(min(max(wait * random.uniform(0.5, 1.5), e.wait), _MAX_WAIT_SECONDS))
@@ -174,7 +205,11 @@ class Judge:
         self._failures += 1
         if self._failures >= s.rest_after:
             self._down_until = time.monotonic() + s.rest
-        return None
+        assert failure is not None
+        raise failure
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
     def _request(self, response: str, answer: str, prompt: str) -> dict[str, Any]:
         s, values = self._settings, {"prompt": prompt, "response": response, "answer": answer}
@@ -188,8 +223,8 @@ class Judge:
     async def _ask(self, body: dict[str, Any], counts: dict[str, float]) -> str:
         """The judge's text. Raises _NoAnswer."""
         if self._http is None:  # created here, because it needs the event loop
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            self._http = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0)
+            self._http = aiohttp.ClientSession(headers=self._headers(), connector=connector)
         limit = aiohttp.ClientTimeout(total=self._settings.timeout)
         try:
             # No redirects: the key must only be sent to the server that the settings name.
@@ -201,10 +236,10 @@ class Judge:
         except TimeoutError:
             raise _NoAnswer("timeouts", "timed out") from None
         except (aiohttp.ClientError, OSError, ValueError) as e:
-            raise _NoAnswer("errors", type(e).__name__) from None
+            raise _NoAnswer("errors", _cause_of(e)) from None
         if status != 200:
             again = status >= 500 or status in _RETRIED
-            wait = float(after) if after.isdigit() else 0.0
+            wait = float(after) if after.isdecimal() else 0.0
             raise _NoAnswer("errors", f"status {status}", again=again, wait=wait)
         return self._text(text, counts)
 
@@ -223,7 +258,7 @@ class Judge:
         counts["cost"] += (read * self._settings.prompt_cost + written * self._settings.output_cost) / 1e6
         return text
 
-    def _read(self, text: str, counts: dict[str, float]) -> float | None:
+    def _read(self, text: str, counts: dict[str, float]) -> float:
         matches = list(self._pattern.finditer(text))
         try:
             score = float(matches[-1][1])
@@ -231,15 +266,24 @@ class Judge:
             score = float("nan")
         if not self._settings.lowest <= score <= self._settings.highest:
             counts["unreadable"] += 1
-            self._warn_once("no score between lowest and highest where pattern looks for it")
-            return None
+            missing = "no score between lowest and highest where pattern looks for it"
+            self._warn_once(missing)
+            raise _NoAnswer("unreadable", missing)
         return score
 
     def _warn_once(self, problem: str) -> None:
         """Log each kind of failure once: counts do not distinguish a wrong key from a server that is down."""
         if problem not in self._warned:
             self._warned.add(problem)
-            logger.warning("judge %s: %s (later ones are only counted)", self._server, problem)
+            logger.warning("judge %s: %s (later ones are only counted)", self.server, problem)
+
+
+def _cause_of(error: Exception) -> str:
+    """A connection's failure in a few words, without headers or the URL, which may hold secrets."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "the name of its host is unknown"
+    code = getattr(getattr(error, "os_error", error), "errno", None)
+    return os.strerror(code) if code else type(error).__name__
 
 
 async def _read_all(content: aiohttp.StreamReader) -> bytes:

@@ -47,16 +47,17 @@ class Outcome(NamedTuple):
     failure: Failure | None = None
     """Why it failed: killed at the deadline, crashed, out of memory, or an exception."""
     detail: str = ""
-    """Type and message of the exception."""
+    """Type and message of the exception, or what else is wrong."""
     counts: Mapping[str, float] = MappingProxyType({})
     """Counts that the function returned, by name."""
+    place: str = ""
+    """Where it raised the exception, ``file:line``; empty if that is not known."""
 
 
 def read_answer(answer: dict[str, Any]) -> Outcome:
     """The outcome in an answer of ``worker_process``."""
-    return Outcome(
-        answer.get("value"), answer.get("failure"), answer.get("detail", ""), answer.get("counts", {})
-    )
+    found = (answer.get(key, empty) for key, empty in (("detail", ""), ("counts", {}), ("place", "")))
+    return Outcome(answer.get("value"), answer.get("failure"), *found)
 
 
 class RewardWorker(NamedTuple):

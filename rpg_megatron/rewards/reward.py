@@ -5,21 +5,22 @@ several weighted terms.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.reward import OverlongSettings, RewardSettings, RewardTerm
-from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.rewards.async_pool import AsyncPool
 from rpg_megatron.rewards.custom_reward import PROMPT
 from rpg_megatron.rewards.extraction import Style, find_answer
+from rpg_megatron.rewards.failures import RewardFailure
 from rpg_megatron.rewards.grader import Grader, Verdict
 from rpg_megatron.rewards.pool import FAILURES, ForkServer, Outcome, WorkerPool, start_custom_reward
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:  # it needs numpy, which a login node may lack
+    from rpg_megatron.data.trajectory import Tokens
 
 _METRICS = {"timeout": "timeouts", "crash": "crashes", "memory": "out_of_memory", "error": "errors"}
 
@@ -48,6 +49,16 @@ class Score(NamedTuple):
     parts: dict[str, float]
     """Components of the reward: ``correctness`` or the terms by name, and ``overlong`` and ``format`` if they
     are on."""
+    failures: tuple[RewardFailure, ...] = ()
+    """Of terms that failed, without set and prompt."""
+
+
+class TermResult(NamedTuple):
+    """What one term makes of a response."""
+
+    value: float
+    verdict: Verdict
+    failure: RewardFailure | None = None
 
 
 class Scorer:
@@ -57,22 +68,29 @@ class Scorer:
         """max_tokens: length at which a response is truncated; the overlong penalty is largest there. share:
         number of scorers among which ``workers`` and ``concurrency`` of the settings are divided.
 
-        Raises UserError if the settings name a function that cannot be imported.
+        Raises UserError, one line for each problem, if functions cannot be imported with their settings.
         """
         self._settings, self._max_tokens = settings, max_tokens
         self._weights = {name: term.weight for name, term in settings.all_terms.items()}
         self._terms: dict[str, _Term] = {}
         workers, memory = -(-settings.workers // share), settings.memory_bytes
         grader: Grader | None = None
+        problems: list[str] = []
         try:
             for name, term in settings.all_terms.items():
                 if term.is_custom:
                     concurrency = max(settings.concurrency // share, 1)
-                    server = start_custom_reward(settings, term)
+                    try:
+                        server = start_custom_reward(settings, term)
+                    except UserError as e:
+                        problems.append(str(e))
+                        continue
                     self._terms[name] = _CustomTerm(term, server, workers, concurrency)
                     continue
                 grader = grader or Grader(workers=workers, deadline=settings.deadline, memory=memory)
                 self._terms[name] = _BuiltInTerm(term, grader)
+            if problems:
+                raise UserError("\n".join(problems))
         except BaseException:
             self.close()
             raise
@@ -81,7 +99,22 @@ class Scorer:
     @property
     def repeatable(self) -> bool:
         """Whether the same responses would get the same scores again; False with async functions."""
-        return not any(term.is_async for term in self._terms.values())
+        return not self.async_terms
+
+    @property
+    def async_terms(self) -> list[str]:
+        """Names of the terms that are async functions."""
+        return [name for name, term in self._terms.items() if term.is_async]
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a function gets anything of the prompt besides the answer: it needs a context."""
+        return any(term.reads_prompts for term in self._terms.values())
+
+    @property
+    def reads_groups(self) -> bool:
+        """Whether a function is called once for a whole group."""
+        return any(term.is_group for term in self._terms.values())
 
     async def score(
         self, responses: Sequence[Response], answer: str, context: str = "", *, first_only: bool = False
@@ -95,6 +128,23 @@ class Scorer:
         pending = {name: self._terms[name].submit(responses, answer, context) for name in names}
         values = {name: await self._terms[name].collect(pending[name]) for name in names}
         return [self._combine({n: values[n][i] for n in names}, r) for i, r in enumerate(responses)]
+
+    async def try_once(
+        self, response: Response, answer: str, context: str, *, samples: int, first_only: bool, offline: bool
+    ) -> list[RewardFailure]:
+        """Call each function once; returns the failures.
+
+        samples: size of a group, which has copies of the response. first_only: as in ``score``. offline: call
+        no async function. Judges are not called.
+        """
+        failures = []
+        for term in list(self._terms.values())[: 1 if first_only else None]:
+            if not isinstance(term, _CustomTerm) or term.is_judge or (offline and term.is_async):
+                continue
+            group = [response] * (samples if term.is_group else 1)
+            results = await term.collect(term.submit(group, answer, context))
+            failures += [result.failure for result in results if result.failure]
+        return failures
 
     def pop_counts(self) -> dict[str, float]:
         """``reward/timeouts``, ``crashes``, ``out_of_memory`` and ``errors`` since the last call, and the
@@ -114,17 +164,20 @@ class Scorer:
         for term in self._terms.values():
             term.close()
 
-    def _combine(self, values: dict[str, tuple[float, Verdict]], response: Response) -> Score:
+    def _combine(self, results: dict[str, TermResult], response: Response) -> Score:
         settings = self._settings
-        verdict = next(iter(values.values()))[1]
-        parts = {name: value for name, (value, _) in values.items()}
+        verdict = next(iter(results.values())).verdict
+        parts = {name: result.value for name, result in results.items()}
         if settings.overlong is not None:
             length = len(response.tokens)
             parts["overlong"] = overlong_penalty(settings.overlong, length, self._max_tokens)
         if settings.format:
             parts["format"] = settings.format if verdict.extracted is None else 0.0
         reward = sum(self._weights.get(name, 1.0) * value for name, value in parts.items())
-        return Score(reward, verdict.correct, verdict.extracted, verdict.reason, parts)
+        failures = tuple(result.failure for result in results.values() if result.failure)
+        others = [f"{f.term}: {f.reason}" for f in failures if f is not next(iter(results.values())).failure]
+        reason = "; ".join((verdict.reason, *others))
+        return Score(reward, verdict.correct, verdict.extracted, reason, parts, failures)
 
 
 def overlong_penalty(settings: OverlongSettings, length: int, max_tokens: int) -> float:
@@ -138,11 +191,13 @@ def overlong_penalty(settings: OverlongSettings, length: int, max_tokens: int) -
 
 class _Term(Protocol):
     is_async: bool
+    is_group: bool
+    reads_prompts: bool
 
     def submit(self, responses: Sequence[Response], answer: str, context: str) -> Any: ...
 
-    async def collect(self, pending: Any) -> list[tuple[float, Verdict]]:
-        """Value and verdict of each response. pending: the result of ``submit``."""
+    async def collect(self, pending: Any) -> list[TermResult]:
+        """One result for each response. pending: the result of ``submit``."""
         ...
 
     def pop_counts(self) -> tuple[dict[str, int], dict[str, float]]:
@@ -153,7 +208,7 @@ class _Term(Protocol):
 
 
 class _BuiltInTerm:
-    is_async = False
+    is_async = is_group = reads_prompts = False
 
     def __init__(self, term: RewardTerm, grader: Grader):
         self._term, self._grader = term, grader
@@ -161,9 +216,8 @@ class _BuiltInTerm:
     def submit(self, responses: Sequence[Response], answer: str, context: str) -> list[Future[Verdict]]:
         return [self._grader.submit(r.text, answer, cast(Style, self._term.type)) for r in responses]
 
-    async def collect(self, pending: list[Future[Verdict]]) -> list[tuple[float, Verdict]]:
-        verdicts = [await _result(future) for future in pending]
-        return [(self._term.correct if v.correct else self._term.wrong, v) for v in verdicts]
+    async def collect(self, pending: list[Future[Verdict]]) -> list[TermResult]:
+        return [self._judge(await _result(future)) for future in pending]
 
     def pop_counts(self) -> tuple[dict[str, int], dict[str, float]]:
         return self._grader.pop_counts(), {}  # terms share the grader; reading its counts resets them
@@ -171,17 +225,23 @@ class _BuiltInTerm:
     def close(self) -> None:
         self._grader.close()
 
+    def _judge(self, verdict: Verdict) -> TermResult:
+        term, failure = self._term, None
+        if verdict.failure is not None:
+            failure = RewardFailure(f"{term.where}.type {term.type}", verdict.failure, verdict.reason)
+        return TermResult(term.correct if verdict.correct else term.wrong, verdict, failure)
+
 
 class _CustomTerm:
     def __init__(self, term: RewardTerm, server: ForkServer, workers: int, concurrency: int):
         self._term, self._inputs = term, frozenset(server.signature["inputs"])
-        self._group = bool(server.signature["group"])
+        self.is_group, self._place = bool(server.signature["group"]), str(server.signature["place"])
+        self.is_judge, self.reads_prompts = term.is_judge, not self._inputs.isdisjoint(PROMPT)
         self.is_async = bool(server.signature["async"])
         self._pool = AsyncPool(server, concurrency) if self.is_async else WorkerPool(server, workers)
         self._counts: Counter[str] = Counter()
         self._without_reward = 0
         """Responses for which the function returned None."""
-        self._warned = False
 
     def submit(
         self, responses: Sequence[Response], answer: str, context: str
@@ -189,24 +249,22 @@ class _CustomTerm:
         common: dict[str, Any] = {}
         if "answer" in self._inputs:
             common["answer"] = answer
-        if self._inputs.intersection(PROMPT):
+        if self.reads_prompts:
             common["context"] = context
         each = [self._arguments(response) for response in responses]
-        if self._group:
+        if self.is_group:
             lists = {name: [one[name] for one in each] for name in each[0]}
             futures = [self._pool.submit(common | {"responses": lists.pop("response")} | lists)]
         else:
             futures = [self._pool.submit(common | one) for one in each]
         return [find_answer(r.text) for r in responses], futures
 
-    async def collect(
-        self, pending: tuple[list[str | None], list[Future[Outcome]]]
-    ) -> list[tuple[float, Verdict]]:
+    async def collect(self, pending: tuple[list[str | None], list[Future[Outcome]]]) -> list[TermResult]:
         answers, futures = pending
         outcomes = [await _result(future) for future in futures]
         for outcome in outcomes:
             self._counts.update(outcome.counts)
-        if self._group:
+        if self.is_group:
             (whole,) = outcomes
             values = whole.value if whole.failure is None else [None] * len(answers)
             outcomes = [whole._replace(value=value) for value in values]
@@ -231,30 +289,19 @@ class _CustomTerm:
             arguments["finish_reason"] = response.finish
         return arguments
 
-    def _value(self, extracted: str | None, outcome: Outcome) -> tuple[float, Verdict]:
+    def _value(self, extracted: str | None, outcome: Outcome) -> TermResult:
         term, value = self._term, outcome.value
         if value is None:
             if outcome.failure is None:
                 self._without_reward += 1
                 outcome = outcome._replace(failure="error", detail="it returned None")
-            self._warn_once(outcome)
-            return term.failed, Verdict(False, extracted, f"{term.type}: {outcome.failure}: {outcome.detail}")
+            name, kind = f"{term.where}.type {term.type}", str(outcome.failure)
+            failure = RewardFailure(name, kind, outcome.detail, outcome.place or self._place)
+            reason = f"{term.type}: {failure.reason}"
+            return TermResult(term.failed, Verdict(False, extracted, reason), failure)
         if isinstance(value, bool):
-            return (term.correct if value else term.wrong), Verdict(value, extracted, term.type)
-        return value, Verdict(value > 0, extracted, term.type)
-
-    def _warn_once(self, outcome: Outcome) -> None:
-        """Log the first failure of a custom function; metrics alone do not give the reason."""
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s.type %s: %s: %s; the response counts as wrong, with %g (later failures are only counted)",
-                self._term.where,
-                self._term.type,
-                outcome.failure,
-                outcome.detail,
-                self._term.failed,
-            )
+            return TermResult(term.correct if value else term.wrong, Verdict(value, extracted, term.type))
+        return TermResult(value, Verdict(value > 0, extracted, term.type))
 
 
 async def _result[T](future: Future[T]) -> T:

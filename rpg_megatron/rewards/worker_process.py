@@ -1,7 +1,8 @@
 """The main loop of a reward worker: reads calls as JSON, and answers each with a JSON object.
 
-An answer has ``value`` and ``counts``, or ``failure`` ("error", "memory" or "timeout") and ``detail``. If
-``exits`` is true, the worker must get no more calls.
+An answer has ``value`` and ``counts``, or ``failure`` ("error", "memory" or "timeout"), ``detail`` and, for
+an exception in the function's file, ``place``, ``file:line``. If ``exits`` is true, the worker must get no
+more calls.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,8 +25,20 @@ type Call = Callable[[Any], Any]
 """Calls the function with the decoded arguments of one call."""
 
 
-def serve(connection: Connection, call: Call) -> None:
-    """Answer one call after another, until the other end is closed or this process should be replaced."""
+class NoReward(Exception):
+    """There is no reward for a response, for the reason in the message."""
+
+    def __init__(self, reason: str, counts: dict[str, float] | None = None):
+        """counts: as a function returns them."""
+        super().__init__(reason)
+        self.counts = counts or {}
+
+
+def serve(connection: Connection, call: Call, file: str = "") -> None:
+    """Answer one call after another, until the other end is closed or this process should be replaced.
+
+    file: the function's.
+    """
     start = _memory()
     connection.send_bytes(str(os.getpid()).encode())
     exits = False
@@ -39,7 +53,7 @@ def serve(connection: Connection, call: Call) -> None:
         except MemoryError:
             answer = {"failure": "memory", "detail": "out of memory"}
         except (Exception, SystemExit) as e:
-            answer = _error(e)
+            answer = _error(e, file)
         exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
         try:
             connection.send_bytes(json.dumps(answer | {"exits": exits}).encode())
@@ -47,10 +61,11 @@ def serve(connection: Connection, call: Call) -> None:
             return
 
 
-def serve_async(connection: Connection, call: Call, deadline: float) -> None:
+def serve_async(connection: Connection, call: Call, deadline: float, file: str = "") -> None:
     """Run calls of an async function concurrently, until the other end is closed.
 
-    A message is a list of the call's number and its arguments. deadline: seconds for each call.
+    A message is a list of the call's number and its arguments. deadline: seconds for each call. file: the
+    function's.
     """
     import asyncio  # other workers do not need it
 
@@ -67,7 +82,7 @@ def serve_async(connection: Connection, call: Call, deadline: float) -> None:
         except (Exception, SystemExit, asyncio.CancelledError) as e:  # the function may cancel tasks itself
             expired = isinstance(e, TimeoutError) and limit.expired()  # else the function raised it
             timeout = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
-            answer = timeout if expired else _error(e)
+            answer = timeout if expired else _error(e, file)
         exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
         connection.send_bytes(json.dumps(answer | {"number": number, "exits": exits}).encode())
 
@@ -97,36 +112,59 @@ def read_result(value: Any, count: int | None = None) -> dict[str, Any]:
     """The result of a call: ``value`` (None: no reward) and ``counts``, both of plain Python types.
 
     count: number of responses if the call was for a group, whose value is a list; else None.
-    Raises ValueError or TypeError for any other return value.
+    Raises NoReward for any other return value.
     """
     counts: dict[str, float] = {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
-        value, numbers = value
-        counts = {str(name): float(_plain(number) or 0) for name, number in numbers.items()}
+    value = _take_counts(value, counts)
     if count is None:
         return {"value": _plain(value), "counts": counts}
-    values = [_plain(one) for one in value]
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
+        raise NoReward(f"it returned {_type_of(value)}, not a list with a reward of each response")
+    values = [_plain(_take_counts(one, counts)) for one in value]
     if len(values) != count:
-        raise ValueError(f"it returns {len(values)} rewards for {count} responses")
+        raise NoReward(f"it returned {len(values)} rewards for {count} responses")
     return {"value": values, "counts": counts}
 
 
+def _take_counts(value: Any, counts: dict[str, float]) -> Any:
+    """The first of a pair of a value and a dict of counts, which are added to ``counts``; or the value."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        value, numbers = value
+        for name, number in numbers.items():
+            counts[str(name)] = counts.get(str(name), 0.0) + float(_plain(number) or 0)
+    return value
+
+
 def _plain(value: Any) -> bool | float | None:
-    """The value as a Python bool or float, also from a library's type, such as NumPy's. Raises ValueError."""
+    """The value as a Python bool or float, also from a library's type, such as NumPy's. Raises NoReward."""
     if value is None or isinstance(value, bool):
         return value
-    number = float(value)
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise NoReward(f"it returned {_type_of(value)}, not a bool, a number or None") from None
     if number != number or number in (float("inf"), float("-inf")):
-        raise ValueError(f"the reward is {number}, not a finite number")
+        raise NoReward(f"it returned {number}, not a finite number")
     return bool(value) if type(value).__name__ == "bool_" else number
+
+
+def _type_of(value: Any) -> str:
+    return f"a value of type {type(value).__name__}"
 
 
 def _group_size(arguments: Any) -> int | None:
     return len(arguments["responses"]) if isinstance(arguments, dict) and "responses" in arguments else None
 
 
-def _error(error: BaseException) -> dict[str, Any]:
-    return {"failure": "error", "detail": f"{type(error).__name__}: {str(error)[:_MAX_DETAIL]}"}
+def _error(error: BaseException, file: str) -> dict[str, Any]:
+    if isinstance(error, NoReward):
+        return {"failure": "error", "detail": str(error)[:_MAX_DETAIL], "counts": error.counts}
+    lines = [n for frame, n in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    place = {"place": f"{file}:{lines[-1]}"} if lines else {}
+    detail = ": ".join(filter(None, (type(error).__name__, " ".join(str(error)[:_MAX_DETAIL].split()))))
+    return {"failure": "error", "detail": detail} | place
 
 
 def _memory() -> int:

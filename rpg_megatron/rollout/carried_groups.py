@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.data.rollout_files import write_rollouts
-from rpg_megatron.data.trajectory import from_row
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.groups import GroupTask
@@ -52,26 +50,11 @@ class CarriedGroups:
         await self._dispatcher.forget([g.task.ticket for g in self.groups])
         self.groups, self._files = [], {}
         tasks: dict[Path, list[GroupTask]] = {}
-        for group in self._convert_earlier(state["surplus"]):
-            file = self._files[group["ticket"]] = self._folder / group["file"]
+        for group in state["surplus"]:
+            # The last part only, as in ``carried_files``: the state may be that of another user's run.
+            file = self._files[group["ticket"]] = self._folder / Path(group["file"]).name
             tasks.setdefault(file, []).append(self._stream.carried(group["prompt"], group["ticket"]))
         for file, some in tasks.items():
             scores = await self._dispatcher.load(some, file)
             self.groups += [Group(task, found) for task, found in zip(some, scores, strict=True)]
         self.groups.sort(key=lambda group: group.task.ticket)
-
-    def _convert_earlier(self, surplus: list[Any]) -> list[dict[str, Any]]:
-        """The surplus groups of a state. Earlier versions put their rows in it: write these to a file."""
-        if not surplus or isinstance(surplus[0], dict):
-            return surplus
-        file = self._folder / "carried_earlier.parquet"
-        found, trajectories = [], []
-        for rows in surplus:
-            ticket = self._stream.new_ticket()
-            group = [from_row(row) for row in rows]
-            for t in group:
-                t.group = ticket
-            trajectories += group
-            found.append({"ticket": ticket, "prompt": group[0].prompt_id, "file": file.name})
-        write_rollouts(file, trajectories)
-        return found

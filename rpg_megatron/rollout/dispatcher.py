@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.config.files import remove
 from rpg_megatron.rollout.engine_pool import EnginePool, Replica
 from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask, GroupWorker
 from rpg_megatron.rollout.remote_worker import WorkerDied
@@ -118,7 +119,7 @@ class Dispatcher:
         found = [self._groups.pop(ticket) for ticket in tickets if ticket in self._groups]
         for state in found:
             if state.file is not None and state.file.parent == self._backup_dir:
-                state.file.unlink(missing_ok=True)
+                remove(state.file)
         for number, worker in enumerate(self._workers):
             mine = [state.task.ticket for state in found if state.worker == number]
             if mine:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.rollout import RolloutSettings
+from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
 from rpg_megatron.system.custom_code import CustomCode, load_custom, name_errors
 
@@ -59,6 +60,8 @@ class DynamicSampler:
         self._carried_in = len(surplus)
         self._rounds = self._generated = self._all_right = self._all_wrong = 0
         self._right = self._responses = 0
+        self.failures = FailureCount()
+        """Failures of the reward in all groups that were added, those to drop included."""
 
     def prompts_needed(self, step: int) -> int:
         """Number of prompts to sample next; 0: the step is full.
@@ -84,6 +87,7 @@ class DynamicSampler:
             self._right += right
             self._responses += len(correct)
             self._all_right += right == len(correct)
+            self.failures = self.failures.add(group.scores.failures)
             self._all_wrong += right == 0
             if passes_filter(self._settings, group.scores):
                 self._groups.append(group)
@@ -121,6 +125,13 @@ class DynamicSampler:
         """The error if the step is not full after ``rollout.dynamic.rounds`` rounds."""
         assert self._dynamic is not None
         rounds, easy = self._dynamic.rounds, self._all_right > self._all_wrong
+        if self.failures.failed:
+            return UserError(
+                f"step {step}: after {rounds} rounds of dynamic sampling {len(self._groups)} of "
+                f"{self._settings.prompts_per_step} groups are kept; {self.failures}; correct the function "
+                "or the server. The first of each kind:\n"
+                + "\n".join(f"  {failure}" for failure in self.failures.first)
+            )
         # Sampling ahead replaces each rejected group at once.
         keys = "rollout.dynamic.rounds" + ("" if self._settings.ahead else ", rollout.dynamic.oversample")
         if self._dynamic.type != "mixed":

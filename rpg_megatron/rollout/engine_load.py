@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rpg_megatron.config.files import open_own
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
 from rpg_megatron.system.timeline import Timeline
 
@@ -108,5 +109,5 @@ def summarise(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def append_rows(file: Path, step: int | None, rows: Sequence[Mapping[str, float]]) -> None:
     """Append a line for each row. Raises OSError."""
-    with file.open("a", encoding="utf-8") as lines:
+    with open_own(file, "a", encoding="utf-8") as lines:
         lines.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)

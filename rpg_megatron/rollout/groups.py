@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from rpg_megatron.data.trajectory import Tokens, Trajectory
+from rpg_megatron.rewards.failures import FailureCount
 
 
 class GroupTask(msgspec.Struct, frozen=True):
@@ -44,6 +45,8 @@ class GroupTask(msgspec.Struct, frozen=True):
     """Compute only the first term of the reward, which decides whether a response is correct."""
     context: str = ""
     """``Prompt.context``, for custom reward functions."""
+    set: str = ""
+    """Name of the held-out set of the prompt; empty: the training set."""
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -77,6 +80,8 @@ class GroupScores(msgspec.Struct, frozen=True):
     """Number of prompt and response tokens that were prefilled again after a weight update."""
     repeatable: bool = True
     """Whether the group would get the same scores again (``Scorer.repeatable``)."""
+    failures: FailureCount = FailureCount()
+    """Responses for which the reward failed."""
 
 
 class GroupAnswers(msgspec.Struct, frozen=True):
@@ -85,6 +90,8 @@ class GroupAnswers(msgspec.Struct, frozen=True):
     responses: list[str]
     correct: list[bool]
     extracted: list[str | None]
+    classes: list[int | None]
+    """Number of the class of equal answers (``classify_answers``)."""
     lengths: list[int]
     finishes: list[str]
 

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.rollout.seeds import seed_of
@@ -30,16 +32,19 @@ class HeldOut:
         """prompts: name of each set -> its prompts. Raises UserError if the settings have no evaluation."""
         if settings.evaluation is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
-        self._evaluation = settings.evaluation
+        evaluation = settings.evaluation
+        self._top_k, self._min_p = evaluation.top_k, evaluation.min_p
         self._dispatcher = dispatcher
         self._tickets = itertools.count(_FIRST_TICKET)
         self._max_response, self._context = settings.rollout.max_response_tokens, context_length(settings)
         self._problems = [
-            (heldout.name, prompt, seed_of(settings.seed, heldout.seeds, 0, index, prompt.id))
-            for heldout in self._evaluation.heldout
+            (heldout, prompt, seed_of(settings.seed, heldout.seeds, 0, index, prompt.id))
+            for heldout in evaluation.heldout
             for index, prompt in enumerate(prompts[heldout.name])
         ]
-        """Name of the set, prompt, and seed of its first response."""
+        """The set, a prompt of it, and the seed of its first response."""
+        self.failures = {part.name: FailureCount(part.name) for part in evaluation.heldout}
+        """Failures of the reward in each set, in the last evaluation."""
 
     @property
     def problems(self) -> int:
@@ -54,16 +59,18 @@ class HeldOut:
         on_result: called with each result when it is graded. Returns all results, in the order of the sets.
         Responses depend on the seed, the set and the problem's index in it, not on ``skip``.
         """
-        problems = [problem for problem in self._problems if (problem[0], problem[1].id) not in skip]
+        problems = [problem for problem in self._problems if (problem[0].name, problem[1].id) not in skip]
         results: dict[int, EvalResult] = {}
+        self.failures = {name: FailureCount(name) for name in self.failures}
 
         async def one(index: int, task: GroupTask) -> None:
             try:
-                await self._dispatcher.submit(task)
+                scores = await self._dispatcher.submit(task)
                 answers = await self._dispatcher.answers(task)
             finally:
                 await self._dispatcher.forget([task.ticket])
-            name, prompt, _ = problems[index]
+            part, prompt, _ = problems[index]
+            self.failures[part.name] = self.failures[part.name].add(scores.failures)
             results[index] = EvalResult(
                 prompt_id=prompt.id,
                 answer=prompt.answer,
@@ -71,30 +78,33 @@ class HeldOut:
                 responses=answers.responses,
                 correct=answers.correct,
                 extracted=answers.extracted,
+                classes=answers.classes,
                 lengths=answers.lengths,
                 finishes=answers.finishes,
-                set=name,
+                set=part.name,
+                failed=scores.failures.failed,
             )
             on_result(results[index])
 
-        await run_all([one(index, self._task(*problem[1:])) for index, problem in enumerate(problems)])
+        await run_all([one(index, self._task(*problem)) for index, problem in enumerate(problems)])
         return [results[index] for index in range(len(problems))]
 
-    def _task(self, prompt: Prompt, seed: int) -> GroupTask:
+    def _task(self, part: HeldOutSet, prompt: Prompt, seed: int) -> GroupTask:
         return GroupTask(
             next(self._tickets),
             prompt.id,
             prompt.tokens,
             prompt.answer,
-            self._evaluation.samples,
+            part.samples,
             seed,
-            min(self._max_response, self._context - len(prompt.tokens)),
+            min(part.response_tokens(self._max_response), self._context - len(prompt.tokens)),
             version=0,
-            temperature=self._evaluation.temperature,
-            top_p=self._evaluation.top_p,
-            top_k=self._evaluation.top_k,
-            min_p=self._evaluation.min_p,
+            temperature=part.temperature,
+            top_p=part.top_p,
+            top_k=self._top_k,
+            min_p=self._min_p,
             logprobs=False,
             correctness_only=True,
             context=prompt.context,
+            set=part.name,
         )

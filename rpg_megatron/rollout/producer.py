@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from rpg_megatron.config import Settings
+from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, Group, passes_filter
 from rpg_megatron.rollout.groups import GroupTask
@@ -50,6 +51,8 @@ class NextBatch:
     """Position of the stream after the step's last group."""
     ready: list[int]
     """Tickets of the following groups, up to the first that is not graded."""
+    failures: FailureCount
+    """Failures of the reward in these groups, and in those rejected between them."""
 
 
 class RolloutProducer:
@@ -110,7 +113,7 @@ class RolloutProducer:
             "async/sampler_held": held,
         }
         ready = [entry.task.ticket for entry in self._graded_entries]
-        return NextBatch(groups, metrics, window[-1].position, ready)
+        return NextBatch(groups, metrics, window[-1].position, ready, sampling.failures)
 
     async def drain(self, serving: Callable[[], bool]) -> None:
         """Wait until all admitted groups are graded, or no engine is serving.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.config.files import remove
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask
 from rpg_megatron.rollout.worker import worker_socket
@@ -123,7 +124,7 @@ class RemoteWorker:
     async def _keep_running(self) -> None:
         first = True
         while True:
-            self._socket.unlink(missing_ok=True)
+            remove(self._socket)
             command = [sys.executable, "-P", "-m", "rpg_megatron.rollout.worker"]
             command += [str(self._run), str(self._work), str(self.number), self._address, *self._stops]
             self._process = await asyncio.create_subprocess_exec(

@@ -42,6 +42,7 @@ from rpg_megatron.rollout.producer import RolloutProducer
 from rpg_megatron.rollout.remote_worker import RemoteWorker
 from rpg_megatron.rollout.sampler_client import (
     SOCKET,
+    EvaluatedSets,
     ResyncRequired,
     RolloutBatch,
     SyncResult,
@@ -119,13 +120,13 @@ class Sampler:
         batch: RolloutBatch | ResyncRequired = await self._start(self._rollout(step, version))
         return batch
 
-    async def evaluate(self) -> list[EvalResult] | ResyncRequired:
-        """Sample and grade the held-out sets; results are in the order of the sets.
+    async def evaluate(self) -> EvaluatedSets | ResyncRequired:
+        """Sample and grade the held-out sets.
 
         The seeds are the same in each evaluation, so that evaluations differ only by the weights.
         """
         self._pool.require_version(None)
-        results: list[EvalResult] | ResyncRequired = await self._start(self._evaluate())
+        results: EvaluatedSets | ResyncRequired = await self._start(self._evaluate())
         return results
 
     async def resume_request(self) -> Any:
@@ -220,7 +221,8 @@ class Sampler:
         seconds = time.monotonic() - started
         metrics = batch_metrics(groups) | dynamic.metrics() | await self.dispatcher.counts()
         metrics |= {"time/rollout": seconds - reward_seconds, "time/reward": reward_seconds}
-        return RolloutBatch(index, metrics, seconds, await self.state(), probes)
+        metrics["reward/failed_frac"] = dynamic.failures.share
+        return RolloutBatch(index, metrics, seconds, await self.state(), probes, dynamic.failures)
 
     async def _rollout_ahead(self, producer: RolloutProducer, step: int) -> RolloutBatch:
         """The step's groups, with ``rollout.ahead``."""
@@ -237,8 +239,9 @@ class Sampler:
         waited, self._drain_seconds = seconds + self._drain_seconds, 0.0
         metrics = batch_metrics(batch.groups) | batch.metrics | await self.dispatcher.counts()
         metrics |= {"time/rollout": seconds, "time/reward": 0.0, "async/trainer_waited": waited}
+        metrics["reward/failed_frac"] = batch.failures.share
         index = index_of_groups(batch.groups, self.dispatcher.worker_of)
-        return RolloutBatch(index, metrics, seconds, await self.state(), probes)
+        return RolloutBatch(index, metrics, seconds, await self.state(), probes, batch.failures)
 
     async def _sample_groups(self, tasks: list[GroupTask]) -> tuple[list[Group], float]:
         """Graded groups in the order of the tasks, and seconds from the last response to the last score."""
@@ -258,7 +261,7 @@ class Sampler:
         groups = [Group(task, found) for task, found in zip(tasks, scores, strict=True)]
         return groups, time.monotonic() - generated
 
-    async def _evaluate(self) -> list[EvalResult]:
+    async def _evaluate(self) -> EvaluatedSets:
         if self._heldout is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
         total = self._heldout.problems
@@ -270,7 +273,8 @@ class Sampler:
             done += 1
             self._events.phase("evaluation", done, total)
 
-        return await self._heldout.evaluate(count)
+        results = await self._heldout.evaluate(count)
+        return EvaluatedSets(results, list(self._heldout.failures.values()))
 
 
 # -- the process ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.system.messages import Client
 
 SOCKET = "sampler.sock"
@@ -36,6 +37,17 @@ class RolloutBatch(msgspec.Struct, tag=True):
     probes: BatchIndex | None = None
     """The engines' answers to probes (``probes.py``), one entry per response, sampled with the weights of the
     last sync; ``group`` is the engine's index. None if there are no probes."""
+    failures: FailureCount = FailureCount()
+    """Failures of the reward in all groups that were graded for the step."""
+
+
+class EvaluatedSets(msgspec.Struct, tag=True):
+    """Results of an evaluation."""
+
+    results: list[EvalResult]
+    """In the order of the sets."""
+    failures: list[FailureCount]
+    """Failures of the reward in each set."""
 
 
 @dataclass
@@ -58,7 +70,7 @@ class ResyncRequired(msgspec.Struct, tag=True, frozen=True):
 
 
 _ROLLOUT = RolloutBatch | ResyncRequired
-_EVALUATION = list[EvalResult] | ResyncRequired
+_EVALUATION = EvaluatedSets | ResyncRequired
 
 
 class SamplerClient:
@@ -106,10 +118,10 @@ class SamplerClient:
         """Wake engines that sleep at level 1."""
         self._client.call("wake", None)
 
-    def evaluate(self) -> list[EvalResult] | ResyncRequired:
-        """Sample and grade the held-out sets; results are in the order of the sets."""
+    def evaluate(self) -> EvaluatedSets | ResyncRequired:
+        """Sample and grade the held-out sets."""
         self._request = _EVALUATION
-        answer: list[EvalResult] | ResyncRequired = self._client.call("evaluate", _EVALUATION)
+        answer: EvaluatedSets | ResyncRequired = self._client.call("evaluate", _EVALUATION)
         return answer
 
     def resume_request(self) -> Any:

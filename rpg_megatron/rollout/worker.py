@@ -21,12 +21,16 @@ import numpy as np
 
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
+from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
 from rpg_megatron.data.prompts import load_decoder
-from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
+from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
+from rpg_megatron.evaluation.answer_classes import classify_answers
+from rpg_megatron.rewards.failures import MOST, FailureCount, first_of_each
+from rpg_megatron.rewards.grader import Grader
 from rpg_megatron.rewards.reward import Response, Score, Scorer
 from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask, scores_of
 from rpg_megatron.rollout.seeds import segment_seed
@@ -37,6 +41,7 @@ _TOKENS_PER_REQUEST = 4096
 """A request to an engine is for as many responses as this covers at their token limit, at least one."""
 DECODER = "decoder.json"
 """File in the work folder with which workers decode tokens."""
+logger = logging.getLogger("rpg_megatron.sampler")
 METHODS = ("generate", "score", "answers", "drop", "save", "load", "fetch", "counts")
 """Methods that a worker serves to other processes."""
 
@@ -52,6 +57,7 @@ class _Group:
         """
         self.grading: asyncio.Task[None] | None = None
         self.graded: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
+        self.failures = FailureCount(task.set, 0, task.samples)
 
     def missing(self, limit: int) -> list[range]:
         """Numbers of the responses without any piece, in runs of at most ``limit``."""
@@ -95,7 +101,12 @@ class Worker:
         self._max_sequences = settings.engine.max_sequences
         rollout = settings.rollout
         self._scorer = Scorer(settings.reward, rollout.max_response_tokens, rollout.workers)
+        reward = settings.reward
+        # Its own, so that ``reward/timeouts`` counts the grading of responses only.
+        self._comparer = Grader(workers=1, deadline=reward.deadline, memory=reward.memory_bytes)
         self._groups: dict[int, _Group] = {}
+        self._logged: set[tuple[str, ...]] = set()
+        """Kinds of failures of the reward that are in the log."""
         self._arrived = asyncio.Event()
         """Set when a group was added."""
 
@@ -150,16 +161,18 @@ class Worker:
 
     async def score(self, ticket: int) -> GroupScores:
         """See ``GroupWorker``."""
-        scores = scores_of(await self._graded(ticket))
-        return msgspec.structs.replace(scores, repeatable=self._scorer.repeatable)
+        scores, failures = scores_of(await self._graded(ticket)), self._groups[ticket].failures
+        return msgspec.structs.replace(scores, repeatable=self._scorer.repeatable, failures=failures)
 
     async def answers(self, ticket: int) -> GroupAnswers:
         """See ``GroupWorker``."""
         group = await self._graded(ticket)
+        correct, extracted = [t.correct for t in group], [t.extracted for t in group]
         return GroupAnswers(
             responses=[t.text for t in group],
-            correct=[t.correct for t in group],
-            extracted=[t.extracted for t in group],
+            correct=correct,
+            extracted=extracted,
+            classes=await classify_answers(extracted, correct, self._comparer),
             lengths=[len(t.response) for t in group],
             finishes=[t.finish for t in group],
         )
@@ -182,14 +195,12 @@ class Worker:
     async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
         """See ``GroupWorker``."""
         found: dict[int, list[Trajectory]] = {ticket: [] for ticket in tickets}
-        try:
-            for t in iter_rollouts(file):
-                if t.group in found:
-                    found[t.group].append(t)
-        except OSError as e:
-            raise UserError(
-                f"{file} cannot be read ({e}); it holds groups that a step carried over; restore it"
-            ) from None
+        # The file may be a copy from another user's run (``--from``).
+        for _, t in iter_foreign_rollouts([file], file.parent):
+            if isinstance(t, UserError):
+                raise UserError(f"{t}; it holds groups that a step carried over")
+            if t is not None and t.group in found:
+                found[t.group].append(t)
         for ticket, trajectories in found.items():
             if not trajectories:
                 raise UserError(f"{file}: group {ticket} is missing; restore the file")
@@ -209,6 +220,7 @@ class Worker:
     def close(self) -> None:
         """End the reward workers."""
         self._scorer.close()
+        self._comparer.close()
 
     def _group(self, task: GroupTask) -> _Group:
         if task.ticket not in self._groups:
@@ -226,7 +238,7 @@ class Worker:
     async def _grade(self, group: _Group) -> None:
         try:
             responses = [group.pieces[number] for number in range(group.task.samples)]
-            found = await self._trajectories(group.task, responses)
+            found = await self._trajectories(group, responses)
         except Exception as e:
             group.graded.set_exception(e)
             return
@@ -234,9 +246,9 @@ class Worker:
         if not group.graded.done():
             group.graded.set_result(found)
 
-    async def _trajectories(self, task: GroupTask, responses: list[list[Sample]]) -> list[Trajectory]:
+    async def _trajectories(self, group: _Group, responses: list[list[Sample]]) -> list[Trajectory]:
         """The graded responses of a group."""
-        whole = []
+        task, whole = group.task, []
         for pieces in responses:
             tokens = np.concatenate([piece.tokens for piece in pieces])
             whole.append(Response(self._decode(tokens.tolist()), tokens, pieces[-1].finish))
@@ -245,8 +257,22 @@ class Worker:
             scores = await self._scorer.score(
                 whole, task.answer, task.context, first_only=task.correctness_only
             )
+            group.failures = self._count_failures(task, scores)
         each = zip(responses, whole, scores, strict=True)
         return [_trajectory(task, number, *one) for number, one in enumerate(each)]
+
+    def _count_failures(self, task: GroupTask, scores: list[Score]) -> FailureCount:
+        """Count the failures of a group; the first of each kind is logged at once."""
+        failed = [score.failures for score in scores if score.failures]
+        if not failed:
+            return FailureCount(task.set, 0, task.samples)
+        prompt = self._decode(task.prompt.tolist())
+        first = [f.at(task.set, task.prompt_id, prompt) for f in first_of_each(sum(failed, ()))]
+        for failure in first:
+            if failure.key not in self._logged and len(self._logged) < MOST:
+                self._logged.add(failure.key)
+                logger.warning("the reward failed: %s (later ones are only counted)", failure)
+        return FailureCount(task.set, len(failed), task.samples, first)
 
 
 def _trajectory(

@@ -2,72 +2,124 @@
 
 They use a gloo group (the control group) and no GPU. In an NCCL collective, a waiting rank runs a kernel on
 its GPU, which engines may share, and objects take GPU memory. Only the main thread of a rank uses the control
-group; other threads have groups of their own.
+group; other threads have groups of their own. A rank alone needs no gloo.
+
+Objects travel as msgpack, not as torch's pickles: gloo has no authentication, and to read a pickle is to run
+it. ``kind`` is the type of the object, as for ``encoding.decode``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.encoding import decode, encode
+from rpg_megatron.system.single_rank_group import SINGLE_RANK
 
 TIMEOUT = timedelta(hours=12)
 """Long, because ranks wait while rank 0 waits for rollouts; the launcher detects dead ranks."""
+_LARGEST = 1 << 32
+"""Maximum bytes of an object."""
 
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """The default process group -> the control group over its ranks; one entry at most."""
 
 
-def new_gloo_group() -> dist.ProcessGroup:
-    """A gloo group over all ranks, for one thread of each. Collective."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=TIMEOUT)
+def host_backend(world: int) -> str:
+    """Torch's backend for collectives on the host in a world of ``world`` ranks."""
+    return "gloo" if world > 1 else SINGLE_RANK
+
+
+def new_host_group() -> dist.ProcessGroup:
+    """A group over all ranks for collectives on the host, for one thread of each. Collective."""
+    group: dist.ProcessGroup = dist.new_group(backend=host_backend(dist.get_world_size()), timeout=TIMEOUT)
     return group
 
 
 def control_group() -> dist.ProcessGroup:
-    """The gloo group over all ranks for the main threads. The first call is collective."""
+    """The host group over all ranks for the main threads. The first call is collective."""
     default = dist.group.WORLD
     assert default is not None, "no process group is initialised"
     if default in _control.values():  # within ``default_group_on_host``
         return default
     if default not in _control:
         _control.clear()
-        _control[default] = new_gloo_group()
+        _control[default] = new_host_group()
     return _control[default]
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank; ``[value]`` without an initialised process group.
 
-    The values are pickled; meant for a few kilobytes.
+    Meant for a few kilobytes. group: of all ranks; None: the control group.
     """
     if not dist.is_initialized():
         return [value]
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value, group=control_group())
-    return out
+    return _decode_all(_gather(encode(value), group or control_group(), to_all=True), kind)
 
 
-def gather_on_first(value: Any) -> list[Any]:
+def gather_on_first(value: Any, kind: Any = Any) -> list[Any]:
     """Every rank's value, in rank order, on rank 0; elsewhere an empty list."""
-    out: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, out, dst=0, group=control_group())
-    return out or []
+    return _decode_all(_gather(encode(value), control_group(), to_all=False), kind)
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank; the others wait for it."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=control_group())
-    return box[0]
+def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's value, on every rank; the others wait for it. group: as for ``gather_objects``."""
+    sent = encode(value) if dist.get_rank() == 0 else None
+    return _decode_all([_broadcast(sent, group or control_group())], kind)[0]
+
+
+def _gather(data: bytes, group: dist.ProcessGroup, *, to_all: bool) -> list[memoryview]:
+    """The bytes of every rank, on every rank or only on rank 0."""
+    counts = torch.empty(dist.get_world_size(group), 1, dtype=torch.int64)
+    dist.all_gather(list(counts), torch.tensor([len(data)]), group=group)
+    for rank, count in enumerate(counts.flatten().tolist()):
+        _check_size(rank, count)
+    padded = torch.zeros(int(counts.max()), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = padded.new_empty(len(counts) if to_all or dist.get_rank() == 0 else 0, len(padded))
+    if to_all:
+        dist.all_gather(list(rows), padded, group=group)
+    else:
+        dist.gather(padded, list(rows) or None, dst=0, group=group)
+    return [memoryview(row[: int(count)].numpy()) for row, count in zip(rows, counts, strict=False)]
+
+
+def _broadcast(data: bytes | None, group: dist.ProcessGroup) -> memoryview:
+    """The bytes of rank 0, which alone passes them."""
+    count = torch.tensor([len(data or b"")])
+    dist.broadcast(count, 0, group=group)
+    _check_size(0, int(count))
+    sent = torch.empty(int(count), dtype=torch.uint8)
+    if data is not None:
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(sent, 0, group=group)
+    return memoryview(sent.numpy())
+
+
+def _check_size(rank: int, count: int) -> None:
+    """Raise RuntimeError for a number of bytes that no rank sends, before memory is reserved."""
+    if not 0 <= count <= _LARGEST:
+        raise RuntimeError(f"rank {rank} announces an object of {count} bytes, not 0 to {_LARGEST}")
+
+
+def _decode_all(received: Sequence[memoryview], kind: Any) -> list[Any]:
+    values = []
+    for rank, data in enumerate(received):
+        try:
+            values.append(decode(data, kind))
+        except msgspec.DecodeError as e:
+            raise RuntimeError(f"what rank {rank} sent to the other ranks cannot be read: {e}") from None
+    return values
 
 
 def sum_arrays(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -120,7 +172,8 @@ def run_together[T](step: Callable[[], T]) -> T:
     except Exception as e:
         error = e
     failure = None if error is None else (isinstance(error, UserError | OSError), f"{error}" or repr(error))
-    failed = [(r, p) for r, p in enumerate(gather_objects(failure)) if p is not None]
+    failures = gather_objects(failure, tuple[bool, str] | None)
+    failed = [(r, p) for r, p in enumerate(failures) if p is not None]
     if error is not None:
         raise error
     if failed:

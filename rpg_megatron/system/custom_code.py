@@ -23,8 +23,11 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from rpg_megatron.config.base import ImportedSettings, Section
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.system.import_path import load_function
+
+_MAX_PROBLEMS = 20
+"""Maximum number of unknown, and of invalid, settings that are listed."""
 
 
 class CustomCode(NamedTuple):
@@ -167,14 +170,15 @@ def _validate(model: type[BaseModel], code: CustomCode) -> BaseModel:
     names = list(model.model_fields)
     unknown = [] if model.model_config.get("extra") == "allow" else set(code.settings) - set(names)
     problems = []
-    for key in sorted(unknown):
+    for key in sorted(unknown)[:_MAX_PROBLEMS]:
         near = difflib.get_close_matches(key, names, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names) or 'no settings'}"
         problems.append(f"{code.where}.{key}: {code.path} has no setting {key!r}; {fix}")
     try:
         values = model.model_validate(code.settings)
     except ValidationError as e:
-        problems += [p for error in e.errors() for p in _explain(error, code, unknown)]
+        errors = e.errors(include_url=False)
+        problems += [p for error in errors[:_MAX_PROBLEMS] for p in _explain(error, code, unknown)]
         raise UserError("\n".join(problems)) from None
     if problems:
         raise UserError("\n".join(problems))
@@ -187,7 +191,7 @@ def _explain(error: Any, code: CustomCode, reported: Any) -> Iterator[str]:
         yield f"{key}: {code.path} needs this setting; add it"
     elif not (error["loc"] and error["loc"][0] in reported):
         message = error["msg"].removeprefix("Value error, ")
-        yield f"{key}: {message} (got {error['input']!r}); {code.path} declares it so"
+        yield f"{key}: {message} (got {shorten(repr(error['input']))}); {code.path} declares it so"
 
 
 def find_problem(code: CustomCode) -> str | None:

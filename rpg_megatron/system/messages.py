@@ -1,9 +1,9 @@
 """Requests and answers between the processes of a run: msgpack over ZeroMQ, encrypted.
 
 A server has a ROUTER socket, a client a DEALER socket. A request is (number, method, arguments), an answer
-(number, kind, value) with kind "ok", "user_error" or "error". Values are dataclasses, msgspec structs and
-numpy arrays. Both sides know their types and reject others; nothing in a message is executed. The CURVE keys
-are derived from the run's token: without it, a process can neither read messages nor send requests.
+(number, kind, value) with kind "ok", "user_error" or "error". Both sides know the types of the values
+(``encoding.py``) and reject others; nothing in a message is executed. The CURVE keys are derived from the
+run's token: without it, a process can neither read messages nor send requests.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-import msgspec
-import numpy as np
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
@@ -28,11 +25,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.encoding import decode, encode
 
 logger = logging.getLogger(__name__)
 
-_ARRAY = 1
-"""Number of msgpack's extension type for a numpy array: (dtype, bytes, shape)."""
 _POLL_SECONDS = 0.2
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _FAILURES = 5
@@ -45,42 +41,6 @@ class ExpectedError(RuntimeError):
 
 class ConnectionLost(RuntimeError):
     """The server's process has ended or closed the connection."""
-
-
-# -- encoding ------------------------------------------------------------------------------------------------
-
-
-def _pack(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, np.ndarray):
-        packed = value.dtype.str, value.tobytes(), value.shape
-        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(packed))
-    raise TypeError(f"a message cannot hold {type(value)}")
-
-
-def _unpack_array(code: int, data: memoryview) -> Any:
-    dtype, values, shape = msgspec.msgpack.decode(data, type=tuple[str, bytes, tuple[int, ...]])
-    if code != _ARRAY or np.dtype(dtype).kind not in "biuf":
-        raise ValueError(f"extension {code} of type {dtype}")
-    return np.frombuffer(values, dtype).reshape(shape).copy()  # arrays over bytes are read-only
-
-
-def _unpack(kind: type, value: Any) -> Any:
-    return Path(value) if kind is Path else value
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-
-
-def encode(value: Any) -> bytes:
-    """Encode a value as msgpack. Raises TypeError for unsupported types."""
-    return _encoder.encode(value)
-
-
-def decode(data: bytes | memoryview, kind: Any) -> Any:
-    """Decode a value of type ``kind``. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.Decoder(kind, ext_hook=_unpack_array, dec_hook=_unpack).decode(data)
 
 
 # -- keys ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Ctrl-C and the standard streams of a command.
 
 A run that takes days must not end because the reader of its output has ended (``| head``, a closed terminal).
-Ctrl-C before a command has started should not print a traceback.
+Ctrl-C before a command has started should not print a traceback. Names and texts from models, data sets and
+libraries must not control the terminal.
 """
 
 from __future__ import annotations
@@ -9,12 +10,40 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO, Any, cast
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and newline
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # line separators, and what changes the direction of text
+    "\ud800-\udfff]"  # bytes of file names that are not UTF-8, which a stream may not encode
+)
+_PROGRESS_BAR = re.compile(r"\r|(?:\x1b\[A)+\Z")
+"""Start of a line that tqdm draws again, and the whole of what it writes to move up."""
+_LONGEST_ERROR = 16_000
+
+
+def printable(text: str) -> str:
+    """A text with its control characters as Python's escapes; newlines and tabs stay."""
+    return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """A text as ``printable`` shows it, in one line."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def print_error(text: str) -> None:
+    """Print an error message, without its middle if it is very long."""
+    if (more := len(text) - _LONGEST_ERROR) > 0:
+        half = _LONGEST_ERROR // 2
+        text = f"{text[:half]}\n... {more:,} characters are left out ...\n{text[-half:]}"
+    print(text, file=sys.stderr)
 
 
 class _Stream(io.FileIO):
@@ -36,8 +65,40 @@ class _Stream(io.FileIO):
             return memoryview(data).nbytes  # type: ignore[arg-type]
 
 
+class _Text(io.TextIOWrapper):
+    """Text of a standard stream, without control characters."""
+
+    def write(self, text: str) -> int:
+        """Write a text as ``printable`` shows it."""
+        bar = _PROGRESS_BAR.match(text)
+        end = bar.end() if bar else 0
+        super().write(text[:end] + printable(text[end:]))
+        return len(text)
+
+    def write_unfiltered(self, text: str) -> int:
+        """Write a text as it is."""
+        return super().write(text)
+
+
+class _Unfiltered:
+    """A ``_Text`` for a writer that removes foreign control characters itself."""
+
+    def __init__(self, stream: _Text):
+        self._stream = stream
+        self.write = stream.write_unfiltered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def unfiltered(stream: IO[str]) -> IO[str]:
+    """A stream of ``protect_streams`` that also takes control characters, such as those of colours."""
+    return cast("IO[str]", _Unfiltered(stream)) if isinstance(stream, _Text) else stream
+
+
 def protect_streams() -> None:
-    """Let stdout and stderr ignore that their readers have ended; open closed standard streams on /dev/null.
+    """Let stdout and stderr escape control characters, and ignore that their readers have ended; open closed
+    standard streams on /dev/null.
 
     Streams that other code has replaced are left alone.
     """
@@ -49,7 +110,7 @@ def protect_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False))
         elif name != "stdin" and stream is getattr(sys, f"__{name}__"):
             stream.flush()
-            protected = io.TextIOWrapper(
+            protected = _Text(
                 io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False)),
                 encoding=stream.encoding,
                 errors=stream.errors,

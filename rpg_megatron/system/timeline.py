@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.config.files import open_own, rename
+
 TIMELINE = "timeline.jsonl"
 EARLIER = "timeline_earlier.jsonl"
 """The previous ``TIMELINE``, renamed when it reached its size limit."""
@@ -42,13 +44,13 @@ class Timeline:
             return
         try:
             # Opened for each row: the other process may have started a new file.
-            with self._file.open("ab+") as file:
+            with open_own(self._file, "ab+") as file:
                 if file.tell() and file.seek(-1, 2) and file.read(1) != b"\n":
                     file.write(b"\n")  # a process was killed while writing a row
                 file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
                 size = file.tell()
             if self._rotates and size > _LIMIT:
-                self._file.replace(self._file.with_name(EARLIER))
+                rename(self._file, self._file.with_name(EARLIER))
             self._failed = False
         except OSError as e:
             if not self._failed:

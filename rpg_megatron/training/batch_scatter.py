@@ -118,9 +118,10 @@ def open_source(
 ) -> TrajectoryClient | None:
     """A leader's connection to the sampler workers; None on the other ranks. Collective.
 
-    sampler, token: on rank 0. A stop signal ends a fetch with RuntimeError.
+    sampler: on rank 0. token: the run's, on every rank; it is not broadcast, since others may listen to gloo.
+    A stop signal ends a fetch with RuntimeError.
     """
-    addresses, token = broadcast_object((sampler.addresses(), token) if sampler else None)
+    addresses = broadcast_object(sampler.addresses() if sampler else None, list[str])
 
     def check() -> None:
         if stop.received:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, list_steps, remove_old
 from rpg_megatron.config import Settings
-from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text, open_own
 
 BEST = "best.json"
 """File in ``checkpoints/``: the metric, and the best existing checkpoints, best first."""
@@ -34,7 +34,7 @@ class BestCheckpoints:
         if self._wanted is None or settings.evaluation is None:
             return
         self.metric = self._wanted.metric or settings.evaluation.metric_names()[0]
-        with suppress(OSError), (run_dir / "metrics.jsonl").open(encoding="utf-8") as rows:
+        with suppress(OSError), open_own(run_dir / "metrics.jsonl", "r", encoding="utf-8") as rows:
             for line in rows:
                 with suppress(ValueError, KeyError, TypeError):  # a damaged row
                     self.add(json.loads(line))

@@ -29,11 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
+from numpy.typing import NDArray
 
-from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_save
+from rpg_megatron.checkpoints.megatron import PlannedSave, WrittenPart, load_weights, plan_save
 from rpg_megatron.checkpoints.megatron_folder import CheckpointMetadata, hash_files, write_manifest
+from rpg_megatron.checkpoints.plain_loading import load_object
 from rpg_megatron.checkpoints.run_folder import (
     ANCHOR,
     CONFIG,
@@ -49,10 +51,16 @@ from rpg_megatron.checkpoints.run_folder import (
     step_folder,
 )
 from rpg_megatron.config import UserError
+from rpg_megatron.config.errors import gib, shorten
+from rpg_megatron.config.files import open_own, open_regular
 from rpg_megatron.config.rollout import CheckpointSettings
 from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.system.collectives import gather_objects, new_gloo_group, run_together
+from rpg_megatron.system.collectives import broadcast_object, gather_objects, new_host_group, run_together
+
+_Written = tuple[list[list[WrittenPart]], dict[str, dict[str, Any]]]
+"""What a rank wrote: for each folder the parts for ``PlannedSave.finish``; the files' hashes by name."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class Saver:
         self._run_dir, self._policy, self._anchor, self._settings = run_dir, policy, anchor, settings
         self._first = policy.mesh.rank == 0
         # A group of its own: messages of the saving thread must not mix with those of the main thread.
-        self._group = new_gloo_group()
+        self._group = new_host_group()
         self._thread: threading.Thread | None = None
         self._results: deque[SaveResult] = deque()
 
@@ -125,7 +133,10 @@ class Saver:
         folder = step_folder(self._run_dir, step)
         part = part_folder(folder)
         further = run_together(lambda: run_state() if self._first else {})
-        generators = gather_objects(_random_state())
+        generators = [
+            {name: torch.from_numpy(state) for name, state in rank.items()}
+            for rank in gather_objects(_random_state(), dict[str, np.ndarray])
+        ]
         files: dict[str, bytes] = {}
 
         def prepare() -> None:
@@ -141,7 +152,8 @@ class Saver:
             torch.save(generators, buffer)
             files[STATE] = (json.dumps(state) + "\n").encode()
             files[RNG] = buffer.getvalue()
-            files[CONFIG] = (self._run_dir / CONFIG).read_bytes()
+            with open_regular(self._run_dir / CONFIG) as file:
+                files[CONFIG] = file.read()
 
         try:
             run_together(prepare)
@@ -187,23 +199,21 @@ class Saver:
     def _run(self, save: _PendingSave) -> None:
         """On the thread: write, gather all ranks' results, finish."""
         try:
-            gathered: list[Any] = [None] * self._policy.mesh.world
-            dist.all_gather_object(gathered, self._write(save), group=self._group)
+            gathered = gather_objects(self._write(save), _Written | str, self._group)
             problems = [f"rank {r}: {result}" for r, result in enumerate(gathered) if isinstance(result, str)]
-            outcome = ["; ".join(problems) or None]
+            problem = "; ".join(problems) or None
             if self._first:
                 if not problems:
-                    outcome = [self._finish(save, gathered)]
-                if outcome[0]:
+                    problem = self._finish(save, gathered)
+                if problem:
                     self._clean()
-            dist.broadcast_object_list(outcome, src=0, group=self._group)
-            problem = outcome[0]
+            problem = broadcast_object(problem, str | None, self._group)
         except Exception as e:  # another rank died, and ends the run
             problem = _reason(e)
         self._add_result(save.step, save.folder, save.started, problem)
 
-    def _write(self, save: _PendingSave) -> tuple[list[Any], dict[str, dict[str, Any]]] | str:
-        """Write results for ``PlannedSave.finish`` and the files' hashes; or the error message."""
+    def _write(self, save: _PendingSave) -> _Written | str:
+        """What this rank wrote, or the error message."""
         try:
             written = [planned.write() for planned in save.planned.values()]
             names = [f"{folder}/{name}" for folder, planned in save.planned.items() for name in planned.files]
@@ -211,14 +221,14 @@ class Saver:
         except Exception as e:
             return _reason(e)
 
-    def _finish(self, save: _PendingSave, gathered: list[Any]) -> str | None:
+    def _finish(self, save: _PendingSave, gathered: list[_Written]) -> str | None:
         """Complete the checkpoint (rank 0, after all ranks wrote); returns an error message or None."""
         part, policy = part_folder(save.folder), self._policy
         try:
             for i, planned in enumerate(save.planned.values()):
                 planned.finish([written[i] for written, _ in gathered])
             for name, content in save.files.items():
-                with (part / name).open("wb") as file:
+                with open_own(part / name, "wb") as file:
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
@@ -246,37 +256,54 @@ class Saver:
         self._results.append(SaveResult(step, folder, time.monotonic() - started, problem))
 
 
-def load_run(folder: Path, policy: Policy, anchor: HeldAnchor | None) -> dict[str, Any]:
+def load_run(
+    folder: Path, policy: Policy, anchor: HeldAnchor | None, *, trusted: bool = False
+) -> dict[str, Any]:
     """Load a checkpoint of any parallel layout; returns the contents of its ``state.json``. Collective.
 
-    Random generators are restored only if the number of ranks is the same.
+    trusted: see ``load_weights``. Random generators are restored only if the number of ranks is the same.
     """
     state = read_state(folder)
-    load_model(folder, policy, anchor)
+    if anchor and not state.get("anchor"):
+        raise UserError(
+            f"{folder / STATE}: has no state of the anchor (anchor.type); choose another checkpoint"
+        )
+    load_model(folder, policy, anchor, trusted=trusted)
     if anchor:
         anchor.restore(state["anchor"])
-    generators = torch.load(folder / RNG, weights_only=True)
-    if len(generators) == policy.mesh.world:
-        own = generators[policy.mesh.rank]
-        torch.set_rng_state(own["cpu"])
-        if "cuda" in own and torch.cuda.is_available():
-            torch.cuda.set_rng_state(own["cuda"])
+    try:
+        _restore_generators(load_object(folder, RNG), policy.mesh)
+    except (LookupError, RuntimeError, TypeError) as e:  # for a file that others have written
+        raise UserError(
+            f"{folder / RNG}: not readable ({type(e).__name__}: {shorten(str(e))}); choose another checkpoint"
+        ) from None
     return state
 
 
-def load_model(folder: Path, policy: Policy, anchor: HeldAnchor | None) -> None:
-    """Load weights, optimizer state and anchor of any parallel layout. Collective."""
+def _restore_generators(generators: Any, mesh: Mesh) -> None:
+    if len(generators) == mesh.world:
+        own = generators[mesh.rank]
+        torch.set_rng_state(own["cpu"])
+        if "cuda" in own and torch.cuda.is_available():
+            torch.cuda.set_rng_state(own["cuda"])
+
+
+def load_model(folder: Path, policy: Policy, anchor: HeldAnchor | None, *, trusted: bool = False) -> None:
+    """Load weights, optimizer state and anchor of any parallel layout. Collective.
+
+    trusted: see ``load_weights``.
+    """
     if anchor:
         with anchor.swapped_in():  # the loaded weights become the anchor's when the block ends
-            load_weights(folder / ANCHOR, policy.chunks, policy.vocab)
-    policy.load(folder / MODEL)
+            load_weights(folder / ANCHOR, policy.chunks, policy.vocab, trusted=trusted)
+    policy.load(folder / MODEL, trusted=trusted)
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def _random_state() -> dict[str, NDArray[np.uint8]]:
     """This rank's random generators. Unused today; a model with dropout would need them."""
-    state = {"cpu": torch.get_rng_state()}
+    state = {"cpu": torch.get_rng_state().numpy()}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state().numpy()
     return state
 
 
@@ -290,6 +317,6 @@ def _reason(error: BaseException) -> str:
 
 def _free_space(folder: Path) -> str:
     try:
-        return f"{shutil.disk_usage(folder).free / 1024**3:.1f} GiB are free there; "
+        return f"{gib(shutil.disk_usage(folder).free)} are free there; "
     except OSError:
         return ""

@@ -59,6 +59,7 @@ def run_steps(run: RankRun) -> None:
             with run.time("logprobs"):
                 run.compute_log_probs(batch)
             run.save_rollouts(step, batch)
+            run.check_rewards(step, batch)  # a reward that fails on many responses trains nothing
             run.check_mismatch(batch)  # same weights, same tokens: engine and trainer must agree
 
             # 3. One optimizer update for each mini-batch. w is 1 in the first and changes with each update.

@@ -11,6 +11,7 @@ from typing import IO, Any
 from torch.utils.tensorboard import SummaryWriter
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.files import open_own
 from rpg_megatron.config.trackers import TensorBoardSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training.trackers.client import Trackers
@@ -33,7 +34,7 @@ class MetricsWriter:
         """done: completed steps of a resumed run; TensorBoard then hides later ones. board: whether to write
         TensorBoard files.
         """
-        self._file: IO[str] = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file: IO[str] = open_own(run_dir / "metrics.jsonl", "a", encoding="utf-8")
         self._board: SummaryWriter | None = None
         if board:
             self._board = SummaryWriter(

@@ -74,7 +74,8 @@ def check_mismatch(
     if not out_of_bounds(row, settings, dtype):
         return row, None
     found = gather_objects(
-        [find_worst(mine, version, excess=excess), find_worst(probes or (), version, probes=True)]
+        [find_worst(mine, version, excess=excess), find_worst(probes or (), version, probes=True)],
+        list[WorstToken | None],
     )
     worst = max(w for pair in found for w in pair if w)
     return row, describe_mismatch(row, worst, settings, dtype, step=version + 1, engine=engine)
@@ -118,7 +119,7 @@ def compare_gaps(*found: tuple[Floats, int], leaders: int) -> dict[str, float]:
     gap, stale = np.concatenate([gap for gap, _ in found]), sum(stale for _, stale in found)
     if leaders > 1:
         return summarise_sharded(gap, stale, sum_arrays)
-    row: dict[str, float] = broadcast_object(summarise(gap, stale))
+    row: dict[str, float] = broadcast_object(summarise(gap, stale), dict[str, float])
     return row
 
 

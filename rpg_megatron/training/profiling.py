@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from rpg_megatron.config.files import atomic_write, open_own
 from rpg_megatron.config.profile import ProfileSettings
-from rpg_megatron.system.files import atomic_write
 
 _MAX_ALLOCATIONS = 200_000
 """The last allocations of a step, as many as a snapshot holds."""
@@ -51,11 +54,17 @@ class Profiler:
             name = self._folder / f"step_{number:06d}_rank_{self._rank}"
             try:
                 self._folder.mkdir(exist_ok=True)
-                with atomic_write(name.with_suffix(".json.gz"), suffix=".json.gz") as part:
-                    trace.export_chrome_trace(str(part))
+                with (
+                    atomic_write(name.with_suffix(".json.gz")) as file,
+                    TemporaryDirectory() as part,
+                ):
+                    plain = Path(part) / "trace.json"  # torch writes to a path only
+                    trace.export_chrome_trace(str(plain))
+                    with gzip.open(file, "wb") as packed, open_own(plain) as source:
+                        packed.writelines(source)
                 if settings.memory:
-                    with atomic_write(name.with_suffix(".pickle"), suffix=".pickle") as part:
-                        torch.cuda.memory._dump_snapshot(str(part))
+                    with atomic_write(name.with_suffix(".pickle")) as file:
+                        pickle.dump(torch.cuda.memory._snapshot(), file)
             except OSError as e:
                 warn(f"step {number}: the profile cannot be written ({e})")
 

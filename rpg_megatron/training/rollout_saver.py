@@ -53,7 +53,7 @@ class RolloutSaver:
         failure = self.finish_own()
         failed = torch.tensor(bool(failure), dtype=torch.int32)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=control_group())
-        return [f for f in gather_objects(failure) if f] if failed else []
+        return [f for f in gather_objects(failure, str) if f] if failed else []
 
     def finish_own(self) -> str:
         """Wait until this rank has written its part; returns the error or "". Not collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rpg_megatron.checkpoints.run_folder import read_state
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.model import Mesh
+from rpg_megatron.rewards.failures import FailureCount, guard_failures
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
 from rpg_megatron.system.collectives import barrier, broadcast_object, gather_objects
 from rpg_megatron.system.events import EVENTS
@@ -117,7 +118,9 @@ class RankRun:
         if self._checkpoint is None:
             return 0
         self.events.phase("checkpoint")
-        state = self._trainer.load(self._checkpoint)
+        # With --from, it is in the folder of a run that others may have made.
+        own = self._checkpoint.resolve().is_relative_to(self._run_dir.resolve())
+        state = self._trainer.load(self._checkpoint, trusted=own)
         self._step, self._row = state["step"], state.get("row")
         self._saved_step = self._current = self._step
         self._sampler_state, self._summary = state["sampler"], state["summary"]
@@ -135,7 +138,7 @@ class RankRun:
         checkpoint = self.settings.checkpoint
         due = checkpoint.every is not None and (step % checkpoint.every == 0 or step == self.steps)
         if checkpoint.keep_best is not None and not due and self.evaluation_due(step):
-            due = broadcast_object(self._best.includes(step))
+            due = broadcast_object(self._best.includes(step), bool)
         if due:
             self._save()
 
@@ -233,11 +236,11 @@ class RankRun:
                 self._trainer.add_probes(batch, rollouts.probes if rollouts else None, self._source)
         except (RuntimeError, UserError, OSError):
             # All ranks raise if a leader cannot fetch: the sampler may have exited on the same stop signal.
-            if any(gather_objects(self._stop.explains_failure())):
+            if any(gather_objects(self._stop.explains_failure(), bool)):
                 raise Stopped from None
             raise
         if rollouts:
-            batch.metrics, batch.sampler = rollouts.metrics, rollouts.state
+            batch.metrics, batch.sampler, batch.failures = rollouts.metrics, rollouts.state, rollouts.failures
         self._weight_sync.call_with_resync(lambda sampler: sampler.release())  # all leaders have fetched
         return batch
 
@@ -290,10 +293,28 @@ class RankRun:
         if self.settings.guards.mismatch != "stop":
             self.events.warn(message)
             return
+        self._stop_run(message, {"step": self._version + 1, **batch.metrics})
+
+    def check_rewards(self, step: int, batch: Batch) -> None:
+        """Warn if the reward failed on responses of the step.
+
+        Raises UserError (rank 0) if it failed on too many of them and ``guards.reward_failures`` is ``stop``.
+        """
+        self._guard_rewards([batch.failures], f"step {step}", {"step": step, **batch.metrics})
+
+    def _guard_rewards(self, counts: Sequence[FailureCount], when: str, row: dict[str, Any]) -> None:
+        """counts: on rank 0. row: metrics to write if the run stops."""
+        warnings, message = guard_failures(counts, self.settings.guards, when)
+        for text in warnings:
+            self.events.warn(text)
+        if broadcast_object(message is not None, bool):
+            self._stop_run(message or "", row)
+
+    def _stop_run(self, message: str, row: dict[str, Any]) -> None:
+        """On rank 0, write a row of metrics, for diagnosis, and raise UserError."""
         self._finish_rollouts()
         if self.mesh.rank == 0:
-            # The metrics of the step, for diagnosis.
-            self._metrics.write({"step": self._version + 1, **batch.metrics})
+            self._metrics.write(row)
             raise UserError(message)
 
     def update(self, step: int, batch: Batch) -> None:
@@ -319,17 +340,22 @@ class RankRun:
         return evaluation is not None and (step % evaluation.every == 0 or step == self.steps)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the weights that the engines serve on the held-out sets. May stop while it waits."""
+        """Evaluate the weights that the engines serve on the held-out sets. May stop while it waits.
+
+        Raises UserError as ``check_rewards`` does.
+        """
         evaluation = self.settings.evaluation
         with self.time("evaluation"):
-            results = self._weight_sync.call_with_resync(lambda sampler: sampler.evaluate())
-        if evaluation is None or results is None or self._row is None:
-            return
-        file = self._run_dir / "evaluation" / f"step_{step:06d}.jsonl"
-        self.events.write_or_warn(lambda: write_results(file, results))
-        row = score_sets(results)
-        add_accuracy(self._summary, evaluation, row)
-        self._row |= row
+            evaluated = self._weight_sync.call_with_resync(lambda sampler: sampler.evaluate())
+        if evaluated is not None and evaluation is not None and self._row is not None:
+            file = self._run_dir / "evaluation" / f"step_{step:06d}.jsonl"
+            self.events.write_or_warn(lambda: write_results(file, evaluated.results))
+            row = score_sets(evaluated.results)
+            add_accuracy(self._summary, evaluation, row)
+            failed = {f"eval/{count.set}/failed_frac": count.share for count in evaluated.failures}
+            self._row |= row | failed
+        counts = evaluated.failures if evaluated is not None else []
+        self._guard_rewards(counts, f"evaluation of step {step}", {"step": step, **(self._row or {})})
 
     def log_metrics(self, step: int) -> None:
         """Write the step's row of metrics and display it. May stop before that."""
@@ -374,7 +400,7 @@ class RankRun:
         wanted = self.settings.checkpoint.keep_best
         if wanted is None:
             return None
-        best: dict[str, Any] | None = broadcast_object(self._best.summary())
+        best: dict[str, Any] | None = broadcast_object(self._best.summary(), dict[str, Any] | None)
         # Without a checkpoint of the last step, the weights in memory are its only copy.
         if best is None or self._saved_step != self._step:
             return best

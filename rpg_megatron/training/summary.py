@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.evaluation import EvaluationSettings
-from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text
 
 
 def add_accuracy(summary: dict[str, Any], evaluation: EvaluationSettings, row: dict[str, float]) -> None:
@@ -15,7 +15,7 @@ def add_accuracy(summary: dict[str, Any], evaluation: EvaluationSettings, row: d
 
     row: metrics of the evaluation.
     """
-    accuracy = {s.name: row[f"eval/{s.name}/avg@{evaluation.samples}"] for s in evaluation.heldout}
+    accuracy = {s.name: row[f"eval/{s.name}/avg@{s.samples}"] for s in evaluation.heldout}
     summary.setdefault("accuracy_before", accuracy)
     summary["accuracy_after"] = accuracy
 

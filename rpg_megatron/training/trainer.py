@@ -33,6 +33,7 @@ from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy, UpdateStats
 from rpg_megatron.policy.router_replay import count_changes
 from rpg_megatron.policy.schedules import build_schedule
+from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.system.collectives import (
     barrier,
     broadcast_object,
@@ -73,6 +74,8 @@ class Batch:
     """Metrics of the step so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """Rank 0: the sampler's state after these rollouts."""
+    failures: FailureCount = field(default_factory=FailureCount)
+    """Rank 0: failures of the reward."""
 
 
 class TooManySkippedUpdates(UserError):
@@ -110,9 +113,12 @@ class Trainer:
         )
         barrier()  # faster ranks wait here, not in the first NCCL collective, which would occupy their GPU
 
-    def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Load a checkpoint of a run; returns the contents of its ``state.json``. Raises UserError."""
-        state = load_run(checkpoint, self.policy, self.anchor)
+    def load(self, checkpoint: Path, *, trusted: bool = False) -> dict[str, Any]:
+        """Load a checkpoint of a run; returns the contents of its ``state.json``. Raises UserError.
+
+        trusted: see ``checkpoints.megatron.load_weights``.
+        """
+        state = load_run(checkpoint, self.policy, self.anchor, trusted=trusted)
         self.skipped_updates = state.get("skipped_updates", 0)
         return state
 
@@ -122,7 +128,7 @@ class Trainer:
         saved: load that step's checkpoint first; training cannot continue after that.
         """
         if saved:
-            self.policy.load(step_folder(run_dir, step) / MODEL)
+            self.policy.load(step_folder(run_dir, step) / MODEL, trusted=True)
             self.policy.served.refresh()
         settings, out = self.settings.export, run_dir / "hf" / f"step_{step:06d}"
         out.parent.mkdir(exist_ok=True)
@@ -226,7 +232,8 @@ class Trainer:
         ``reward`` of the trajectories stays the grader's.
         """
         mine = [(t.group, t.sample, response_kl(t.old, t.anchor, settings.estimator)) for t in batch.mine]
-        found = {(group, sample): kl for part in gather_on_first(mine) for group, sample, kl in part}
+        everyone = gather_on_first(mine, list[tuple[int, int, float]])
+        found = {(group, sample): kl for part in everyone for group, sample, kl in part}
         advantages: dict[tuple[int, int], float] = {}
         if batch.index is not None:
             places = list(zip(batch.index.group.tolist(), batch.index.sample.tolist(), strict=True))
@@ -237,7 +244,7 @@ class Trainer:
             )
             advantages = dict(zip(places, new.tolist(), strict=True))
             batch.metrics |= {"kl/response": float(kl.mean()), "reward/kl": float(-penalty.mean())}
-        advantages = broadcast_object(advantages)
+        advantages = broadcast_object(advantages, dict[tuple[int, int], float])
         for t in iter_trajectories(batch.minibatches):
             t.advantage = advantages[t.group, t.sample]
 
@@ -310,7 +317,7 @@ class Trainer:
         limit = self.settings.guards.skipped_updates
         names = [
             f"{name} on rank {rank}"
-            for rank, names in enumerate(gather_objects(self.policy.nonfinite_gradients()))
+            for rank, names in enumerate(gather_objects(self.policy.nonfinite_gradients(), list[str]))
             for name in names
         ]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

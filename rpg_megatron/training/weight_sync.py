@@ -84,7 +84,7 @@ class WeightSync:
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if any of them got a stop signal."""
-        if any(gather_objects(self._stop.received)):
+        if any(gather_objects(self._stop.received, bool)):
             raise Stopped
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ def _sync(manifest: Manifest, version: int, again: bool, sampler: SamplerClient)
 
 def _broadcast(publish: bool, stopped: bool) -> bool:
     """Rank 0's ``publish``, on every rank. Raises Stopped on all ranks if rank 0's ``stopped`` is set."""
-    publish, stopped = broadcast_object((publish, stopped))
+    publish, stopped = broadcast_object((publish, stopped), tuple[bool, bool])
     if stopped:
         raise Stopped
     return publish

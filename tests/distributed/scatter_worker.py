@@ -97,7 +97,8 @@ def measure(parallel: dict[str, int], folder: Path) -> dict[str, object]:
         assert worst
         wanted = summarise(*find_gaps(whole, VERSION))
         text = describe_mismatch(wanted, worst, GUARDS, "float32", VERSION + 1)
-        agree = gather_objects((row, message)) == [(row, message)] * mesh.world
+        said = gather_objects((row, message), tuple[dict[str, float], str | None])
+        agree = said == [(row, message)] * mesh.world
         if mesh.rank == 0:
             parts = plan_batches([t.length for t in batch], minibatches=2, data=mesh.data, budget=64)
             found |= {

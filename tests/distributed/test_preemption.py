@@ -40,7 +40,8 @@ from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.evaluation.results import EvalResult
-from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SyncResult
+from rpg_megatron.rewards.failures import FailureCount
+from rpg_megatron.rollout.sampler_client import SOCKET, EvaluatedSets, RolloutBatch, SyncResult
 from rpg_megatron.system.messages import Server
 from tests.distributed.preempted_rank import BATCH
 from tests.support.ranks import free_port
@@ -113,9 +114,10 @@ class StandIn:
     def sync(self, manifest: Manifest, version: int, again: bool) -> SyncResult:
         return SyncResult()
 
-    def evaluate(self) -> list[EvalResult]:
+    def evaluate(self) -> EvaluatedSets:
         score = [self.place % 2 == 0]
-        return [EvalResult(0, "1", "1", ["1"], score, ["1"], [1], ["stop"], "heldout")]
+        result = EvalResult(0, "1", "1", ["1"], score, ["1"], [0], [1], ["stop"], "heldout")
+        return EvaluatedSets([result], [FailureCount("heldout", 0, 1)])
 
     def counts(self) -> dict[str, float]:
         return {}

@@ -40,6 +40,7 @@ from rpg_megatron.commands.convert.processes import (
 )
 from rpg_megatron.config import read_model_shape
 from tests.support.megatron_shards import megatron_value
+from tests.support.run_checkpoints import write_step
 from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, WIDE, make_model
 
 ROOT = Path(__file__).parents[2]
@@ -282,6 +283,17 @@ def test_a_checkpoint_of_megatron_lm_needs_a_config(pair: tuple[Path, Path], tmp
     assert "unexpected: output_layer.weight" in error
     assert "wrong shape: decoder.layers.4.mlp.linear_fc2.weight is [48, 100], not [48, 104]" in error
     assert not list(tmp_path.glob("*back*"))
+
+
+@pytest.mark.long
+def test_a_step_of_a_run_needs_no_config(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its settings name the model; the run stands for it, too."""
+    step = write_step(tmp_path / "r-001", 3, pair[0], pair[1] / "release", tensor=2)
+    assert succeed("megatron_to_hf", "--megatron", tmp_path / "r-001", "--out", tmp_path / "back")
+    check_same(pair[0], tmp_path / "back")
+    assert f"{step}: Megatron-Core (torch_dist) checkpoint" in succeed(
+        "inspect_checkpoint", tmp_path / "r-001"
+    )
 
 
 def test_a_damaged_megatron_checkpoint_is_refused_in_one_message(

@@ -25,6 +25,7 @@ from rpg_megatron.rewards import judge as judge_module
 from rpg_megatron.rewards.custom_reward import load_reward
 from rpg_megatron.rewards.judge import Judge, JudgeSettings
 from rpg_megatron.rewards.reward import Response, Score, Scorer
+from rpg_megatron.rewards.worker_process import NoReward
 from tests.support.judges import StandInJudge, stand_in_judge
 
 MODULE = """
@@ -190,7 +191,7 @@ def test_async_calls_run_together_and_bad_ones_cost_themselves_only(scores: Call
     found, counts = scores(own("waits", wrong=-1.0) | {"async_deadline": 2.0}, texts)
     assert [score.reward for score in found] == [-1.0, -1.0, *range(1, 17)]
     assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 1)
-    assert [score.reason.rpartition(": ")[2] for score in found[:2]] == [
+    assert [score.reason.rpartition(": ")[2].partition(" at ")[0] for score in found[:2]] == [
         "ended after 2 s",
         "the process died",
     ]
@@ -199,9 +200,11 @@ def test_async_calls_run_together_and_bad_ones_cost_themselves_only(scores: Call
 def test_time_outs_and_cancelled_tasks_of_the_function_itself_are_errors(scores: Callable[..., Any]) -> None:
     found, counts = scores(own("raises", wrong=-1.0), ["own limit", "cancelled", "fine"])
     assert [score.reward for score in found] == [-1.0, -1.0, 1.0]
-    assert [score.reason for score in found[:2]] == [
-        f"custom_rewards_of_test:raises: error: {name}: " for name in ("TimeoutError", "CancelledError")
-    ]
+    expected = ("TimeoutError", "async with asyncio"), ("CancelledError", "await task")
+    for score, (name, line) in zip(found[:2], expected, strict=True):
+        told, _, place = score.reason.rpartition(" at ")
+        assert told == f"custom_rewards_of_test:raises: error: {name}"
+        assert line in MODULE.splitlines()[int(place.rpartition(":")[2]) - 1]
     assert (counts["reward/timeouts"], counts["reward/errors"]) == (0, 2)
 
 
@@ -268,7 +271,19 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
     for kind in ("timed out", "status 500", "status 401", "no chat completion", "no score between"):
         assert logged.count(kind) == 1, logged
     assert "s3cret" not in logged + caplog.text + "".join(s.reason for s in found)
-    assert caplog.text.count("counts as wrong") == 1
+    causes = {failure.detail for score in found for failure in score.failures}
+    assert causes == {
+        f"judge $URL_OF_TEST: {cause}"
+        for cause in (
+            "timed out",
+            "status 500",
+            "status 401",
+            "the answer is no chat completion",
+            "ServerDisconnectedError",
+            "no score between lowest and highest where pattern looks for it",
+            "ClientPayloadError",
+        )
+    }
 
 
 def test_no_more_requests_at_a_time_than_allowed(judge: StandInJudge, scores: Callable[..., Any]) -> None:
@@ -298,7 +313,8 @@ def test_a_judge_is_asked_again_after_waits_that_grow(
     async def waits_of(text: str) -> list[float]:
         waits.clear()
         made = Judge(JudgeSettings(url=judge.url, model="m", question="{response}"))
-        assert (await made(text, "5", "P"))[0] is None
+        with pytest.raises(NoReward):
+            await made(text, "5", "P")
         assert made._http is not None
         await made._http.close()
         return list(waits)
@@ -308,13 +324,30 @@ def test_a_judge_is_asked_again_after_waits_that_grow(
         assert 0.5 * 2**number <= wait <= 1.5 * 2**number
     assert len(found) == 3
     assert asyncio.run(waits_of("busy")) == [7.0] * 3, "the server's Retry-After"
+    for judge.retry_after in ("²", "-5", "nan", "Wed, 21 Oct", "9" * 400):
+        assert len(found := asyncio.run(waits_of("busy"))) == 3
+        assert max(found) <= (30.0 if "9" in judge.retry_after else 6.0)
     assert asyncio.run(waits_of("moved")) == []
     assert judge.asked["moved"] == 1, "the key is for the server of the settings only"
+
+
+def test_of_a_judges_answer_4_mib_are_read(judge: StandInJudge) -> None:
+    async def scores() -> list[float]:
+        made = Judge(JudgeSettings(url=judge.url, model="m", question="{response}", highest=99, retries=0))
+        found = [(await made("long", "5", "P"))[0]]
+        with pytest.raises(NoReward):
+            await made("too long", "5", "P")
+        assert made._http is not None
+        await made._http.close()
+        return found
+
+    assert asyncio.run(scores()) == [4 / 99]
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({"url": "http://user:pass@a/v1"}, "and hold no user or password"),
         ({"url": "localhost:8001"}, "reward.url: must begin with http://"),
         ({"question": "{respons}"}, "reward.question: must hold {response}"),
         ({"pattern": "score"}, "reward.pattern: needs a group"),

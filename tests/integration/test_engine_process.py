@@ -94,6 +94,7 @@ def test_starts_answers_and_stops(
         assert engine.wait_healthy() < 20
         assert engine.alive()
         assert engine.healthy()
+        assert [f.stat().st_mode & 0o777 for f in (engine.log, engine.socket)] == [0o600, 0o700]
         group = engine.pid
         assert group is not None
         assert len(members(group)) == 2
@@ -105,6 +106,22 @@ def test_starts_answers_and_stops(
         assert not engine.socket.exists()
         assert not engine.alive()
         assert not engine.healthy()
+
+
+def test_an_option_that_vllm_refuses_is_one_line(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import argparse; argparse.ArgumentParser('api_server.py', usage='a page').parse_args(['--x=1'])"
+    monkeypatch.setattr(module, "engine_command", lambda *_, **__: [sys.executable, "-c", code])
+    path = engine_socket(tmp_path, 2)
+    engine = EngineProcess(
+        settings, 2, socket=path, log=tmp_path / "e.log", bridge_dir=tmp_path, token="secret"
+    )
+    engine.start()
+    with pytest.raises(UserError) as error:
+        engine.wait_healthy()
+    told = "engine 2: vLLM refuses engine.arguments: unrecognized arguments: --x=1; correct them"
+    assert str(error.value) == told
 
 
 def test_broken_and_stuck_engines_say_why(

@@ -22,11 +22,13 @@ import pytest
 
 from rpg_megatron.rewards import grade
 from tests.support.commands import Command, read_proc_file
+from tests.support.run_checkpoints import write_step
 from tests.support.runs import find_core
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
-N = 4
+N, FEWER = 4, 2
+"""Responses per problem of the sets ``a`` and ``sums``."""
 
 
 @pytest.fixture
@@ -37,7 +39,20 @@ def options(tmp_path: Path) -> list[str]:
     (tmp_path / "b.jsonl").write_text("".join(lines[24:40]))
     files = ["--data", str(tmp_path / "a.jsonl"), "--data", f"sums={tmp_path / 'b.jsonl'}"]
     sizes = ["engine.max_sequences=4", "engine.kv_cache_gib=0.25", "--max-response-tokens", "48"]
-    return ["eval", str(QUICKSTART / "model"), *files, *sizes, "--device", "cpu", "-n", str(N), "--seed", "5"]
+    return [
+        "eval",
+        str(QUICKSTART / "model"),
+        *files,
+        *sizes,
+        "--device",
+        "cpu",
+        "-n",
+        str(N),
+        "-n",
+        f"sums={FEWER}",
+        "--seed",
+        "5",
+    ]
 
 
 def rows(folder: Path, name: str) -> list[dict]:
@@ -69,13 +84,15 @@ def majority(row: dict) -> bool:
     return row["correct"][row["extracted"].index(winner)]
 
 
-def assert_figures(told: dict, found: list[dict]) -> None:
-    assert told["problems"] == len(found)
-    expected = {f"avg@{N}": statistics.mean(sum(r["correct"]) / N for r in found)}
+def assert_figures(told: dict, found: list[dict], n: int) -> None:
+    assert (told["problems"], told["samples"]) == (len(found), n)
+    expected = {f"avg@{n}": statistics.mean(sum(r["correct"]) / n for r in found)}
     expected |= {
-        f"pass@{k}": statistics.mean(pass_by_enumeration(r["correct"], k) for r in found) for k in (1, 2, 4)
+        f"pass@{k}": statistics.mean(pass_by_enumeration(r["correct"], k) for r in found)
+        for k in (1, 2, 4)
+        if k <= n
     }
-    expected[f"maj@{N}"] = statistics.mean(majority(r) for r in found)
+    expected[f"maj@{n}"] = statistics.mean(majority(r) for r in found)
     assert {key: part["value"] for key, part in told["metrics"].items()} == pytest.approx(expected)
     for part in told["metrics"].values():
         assert part["low"] <= part["value"] <= part["high"]
@@ -134,12 +151,36 @@ def test_ended_in_the_middle_it_goes_on_and_its_figures_are_right(
     again.assert_nothing_left()
     summary = json.loads(again.out.read_text())
     assert summary["folder"] == str(out)
-    for name, data in (("a", "a.jsonl"), ("sums", "b.jsonl")):
+    for name, data, n in (("a", "a.jsonl", N), ("sums", "b.jsonl", FEWER)):
         found = rows(out, name)
-        assert_figures(summary["sets"][name], found)
+        assert_figures(summary["sets"][name], found, n)
         assert_graded(out, name, tmp_path / data)
         assert all(row in found for row in before[name]), "what was graded is kept, not sampled again"
     assert summary["sets"]["a"]["metrics"][f"avg@{N}"]["value"] > 0.1, "it has learnt some sums"
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_a_run_is_converted_for_the_engines(
+    command, options: list[str], tmp_path: Path
+) -> None:
+    """The weights are the quickstart's model's, so the responses are; the copy is gone at the end."""
+    code, told = command(*options, "--out", str(tmp_path / "hf")).finish(timeout=600)
+    assert code == 0, told
+    megatron = ["--hf", str(QUICKSTART / "model"), "--out", str(tmp_path / "megatron")]
+    code, told = command("convert", "hf-to-megatron", *megatron).finish(timeout=300)
+    assert code == 0, told
+    step = write_step(tmp_path / "r-001", 3, QUICKSTART / "model", tmp_path / "megatron" / "release")
+    one: Command = command(options[0], str(step), *options[2:], "--out", str(tmp_path / "out"))
+    code, told = one.finish(timeout=600)
+    assert code == 0, told
+    one.assert_nothing_left()
+    assert str(step) in one.out.read_text()
+    for name in ("a", "sums"):
+        same = [
+            a == b for a, b in zip(rows(tmp_path / "hf", name), rows(tmp_path / "out", name), strict=True)
+        ]
+        assert sum(same) >= 0.9 * len(same)  # a batch of another size may round another way
+    assert not (tmp_path / "out" / "model").exists()
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from rpg_megatron.commands.grade import grade_file
 from rpg_megatron.config import UserError
 from tests.support.commands import read_stats
 from tests.support.launcher import wait_for
+from tests.support.report_runs import make_run
 
 GOOD = [
     {"response": "Answer: 18", "answer": "18"},
@@ -131,6 +133,54 @@ def test_a_file_of_malformed_lines_alone_says_what_is_wrong(tmp_path: Path) -> N
     file = write(tmp_path, b'{"answer": "2"}', b"{broken")
     with pytest.raises(UserError, match=r":1: the key 'response' is missing .* no line of the file"):
         grade_file(file, style="auto", out=None, workers=1, deadline=5.0, skip_malformed=True)
+
+
+REWARDS = """
+def length(response, answer, row, *, target: int = 4):
+    if response == "bad": raise KeyError("why")
+    return len(response) / target + row["level"]
+def group(responses): return [float(len(responses)) for _ in responses]
+"""
+
+
+def test_any_reward_runs_on_responses_data_and_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "graded_rewards_of_test.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+
+    def ended(file: Path, function: str, *overrides: str) -> tuple[list[dict[str, Any]], str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["grade", str(file), "--reward", f"graded_rewards_of_test:{function}", *overrides])
+        out, err = capsys.readouterr()
+        assert end.value.code == 0, err
+        return [json.loads(line) for line in out.splitlines()], err
+
+    rows = [{"response": text, "answer": "5", "prompt": "P", "level": 1} for text in ("ab", "bad", "abcd")]
+    file = write(tmp_path, *(json.dumps(row).encode() for row in rows))
+    found, told = ended(file, "length", "reward.target=2")
+    assert [row["reward"] for row in found] == [2.0, None, 3.0]
+    where = f"{tmp_path / 'graded_rewards_of_test.py'}:3"
+    assert found[1]["failure"] == f"error: KeyError: 'why' at {where}"
+    assert "2 of 3 correct (66.7%), mean reward 2.5, 1 error; " in told
+    assert told.endswith(
+        f"\n  row 2: reward.type graded_rewards_of_test:length: error: KeyError: 'why' at {where}\n"
+    )
+    assert [row["reward"] for row in ended(file, "group")[0]] == [3.0] * 3, "lines with the same prompt"
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "Q", "answer": 12345, "level": 0}\n')
+    assert ended(data, "length", "data.prompt_key=question")[0][0]["reward"] == 1.25
+    rollouts = make_run(tmp_path / "run", steps=1, rollouts_every=1) / "rollouts" / "step_000001.parquet"
+    assert [row["reward"] for row in ended(rollouts, "group")[0]] == [4.0] * 16
+    for arguments, says in (
+        ([str(file), "steps=3"], "has no effect without --reward"),
+        ([str(file), "--reward", "a:b", "training.steps=3"], "KEY=VALUE may set reward"),
+        ([str(file), "--reward", "nowhere:b"], "there is no module 'nowhere'"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["grade", *arguments])
+        assert end.value.code == 2
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rpg_megatron.launcher.scratch_dirs import create_workspace, remove_abandoned
 from rpg_megatron.launcher.summary import summarise
 from tests.support.launcher import Launch, assert_nothing_left, living, wait_for
 
@@ -68,6 +67,45 @@ def test_the_death_of_any_child_ends_the_run_and_is_explained(
     assert "tiny-001" in err
     assert living(one.stand_ins()) == []
     assert one.folders() == []
+
+
+WITHOUT_LOGS = """
+while len((here / 'pids').read_text().split()) < 8: time.sleep(0.02)
+run = pathlib.Path(sys.argv[1])
+(run / 'checkpoints' / 'step_000002').mkdir(parents=True)
+(run / 'checkpoints' / 'step_000002' / 'manifest.json').touch()
+import shutil; shutil.rmtree(run / 'logs')
+print('last words', flush=True)
+os._exit(7)
+"""
+
+
+def test_the_reason_is_told_also_if_the_logs_are_deleted(launch, tmp_path: Path):
+    """The end of a process's log is still there, and where the run can be resumed."""
+    one = launch(rank_0=WITHOUT_LOGS)
+    code, _, err = one.finish()
+    assert code == 1
+    assert err.startswith("error: rank_0 ended with exit code 7; the end of ")
+    assert "\n(the file was deleted during the run)\nlast words\n" in err
+    assert err.endswith("; the same command resumes it from runs/tiny-001/checkpoints/step_000002\n")
+    assert "last words" in (tmp_path / "runs" / "tiny-001" / "logs" / "launcher.log").read_text()
+    assert living(one.stand_ins()) == []
+    assert one.folders() == []
+
+
+def test_limits_are_raised_and_those_that_a_process_reached_are_named(launch, tmp_path: Path):
+    space = 100 * 1024**3
+    reached = """
+import resource
+(here / 'files').write_text(str(resource.getrlimit(resource.RLIMIT_NOFILE)))
+print('MemoryError', flush=True)
+os._exit(7)
+"""
+    one = launch(prefix=("prlimit", "--nofile=96:5000", f"--as={space}"), rank_0=reached)
+    code, _, err = one.finish()
+    assert code == 1
+    assert (tmp_path / "files").read_text() == "(5000, 5000)"
+    assert f"a limit of the shell may be the cause: ulimit -v is {space // 1024}; raise it" in err
 
 
 def test_a_sampler_that_dies_while_the_ranks_finish_fails_nothing(launch, tmp_path: Path):
@@ -352,29 +390,6 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
     assert (tmp_path / "runs/tiny-001/report.html").stat().st_size > 10_000
     assert len(json.loads((tmp_path / "runs/tiny-001/environment.json").read_text())) == 1
     assert_nothing_left(one)
-
-
-def test_folders_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path: Path):
-    code = (
-        "import sys; from pathlib import Path; from rpg_megatron.launcher.scratch_dirs import *\n"
-        "from rpg_megatron.launcher.scratch_dirs import _make\n"
-        "parent = Path(sys.argv[1]); folder = _make(parent)\n"
-        "for name in 'psm_engine', 'psm_reused':\n"
-        "    (parent / name).touch()\n"
-        "    Workspace(folder, folder).note_segments([parent / name, parent / 'gone'])"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-    (tmp_path / "rpg-foreign").mkdir()
-    (tmp_path / "new").touch()
-    (tmp_path / "new").replace(tmp_path / "psm_reused")  # another process's file of the same name
-    mine = create_workspace(tmp_path)
-    assert mine.bridge.stat().st_mode & 0o777 == 0o700
-    kept = ["rpg-foreign", mine.bridge.name, "psm_reused"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)
-    assert remove_abandoned(tmp_path) == []
-    mine.remove()
-    assert not mine.work.exists()
-    assert not mine.bridge.exists()
 
 
 @pytest.mark.parametrize(

@@ -137,16 +137,40 @@ def test_it_says_the_numbers_that_the_terminal_said(
     shares = [0.3525, 0.3575, 0.3545, 0.92, 0.12345, 0.4975, 1.0, *(n / 800 for n in range(8, 801, 7))]
     shown = browser.run(f"{shares}.map((share) => formatValue(share, 'percent'))")
     assert shown == [f"{share:.1%}" for share in shares]
+    ends = [(0.36, 0.7525), (0.3525, 0.745), (0.125, 0.1875)]
+    told = browser.run(
+        f"{[list(pair) for pair in ends]}"
+        ".map(([before, after]) => difference({name: 'a/avg@1', before, after, margin: null}))"
+    )
+    assert told == [f"{100 * (after - before):+.1f} points" for before, after in ends]
     rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
     rates = [row["throughput/tokens_per_second"] for row in rows if row["step"]]
     facts = browser.run("document.querySelector('.facts').textContent")
     assert f" {sum(rates) / len(rates) / 1000:.1f} k tokens/s" in facts
 
 
+def test_the_last_and_the_best_evaluation_of_each_set_are_side_by_side(
+    browser: Browser, runs: list[Path], tmp_path: Path
+) -> None:
+    text = "document.querySelector('{}').textContent"
+    browser.open(write_report(runs[:1], tmp_path / "one.html"))
+    rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["eval/aime24/avg@4"] for row in rows if "eval/aime24/avg@4" in row}
+    step = max(found, key=lambda one: found[one])
+    assert re.search(
+        rf"best {100 * found[step]:.1f}% \(step {step}\)", browser.run(text.format(".panel .under"))
+    )
+    browser.open(write_report(runs[:2], tmp_path / "two.html"))
+    table = browser.run(text.format("table.evaluations"))
+    assert table.startswith("held-out accuracyaime24/avg@4lastbest")
+    assert f"{100 * found[max(found)]:.1f}%{100 * found[step]:.1f}%" in table
+
+
 def test_headings_ticks_and_margins_tell_things_apart(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "b-001", steps=20, rollouts_every=10, evaluate_every=10)
     file = run / "metrics.jsonl"
     rows = [json.loads(line) | {"lr": 1e-4} for line in file.read_text().splitlines()]
+    rows = [row | {"memory/peak_bytes": (1.0247 + row["step"] * 5e-5) * 2**30} for row in rows]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     browser.open(write_report([run], tmp_path / "report.html"))
     headings = browser.run("[...document.querySelectorAll('h2')].map((e) => e.textContent)")
@@ -154,6 +178,10 @@ def test_headings_ticks_and_margins_tell_things_apart(browser: Browser, tmp_path
     selector = '[data-chart="Learning rate"] text.tick[text-anchor=end]'
     ticks = browser.run(f"[...document.querySelectorAll('{selector}')].map((e) => e.textContent)")
     assert len(set(ticks)) == len(ticks) > 2
+    memory = "[...document.querySelectorAll('[data-chart=\"Memory\"] text.tick[text-anchor=end]')]"
+    assert "1.02500 GiB" in browser.run(f"{memory}.map((e) => e.textContent)")
+    left = "getBoundingClientRect().left"
+    assert browser.run(f"{memory}.every((e) => e.{left} >= e.closest('svg').{left})"), "labels are not cut"
     assert browser.run(LINES.format("Groups without signal")) == 3
     big = browser.run("document.querySelector('.big').textContent")
     assert re.fullmatch(r"[\d.]+% ± [\d.]+ → [\d.]+% ± [\d.]+", " ".join(big.split())), big
@@ -238,7 +266,16 @@ def test_responses_can_be_filtered(browser: Browser, runs: list[Path], tmp_path:
             " [...a.querySelectorAll('.response .badge')].map((b) => b.textContent))"
         )
 
-    assert all(verdicts == ["wrong", "correct"] for verdicts in choose("Learnt"))
+    pairs = choose("Learnt")
+    assert all(verdicts == ["wrong", "correct"] for verdicts in pairs)
+    # Without a correct response of the last step, a learnt problem has nothing to show.
+    key, kept = "problemOf(matching('learnt')[0])", "beforeAndAfter('learnt').length"
+    before = browser.run(kept)
+    browser.run(
+        f"(() => {{ const key = {key}; samplesOf().items.filter((i) => problemOf(i) === key)"
+        ".forEach((i) => { i.right = false; }); })()"
+    )
+    assert browser.run(kept) == before - 1
     assert all(verdicts == ["correct"] for verdicts in choose("Best"))
     assert all(verdicts == ["wrong"] for verdicts in choose("Worst"))
     choose("Longest")

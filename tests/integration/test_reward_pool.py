@@ -275,7 +275,7 @@ def test_a_function_that_cannot_be_had_is_one_message(odd: str, name: str, says:
     assert says in str(error.value)
 
 
-def test_a_function_of_the_users_own_scores(odd: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_of_the_users_own_scores(odd: str) -> None:
     scorer = Scorer(RewardSettings(type=odd, correct=2.0, wrong=-3.0, deadline=1.0), max_tokens=10)
     try:
         asked = ["a", "b", "half", "minus", "hang", "raise", "Answer: 5"]
@@ -297,5 +297,5 @@ def test_a_function_of_the_users_own_scores(odd: str, caplog: pytest.LogCaptureF
     assert "timeout" in scores[4].reason
     wanted = {"reward/timeouts": 1, "reward/crashes": 0, "reward/out_of_memory": 0, "reward/errors": 1}
     assert counts == wanted
-    assert caplog.text.count("counts as wrong") == 1
+    assert [bool(score.failures) for score in scores] == [False] * 4 + [True, True, False]
     assert json.dumps(counts)

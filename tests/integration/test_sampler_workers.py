@@ -29,6 +29,7 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.trajectory import Trajectory, to_row
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
+from tests.support.sockets import listening_ports
 from tests.support.stand_in_engines import StandIns, stand_in_engines
 
 REWARD = """
@@ -145,6 +146,7 @@ def test_the_batch_does_not_depend_on_workers_or_route(
         assert [first, *(json.step(number) for number in (2, 3))] == expected
     with sampler(config_file, 2) as (two, engines):
         assert len(two.workers()) == 2
+        assert [listening_ports(pid) for pid in (two.pid, *two.workers())] == [[]] * 3
         for pid in (two.pid, *two.workers()):
             assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
         assert two.step(1) == expected[0]
@@ -166,6 +168,7 @@ def test_the_batch_does_not_depend_on_workers_or_route(
         # A run of one worker is resumed with two; a group that it carried over is in one worker's file.
         engines.delay = 0
         one, other = (config_file.parent / name / "rollouts" for name in ("run-1-False", "run-2-True"))
+        assert {file.stat().st_mode & 0o777 for file in one.iterdir()} == {0o600}
         shutil.copytree(one, other, dirs_exist_ok=True)
         two.client.restore(state)
         assert two.step(2) == expected[1]

@@ -70,11 +70,18 @@ class Engine:
     bridge: Path
     token: str
 
-    def listens_at(self) -> set[str]:
-        """The IP addresses at which its processes listen."""
+    def listens_at(self) -> list[str]:
+        """The IP addresses at which its processes listen, one for each port."""
+        return [c.laddr.ip for c in self._connections("inet") if c.status == psutil.CONN_LISTEN]
+
+    def unix_sockets(self) -> set[str]:
+        """Paths of its processes' unix sockets."""
+        return {c.laddr for c in self._connections("unix") if c.laddr}
+
+    def _connections(self, kind: str) -> Iterator[Any]:
         assert self.process.pid is not None
-        found = [psutil.Process(pid).net_connections("inet") for pid in members(self.process.pid)]
-        return {c.laddr.ip for each in found for c in each if c.status == psutil.CONN_LISTEN}
+        for pid in members(self.process.pid):
+            yield from psutil.Process(pid).net_connections(kind)
 
     def call(
         self, method: str, path: str, body: Any = None, timeout: float = 60.0, token: str | None = ""

@@ -40,6 +40,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from rpg_megatron.system import collectives
+from rpg_megatron.system.encoding import decode, encode
+
 REPOSITORY = f"{Path(__file__).resolve().parents[2]}/"
 OURS = "rpg_megatron"
 aten = torch.ops.aten
@@ -590,6 +593,19 @@ def _pretend_groups() -> None:
     def barrier(group: Any = None, *_: Any, **__: Any) -> None:
         require_host("barrier", group)
 
+    def gather_objects(value: Any, kind: Any = Any, group: Any = None) -> list[Any]:
+        group = group or collectives.control_group()
+        require_host("gather_objects", group)
+        return everyone(decode(encode(value), kind), group)
+
+    def gather_on_first(value: Any, kind: Any = Any) -> list[Any]:
+        found = gather_objects(value, kind)
+        return found if dist.get_rank() == 0 else []
+
+    def broadcast_object(value: Any, kind: Any = Any, group: Any = None) -> Any:
+        require_host("broadcast_object", group or collectives.control_group())
+        return decode(encode(value), kind)
+
     changes = dict(
         init_process_group=init,
         new_group=new_group,
@@ -600,8 +616,11 @@ def _pretend_groups() -> None:
         barrier=barrier,
         _coalescing_manager=coalescing,
     )
-    for name, function in changes.items():
-        real = getattr(c10d, name)
+    ours = dict(
+        gather_objects=gather_objects, gather_on_first=gather_on_first, broadcast_object=broadcast_object
+    )
+    for name, function in (changes | ours).items():
+        real = getattr(collectives if name in ours else c10d, name)
         for module in list(sys.modules.values()):  # some have imported it by name
             if getattr(module, "__dict__", {}).get(name) is real:
                 setattr(module, name, function)

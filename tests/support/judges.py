@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HEADERS = {307: "location: /elsewhere\r\n", 429: "retry-after: 7\r\n"}
+HEADERS = {307: "location: /elsewhere\r\n", 429: "retry-after: {}\r\n"}
 """By status."""
 GARBAGE = (b"<html>", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}')
 
@@ -19,8 +19,8 @@ class StandInJudge:
 
     Words: "slow" answers after 60 s, "half" sends half of an answer, "broken" status 500, "refused" status
     401, "busy" 429, "moved" another place, "garbage" something else than a chat, "dies" ends the connection,
-    "vague" a text without a score, "once" fails the first time; any other text gets its number of characters
-    as the score.
+    "vague" a text without a score, "long" 4 MiB, "too long" a byte more, "once" fails the first time; any
+    other text gets its number of characters as the score.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,8 @@ class StandInJudge:
         self.most = self._running = 0
         """Requests at a time."""
         self.delay = 0.0
+        self.retry_after = "7"
+        """What "busy" answers."""
         self.keys: set[str] = set()
 
     def question(self, text: str) -> str:
@@ -52,7 +54,7 @@ class StandInJudge:
                         status, answer = await self.answer(body["messages"][-1]["content"], fields)
                 finally:
                     self._running -= 1
-                kind = "content-type: application/json\r\n" + HEADERS.get(status, "")
+                kind = "content-type: application/json\r\n" + HEADERS.get(status, "").format(self.retry_after)
                 writer.write(f"HTTP/1.1 {status} x\r\n{kind}content-length: {len(answer)}\r\n\r\n".encode())
                 half = b'"half"' in answer
                 writer.write(answer[: len(answer) // 2] if half else answer)
@@ -79,7 +81,10 @@ class StandInJudge:
         text = "I like it" if "vague" in question else f"It is fine. Score: {len(question)}"
         usage = {"prompt_tokens": 100, "completion_tokens": 10}
         message = {"choices": [{"message": {"content": text}}], "usage": usage}
-        return 200, json.dumps(message | ({"half": 1} if "half" in question else {})).encode()
+        answer = json.dumps(message | ({"half": 1} if "half" in question else {})).encode()
+        if "long" in question:  # JSON may begin with spaces
+            answer = answer.rjust((4 << 20) + ("too" in question))
+        return 200, answer
 
 
 @contextmanager

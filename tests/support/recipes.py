@@ -8,11 +8,12 @@ from rpg_megatron.config import Settings, load_settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAPER = EXAMPLES / "paper"
-ROWS = sorted(PAPER.glob("table*/*.yaml"))
+ABLATIONS = sorted(PAPER.glob("ablation_*/*.yaml"))
+ROWS = sorted([*PAPER.glob("table*/*.yaml"), *ABLATIONS, *PAPER.glob("qwen2.5-math-7b/*.yaml")])
 H100 = sorted(EXAMPLES.glob("*_dapo_math_*.yaml"))
 AHEAD = sorted(EXAMPLES.glob("async/*.yaml"))
 MIXTURES = sorted(EXAMPLES.glob("moe/*.yaml"))
-REHEARSED = [*sorted(PAPER.glob("table8*/*.yaml")), EXAMPLES / "qwen3_4b_dapo_math_2k.yaml"]
+REHEARSED = [*sorted(PAPER.glob("table8*/*.yaml")), *ABLATIONS, EXAMPLES / "qwen3_4b_dapo_math_2k.yaml"]
 """All others are the same runs as one of these when their sizes are overridden."""
 
 SIZES = [

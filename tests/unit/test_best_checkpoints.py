@@ -79,7 +79,7 @@ def test_a_kill_while_old_ones_are_removed_loses_none_of_the_best(
     def killed(folder: Path, **_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_folder.shutil, "rmtree", killed)
+    monkeypatch.setattr(run_folder, "remove", killed)
     with pytest.raises(KeyboardInterrupt):
         BestCheckpoints(settings("{k: 1}"), tmp_path).prune()
     monkeypatch.undo()

@@ -92,6 +92,7 @@ COMMANDS = [
     ("plan", "c.yaml"),
     ("doctor",),
     ("grade", "f.jsonl"),
+    ("sample", "r"),
     ("report", "r"),
     ("convert", "hf-to-megatron", "--hf=m"),
     ("convert", "megatron-to-hf", "--megatron=m"),
@@ -181,6 +182,7 @@ def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.Monkey
         ("audit", "c.yaml"),
         ("replay", "runs/x", "--step", "1"),
         ("grade", "x.jsonl"),
+        ("sample", "runs/x"),
         ("report", "runs/x"),
     ],
 )

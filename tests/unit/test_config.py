@@ -105,6 +105,9 @@ def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
         ("training=3", "training: must be a section of keys and values (got 3)"),
         ("training.steps=", "(got null)"),
         ("training.foo=1", "unknown key 'training.foo'; training has the keys steps, minibatches"),
+        ("foo=1", "unknown key 'foo'; the settings have the keys name, runs"),
+        ("engine.type=vllm", "unknown key 'engine.type'; engine has the keys replicas"),
+        ("data.image_key=i", "unknown key 'data.image_key'; data has the keys path"),
         ("engine.arguments=--x", "engine.arguments: must be a list"),
         (f"training.steps={'9x' * 100_000}", f"(got '{'9x' * 39}9...)"),
     ],
@@ -223,6 +226,12 @@ def test_every_key_is_read_somewhere():
         ("objective={type: ppo}; anchor.type=fixed", "has no KL term, so anchor.type has no effect"),
         ("rollout.temperature=0", "greater than or equal to 0.01"),
         ("evaluation={data: {path: d}, temperature: 0, samples: 2}", "set samples to 1"),
+        (
+            "evaluation={samples: 4, sets: [{preset: amc23, temperature: 0}]}",
+            "sets[0] (amc23): temperature 0 samples",
+        ),
+        ("evaluation={temperature: 0, sets: [{preset: amc23, samples: 4}]}", "set samples to 1"),
+        ("evaluation={sets: [{preset: amc23, temperature: 0.001}]}", "at least 0.01, the engine's minimum"),
         ("evaluation={every: 5}", "either data (one held-out set) or sets"),
         ("evaluation={data: {path: d}, sets: [{preset: amc23}]}", "either data (one held-out set) or sets"),
         ("evaluation={sets: [{path: d}]}", "sets[0] has neither a name"),
@@ -269,7 +278,10 @@ def test_explained_settings_are_the_settings_with_each_keys_meaning(config_file:
             assert " ".join(field.description.split()) in comments, name
     assert "One of: fkl, ufkl, rkl, urkl." in comments
     assert "One of: rpg, grpo, dapo" in comments
-    assert "Keys: type, level, low, high." in comments, "of a block that is null"
+    assert "level (token): One ratio per token" in comments, "a key of a section that is null"
+    assert "buffer (null): Length, in tokens before" in comments
+    assert comments.count("Share of the prompts relative to the other sources") == 1
+    assert "answer_boxed, where, limit: as above." in comments, "of a mixture"
 
 
 @pytest.mark.parametrize(
@@ -359,6 +371,30 @@ def test_a_file_on_top_of_others(tmp_path: Path) -> None:
     objective_of_another_type = load_settings(other).objective
     assert objective_of_another_type.type == "rpg"
     assert objective_of_another_type.beta == 1e-4, "another type begins anew"
+
+
+def test_null_removes_what_a_file_below_sets_unless_null_is_a_value(tmp_path: Path) -> None:
+    write(
+        tmp_path / "base.yaml",
+        "model: {path: m}\ndata: {path: d, where: {level: 5, kind: a}}\noptimizer: {lr: 0.1, beta1: 0.5}\n"
+        "reward: {overlong: {factor: 2}, terms: {right: {type: boxed}, style: {type: gsm8k, failed: 1.0}}}\n"
+        "objective: {type: my_losses:Loss, far: 2}\n",
+    )
+    top = "extends: base.yaml\noptimizer: {lr: null}\ndata: {where: {level: null}}\nobjective: {far: null}\n"
+    top += "reward: {overlong: null, terms: {right: {weight: 2}, style: null}}\n"
+    settings = load_settings(write(tmp_path / "top.yaml", top))
+    assert (settings.optimizer.lr, settings.optimizer.beta1) == (type(settings.optimizer)().lr, 0.5)
+    assert settings.data.where == {"kind": "a"}
+    assert settings.reward.overlong is None
+    assert {name: (term.type, term.weight) for name, term in settings.reward.terms.items()} == {
+        "right": ("boxed", 2.0)
+    }
+    assert settings.objective.keywords == {"far": None}, "own code may take null"
+    kept = write(tmp_path / "kept.yaml", "extends: base.yaml\nreward: {terms: {style: {failed: null}}}\n")
+    assert load_settings(kept).reward.terms["style"].failed is None
+    for wrong in ("model: null", "optimizer: {lrr: null}", "training: {steps: null}"):
+        with pytest.raises(UserError):
+            load_settings(write(tmp_path / "wrong.yaml", f"extends: base.yaml\n{wrong}\n"))
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,16 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
     """Sync, questions, sleep and stop: every word between ranks goes over the control group, in order."""
     asked = Refusing()
     control = control_group()
-    assert dist.get_backend(control) == "gloo"
+    assert dist.get_backend(control) == "single_rank"
     assert control is not dist.group.WORLD
-    for name in ("broadcast_object_list", "all_gather_object", "gather_object", "barrier"):
+    for name in (
+        "broadcast",
+        "all_gather",
+        "gather",
+        "barrier",
+        "broadcast_object_list",
+        "all_gather_object",
+    ):
         real = getattr(dist, name)
 
         def noted(*args: object, real=real, name=name, group=None, **kwargs: object) -> object:
@@ -174,15 +181,16 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
             return real(*args, group=group, **kwargs)
 
         monkeypatch.setattr(dist, name, noted)
+    sent = ["broadcast", "broadcast"]  # the size, the bytes
     weight_sync = WeightSync(asked, None, StopRequest())
     weight_sync.sync(1)
-    assert asked.order == ["publish", "broadcast_object_list", "retract"]
+    assert asked.order == ["publish", *sent, "retract"]
     asked.order.clear()
     weight_sync.call_with_resync(lambda sampler: None)
     weight_sync.sleep(2)
     weight_sync.wake()
     weight_sync.check_stop()
-    assert asked.order == [*["broadcast_object_list"] * 3, "all_gather_object"]
+    assert asked.order == [*sent * 3, "all_gather", "all_gather"]
 
 
 def test_the_process_group_is_bound_to_no_device(monkeypatch):

@@ -8,7 +8,6 @@ from manifests with made-up GPUs. Not covered: CUDA itself (tests/gpu).
 from __future__ import annotations
 
 import asyncio
-import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from rpg_megatron.bridge.transports.process_group_reader import _Receiver
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.system.encoding import decode, encode
 from tests.support.megatron_shards import stage_values
 from tests.support.tiny_models import TINY, random_state_dict
 
@@ -161,10 +161,10 @@ class Node:
             thread.join(60)
         return out
 
-    def _gather(self, value: Any) -> list[Any]:
-        self._told[self._rank.number] = pickle.dumps(value)
+    def _gather(self, value: Any, kind: Any) -> list[Any]:
+        self._told[self._rank.number] = encode(value)
         self._barrier.wait(30)
-        told = [pickle.loads(x) for x in self._told]
+        told = [decode(x, kind) for x in self._told]
         if self._rank.number == 0:
             self.sent.append(sum(map(len, self._told)))
         self._barrier.wait(30)

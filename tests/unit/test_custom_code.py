@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from rpg_megatron.commands.doctor.probe import Subject
 from rpg_megatron.commands.doctor.run_inputs import probe_custom_code
@@ -22,6 +23,7 @@ from rpg_megatron.config.policy import OptimizerSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.launcher import input_checks
 from rpg_megatron.launcher.input_checks import check_custom_code
+from rpg_megatron.launcher.run_dir import create_run, resolved_yaml
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.schedules import build_schedule
 from rpg_megatron.rollout.dynamic_sampling import passes_filter
@@ -31,6 +33,8 @@ from rpg_megatron.training.advantages import build_advantages
 from rpg_megatron.training.loss import build_loss
 
 MODULE = """
+import dataclasses
+
 from pydantic import BaseModel, Field
 
 print("a module may print")
@@ -88,6 +92,18 @@ class Takes:
 
 def taken(scores, rounds=1):
     return True
+
+def reward(response, row=None, *, near: int = 3, far: float = 2, ratio=0.5, note: str = None, most=[1]):
+    return float(near)
+
+def answers(text, truth=None, scale=2.0, token_ids=()):
+    return 1.0
+
+@dataclasses.dataclass
+class Tracker:
+    run: str
+    url: str = "x"
+    parts: list = dataclasses.field(default_factory=list)
 """
 
 
@@ -149,6 +165,16 @@ def test_what_is_wrong_is_one_line(wanted: CustomCode, told: str) -> None:
     assert len(problem.splitlines()) == 1
 
 
+def test_of_very_many_wrong_settings_some_are_listed() -> None:
+    many = {f"k{i}": "x" * 1000 for i in range(1000)}
+    problem = find_problem(loss("Loss", **many))
+    assert problem is not None
+    assert len(problem.splitlines()) < 30
+    wrong = find_problem(loss("Typed", beta="x" * 1000))
+    assert wrong is not None
+    assert len(wrong) < 300
+
+
 def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = load_settings(config_file, ["objective={type: own_module_of_test:Loss, beta: 0.1}"])
     check_custom_code(good)
@@ -161,6 +187,36 @@ def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.Capt
     assert told in f"{failed.found}; {failed.fix}"
     run_plan(bad, None, sweep=False, as_json=True)
     assert any(told in text for text in json.loads(capsys.readouterr().out)["warnings"])
+
+
+def test_the_settings_of_a_run_have_the_defaults_of_own_code(config_file: Path) -> None:
+    """Those that are used as they are; what the code converts or computes is left out."""
+    own = "own_module_of_test"
+    settings = load_settings(
+        config_file,
+        [
+            f"objective={{type: {own}:Loss, beta: 0.1}}",
+            f"advantage.type={own}:advantage",
+            f"optimizer.schedule.type={own}:schedule",
+            f"rollout.dynamic.type={own}:varied",
+            f"trackers=[{{type: {own}:Tracker}}]",
+            f"reward.terms={{a: {{type: {own}:reward, ratio: 1}}, b: {{type: {own}:answers}}}}",
+            f"data={{source: {{type: {own}:missing}}}}",
+        ],
+    )
+    typed = make_settings(json.loads(settings.model_dump_json()), [f"objective={{type: {own}:Typed}}"], "")
+    assert yaml.safe_load(resolved_yaml(typed))["objective"]["beta"] == 0.1, "of a pydantic model"
+    run = create_run(settings)
+    found = load_settings(run / "config.yaml")
+    assert found.objective.keywords == {"beta": 0.1, "kind": "a"}
+    assert (found.advantage.keywords, found.optimizer.schedule.keywords) == ({"scale": 1.0}, {"low": 0.5})
+    assert found.rollout.dynamic.keywords == {"least": 0.1}
+    assert found.trackers[0].keywords == {"url": "x"}
+    terms = found.reward.terms
+    assert (terms["a"].model_extra, terms["b"].model_extra) == ({"ratio": 1, "near": 3}, {"scale": 2.0})
+    assert found.data.source.keywords == {}
+    check_custom_code(found)
+    assert resolved_yaml(found) == (run / "config.yaml").read_text()
 
 
 def test_an_import_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rpg_megatron.commands.doctor import command, machine
 from rpg_megatron.commands.doctor.gather import JobStep, find_job_step, gather_reports, send_report
 from rpg_megatron.commands.doctor.gpu import probe_gpus
 from rpg_megatron.commands.doctor.machine import probe_ports
@@ -20,6 +21,7 @@ from rpg_megatron.commands.doctor.packages import requirements
 from rpg_megatron.commands.doctor.probe import Check, Subject, ok, run_probes
 from rpg_megatron.commands.doctor.run_inputs import probe_walltime
 from rpg_megatron.config import load_settings
+from rpg_megatron.system import sandbox
 
 
 def test_a_batch_script_is_no_task_of_a_step() -> None:
@@ -45,6 +47,16 @@ def test_clocks_that_differ_are_told(
 
 def test_a_folder_that_cannot_be_shared_does_not_stop_a_task(tmp_path: Path) -> None:
     assert not send_report(JobStep(1, 2, "x"), Path("/proc/nowhere"), [])
+
+
+def test_long_findings_are_wrapped_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(command, "PROBES", [("a", 10.0, lambda _: iter([ok("a", "word " * 100)]))])
+    assert command.run_doctor(None, as_json=False)
+    out = capsys.readouterr().out
+    assert (max(map(len, out.splitlines())) <= 120, out.count("word")) == (True, 100)
 
 
 def test_a_probe_that_hangs_or_breaks_is_one_failed_line() -> None:
@@ -146,3 +158,19 @@ def _cheap_probes():
     from rpg_megatron.commands.doctor.command import PROBES
 
     return [p for p in PROBES if p[0] != "torch import"]
+
+
+@pytest.mark.skipif("seccomp" not in sandbox.means(), reason="this kernel has no seccomp")
+def test_the_process_for_foreign_input_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    (check,) = machine.probe_foreign_input(Subject(None, None))
+    assert check.verdict == "ok"
+    assert "can reach nothing (seccomp" in check.found
+    (found,) = sandbox.find_reachable([], os.getpid())
+    assert found == ["write files", "open connections", "signal other processes"]
+    monkeypatch.setattr(machine, "read_foreign", lambda *_, **__: [found])  # as on a kernel that has neither
+    monkeypatch.setattr(machine, "means", list)
+    (check,) = machine.probe_foreign_input(Subject(None, None))
+    assert check.verdict == "warning"
+    assert check.found.startswith(
+        "the kernel has neither seccomp nor Landlock: hostile files might write files"
+    )

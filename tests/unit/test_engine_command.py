@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.commands.eval.settings import check_request
+from rpg_megatron.commands.eval.settings import EvalModel, check_request
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.engine.arguments import check_engine_arguments, option_names
 from rpg_megatron.engine.command import context_length, engine_command, engine_environment
 from rpg_megatron.engine.process import first_error, tail_of
 from rpg_megatron.launcher.nodes import assign_node
@@ -41,6 +42,12 @@ def test_command_line(config_file: Path, tmp_path: Path) -> None:
     assert flags["--logprobs-mode"] == "processed_logprobs"
     assert flags["--generation-config"] == "vllm"
     assert flags["--seed"] == "8"
+    assert flags["--uds"] == str(tmp_path / "e.sock")
+    assert flags["--middleware"].endswith("BearerAuth")
+    assert "--trust-remote-code" not in command
+    remote = engine_command(settings, 1, tmp_path / "e.sock", listen=("10.0.0.2", 15001))
+    assert remote[remote.index("--host") + 1 : remote.index("--host") + 4] == ["10.0.0.2", "--port", "15001"]
+    assert "--uds" not in remote
     assert "--enforce-eager" in command
     assert "--distributed-executor-backend" not in command
     one = engine_command(load_settings(config_file), 0, tmp_path / "e.sock")
@@ -48,7 +55,7 @@ def test_command_line(config_file: Path, tmp_path: Path) -> None:
     assert str(2**28) in command
     assert command[-2:] == ["--swap-space", "0"]
     loaded = engine_command(settings, 1, tmp_path / "e.sock", weights="checkpoint")
-    assert loaded[loaded.index("--load-format") + 1] == "auto"
+    assert loaded[loaded.index("--load-format") + 1] == "safetensors"  # no pickles
     on_gpu = engine_command(settings.model_copy(update={"device": "cuda"}), 0, tmp_path / "e.sock")
     assert "--enforce-eager" not in on_gpu
     assert "--distributed-executor-backend" not in on_gpu
@@ -66,6 +73,7 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert environment["PYTHONSAFEPATH"] == "1"
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"  # gloo's default is the address of the host's name
     assert not {"VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"} & set(environment)
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["OMP_NUM_THREADS"] == "12"
@@ -132,6 +140,11 @@ def test_context_is_capped_by_the_model(config_file: Path) -> None:
     assert length("rollout.max_response_tokens=1000") == 512
     data = config_file.parent / "train.jsonl"
     assert length(f"evaluation={{data: {{path: {data}, max_prompt_tokens: 200}}}}") == 216
+    sets = f"sets: [{{path: {data}, name: a, max_prompt_tokens: 90}}, {{path: {data}, name: b, OWN}}]"
+    own = "max_prompt_tokens: 80, max_response_tokens: 100"
+    assert length(f"evaluation={{{sets.replace('OWN', own)}}}") == 180
+    own = "max_prompt_tokens: 8, max_response_tokens: 1"
+    assert length(f"evaluation={{max_response_tokens: 60, {sets.replace('OWN', own)}}}") == 150
     with pytest.raises(UserError, match=r"^evaluation.data.max_prompt_tokens: .* 512 positions"):
         length(f"evaluation={{data: {{path: {data}, max_prompt_tokens: 512}}}}")
 
@@ -143,6 +156,19 @@ def test_tail_of_a_log(tmp_path: Path) -> None:
     assert tail_of(log) == "(the log is empty)"
     log.write_bytes(b"\xff\n" + b"".join(b"line %d\n" % i for i in range(100_000)))
     assert tail_of(log, lines=2) == "line 99998\nline 99999"
+
+
+def test_a_log_that_was_deleted_is_read_where_it_is_still_open(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("ValueError: it is broken\n")
+    with log.open("rb") as opened:
+        log.unlink()
+        assert tail_of(log, opened=opened).splitlines() == [
+            "(the file was deleted during the run)",
+            "ValueError: it is broken",
+        ]
+        assert first_error(log, opened=opened) == "ValueError: it is broken"
+    assert "no log" in tail_of(log)
 
 
 def test_the_first_error_of_a_log_is_the_cause(tmp_path: Path) -> None:
@@ -169,7 +195,7 @@ def test_a_head_size_that_engines_on_a_cpu_do_not_have_is_refused(
     settings = load_settings(
         config_file, [f"model.path={model}", f"evaluation={{data: {{path: {tmp_path}}}}}"]
     )
-    for checked in (check, check_request):  # before training, and before an evaluation
+    for checked in (check, lambda s: check_request(s, EvalModel(model, None))):  # training, evaluation
         with pytest.raises(
             UserError, match=r"model has heads of 16 .* on a CPU vLLM supports 32, 64, 80, .*"
         ):
@@ -193,6 +219,34 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
             UserError, match=rf"{tensor} workers share the {columns} .* a multiple of 32 on each"
         ):
             check_expert_columns(settings, shape)
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("--max-num-seqz=3", "vLLM has no option --max-num-seqz; did you mean --max-num-seqs?"),
+        ("--bogus", "vLLM has no option --bogus; vllm serve --help=all lists them"),
+        ("--gpu_memory_utilization=0.9", None),
+        ("--max-num-s=3", None),  # abbreviated
+        ("--compilation-config.mode=3", None),
+        ("--no-enable-prefix-caching", None),
+        ("-O3", None),
+    ],
+)
+def test_options_that_vllm_lacks_are_refused(config_file: Path, argument: str, told: str | None) -> None:
+    settings = load_settings(config_file, [f"engine.arguments=[{argument!r}, '3']"])
+    if told is None:
+        check_engine_arguments(settings)
+        return
+    with pytest.raises(UserError) as error:
+        check_engine_arguments(settings)
+    assert str(error.value) == f"engine.arguments: {told}"
+
+
+def test_the_options_of_every_engine_are_vllms(config_file: Path, tmp_path: Path) -> None:
+    settings = load_settings(config_file)
+    ours = [each for each in engine_command(settings, 0, tmp_path / "e.sock") if each.startswith("--")]
+    assert set(ours) <= option_names()
 
 
 def test_expert_parallel_engines_are_refused_on_a_cpu(config_file: Path) -> None:

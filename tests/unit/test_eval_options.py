@@ -11,21 +11,23 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rpg_megatron import cli
+from rpg_megatron.commands.eval.options import split_sampling
 from rpg_megatron.commands.eval.output_dir import OutputDir, open_output_dir
-from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request
+from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request, model_label
 from rpg_megatron.commands.eval.table import show_summary
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.evaluation.metrics import describe_set
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.evaluation.results_file import append_result, read_results
-from rpg_megatron.launcher.resume import hold_folder
 from rpg_megatron.launcher.run_dir import SUMMARY
+from rpg_megatron.launcher.run_lock import hold_folder
 
 
 @pytest.fixture
@@ -108,9 +110,29 @@ def test_damaged_lines_are_named(tmp_path: Path, line: bytes) -> None:
 # -- the folder ----------------------------------------------------------------------------------------------
 
 
+def test_results_are_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "set.jsonl").symlink_to(tmp_path / "secret")
+    for attempt in (
+        lambda: append_result(tmp_path / "set.jsonl", result(prompts()[0])),
+        lambda: read_results(tmp_path / "set.jsonl", prompts(), 2),  # would cut an incomplete line
+    ):
+        with pytest.raises(UserError, match=r"set\.jsonl: cannot be .* \(is a symbolic link, .*\); fix that"):
+            attempt()
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
 def opened(request: EvalRequest, out: Path | None) -> OutputDir:
-    settings, label = make_request(request)
-    return open_output_dir(out, settings, label)
+    settings, model = make_request(request)
+    return open_output_dir(out, settings, model_label(model))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_the_folder_of_another_user_is_refused(tmp_path: Path, request_: EvalRequest) -> None:
+    (tmp_path / "out").mkdir()
+    os.chown(tmp_path / "out", 12345, -1)
+    with pytest.raises(UserError, match=r"--out: .*out belongs to another user; choose another folder"):
+        opened(request_, tmp_path / "out")
 
 
 def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
@@ -262,8 +284,8 @@ def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
     text = config_file.read_text().replace("train.jsonl", str(tmp_path / "train.jsonl"))
     (run / "config.yaml").write_text(text + "reward: {type: boxed}\n")
     for model in (run, run / "hf" / "step_000002"):
-        settings, label = make_request(replace(request_, model=model, overrides=[style]))
-        newest = model == run
+        settings, found = make_request(replace(request_, model=model, overrides=[style]))
+        label, newest = model_label(found), model == run
         assert label == ("tiny-001-step_000010" if newest else "tiny-001-step_000002")
         assert settings.model.path.name == label.removeprefix("tiny-001-")
         assert settings.reward.type == "boxed"
@@ -348,14 +370,72 @@ def test_a_run_with_several_sets_is_evaluated_on_them(
     assert {p.data.template for p in (a, b)} == {"Q {prompt}"}
 
 
+SETS = """
+evaluation:
+  samples: 8
+  max_response_tokens: 12
+  sets:
+    - {path: DATA, name: a, samples: 32, temperature: 0.6, max_prompt_tokens: 64}
+    - {path: DATA, name: b, samples: 1, top_p: 0.9, max_response_tokens: 30, max_prompt_tokens: 64}
+    - {path: DATA, name: c, max_prompt_tokens: 64}
+"""
+
+
+def test_each_set_has_its_own_sampling(
+    tmp_path: Path, data: Path, config_file: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    """The command line before the run, and what is for one set before what is for all."""
+    run = tmp_path / "runs" / "tiny-001"
+    make_checkpoint(run / "hf" / "step_000002")
+    (run / "config.yaml").write_text(config_file.read_text() + SETS.replace("DATA", str(data)))
+
+    def sampling(**options: Any) -> list[tuple[Any, ...]]:
+        settings, _ = make_request(EvalRequest(run, device="cpu", **options))
+        assert settings.evaluation is not None
+        return [
+            (p.samples, p.temperature, p.top_p, p.response_tokens(settings.rollout.max_response_tokens))
+            for p in settings.evaluation.heldout
+        ]
+
+    own = [(32, 0.6, 1.0, 12), (1, 1.0, 0.9, 30), (8, 1.0, 1.0, 12)]
+    assert sampling() == own
+    assert sampling(samples=2) == [(2, *part[1:]) for part in own]
+    assert sampling(max_response_tokens=20, top_p=0.5) == [(*part[:2], 0.5, 20) for part in own]
+    assert sampling(samples=2, own={"b": {"samples": 4}}) == [
+        (n, *part[1:]) for n, part in zip((2, 4, 2), own, strict=True)
+    ]
+    only = make_request(EvalRequest(run, device="cpu", files=[f"x={data}"], own={"x": {"samples": 3}}))[0]
+    assert [(p.name, p.samples) for p in only.evaluation.heldout] == [("x", 3)]
+
+    everywhere, each = split_sampling(samples=["4", "aime24=32"], temperature=["a=b=0.5"], top_p=None)
+    assert (everywhere, each) == ({"samples": 4}, {"aime24": {"samples": 32}, "a=b": {"temperature": 0.5}})
+
+
+def test_the_table_shows_where_sets_differ() -> None:
+    one = describe_set([result(prompts()[0], 4)], 0) | {"left_out": {}, "temperature": 1.0, "top_p": 1.0}
+    two = one | {"samples": 1, "temperature": 0.0}
+    limits = [{"max_response_tokens": n} for n in (4096, 32768)]
+    sets = {name: part | limit for name, part, limit in zip("ab", (one, two), limits, strict=True)}
+    lines = show_summary({"model": "m", "seed": 3, "sets": sets}).splitlines()
+    assert lines[1] == "top-p 1, seed 3"
+    assert [line.split() for line in lines[5:8]] == [
+        ["samples", "4", "1"],
+        ["temperature", "1", "0"],
+        ["max", "response", "tokens", "4,096", "32,768"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["/nowhere", "--data", "DATA"], "MODEL: /nowhere does not exist"),
         (["DATA", "--data", "DATA"], "is a file"),
-        (["EMPTY", "--data", "DATA"], "has no config.json"),
-        (["RUN", "--data", "DATA"], "has neither a model in hf/ nor a checkpoint"),
-        (["MEGATRON", "--data", "DATA"], "rpg-megatron convert megatron-to-hf --megatron"),
+        (
+            ["EMPTY", "--data", "DATA"],
+            "MODEL: EMPTY has no config.json, and is not a Megatron checkpoint, a run",
+        ),
+        (["RUN", "--data", "DATA"], "MODEL: the run RUN has no complete checkpoint in checkpoints/ yet"),
+        (["MEGATRON", "--data", "DATA"], "MEGATRON: has no hf/ with config.json and tokenizer"),
         (["MODEL"], "no problems to evaluate; give --suite"),
         (["MODEL", "--suite", "aime26"], "--suite: 'aime26' is not known; did you mean 'aime2"),
         (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "has no file for aime24"),
@@ -363,7 +443,15 @@ def test_a_run_with_several_sets_is_evaluated_on_them(
         (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are named aime24"),
         (["MODEL", "--data", "/nowhere.jsonl"], "--data: /nowhere.jsonl does not exist"),
         (["MODEL", "--data", "a b.jsonl"], "'a b' is not a valid name of a set; give NAME=a b.jsonl"),
-        (["MODEL", "--data", "DATA", "--temperature", "0", "-n", "2"], "use -n 1"),
+        (["MODEL", "--data", "DATA", "--temperature", "0", "-n", "2"], "set samples to 1"),
+        (["MODEL", "--data", "DATA", "-n", "4", "--temperature", "sums=0"], "sets[0] (sums): temperature 0"),
+        (
+            ["MODEL", "--data", "DATA", "-n", "sums=0"],
+            "--samples: 'sums=0' is not a whole number of at least 1",
+        ),
+        (["MODEL", "--data", "DATA", "-n", "4", "-n", "2"], "--samples is given twice for all sets"),
+        (["MODEL", "--data", "DATA", "--top-p", "sum=0.5"], "there is no set sum; the sets are sums"),
+        (["MODEL", "--data", "DATA", "--max-response-tokens", "sums=512"], "512 leaves no room for a prompt"),
         (["MODEL", "--data", "DATA", "--max-response-tokens", "512"], "512 leaves no room for a prompt"),
         (["MODEL", "--data", "DATA", "data.max_prompt_tokens=500"], "model's 512 positions"),
         (["MODEL", "--data", "DATA", "--tensor", "3"], "--tensor: tensor=3"),
@@ -403,6 +491,8 @@ def test_each_mistake_is_one_message(
     assert ended.value.code == 2
     told = capsys.readouterr()
     assert told.err.startswith("error: ")
+    for name in ("EMPTY", "RUN", "MEGATRON"):
+        said = said.replace(f"{name} has", f"{places[name]} has").replace(f"{name}:", f"{places[name]}:")
     assert said in told.err
     assert told.err.count("error: ") == 1
     assert told.out == ""

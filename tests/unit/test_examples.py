@@ -39,6 +39,14 @@ TABLES = {
         512,
         ["grpo", "dapo", "reinforce++", "reinforce++-baseline", *RPG_ROWS],
     ),
+    "ablation_clip": ("Qwen3-4B-Base", 2048, 512, ["rpg-reinforce-ufkl", "rpg-reinforce-urkl"]),
+    "ablation_beta": (
+        "Qwen3-4B-Base",
+        4096,
+        1024,
+        ["rpg-reinforce-ufkl", "rpg-reinforce-ufkl-noiterref"],
+    ),
+    "qwen2.5-math-7b": ("Qwen2.5-Math-7B", 2048, 512, ["rpg-reinforce-urkl"]),
 }
 # Row -> loss, beta, low and high bound of the clip, advantage, anchor.
 BASELINES = {
@@ -48,9 +56,14 @@ BASELINES = {
     "reinforce++-baseline": ("reinforce_plus_plus", 1e-4, 0.2, 0.28, "reinforce_plus_plus_baseline", "old"),
 }
 RPG = ("rpg", 1e-4, 0.2, 0.28, "rpg", "old")
+FIGURES = {  # of all rows of an ablation; -noiterref has another anchor
+    "ablation_clip": ("rpg", 1e-4, 0.1, 0.1, "rpg", "old"),
+    "ablation_beta": ("rpg", 1e-3, 0.2, 0.28, "rpg", "old"),
+}
 
 PARAMETERS = {  # as published
     "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-Math-7B": 7_615_616_512,
     "Qwen3-4B-Base": 4_022_468_096,
     "Qwen3-8B-Base": 8_190_735_360,
     "Qwen3-32B": 32_762_123_264,
@@ -70,14 +83,16 @@ def label(file: Path) -> str:
 def test_every_row_of_the_tables_has_its_file_and_no_other() -> None:
     named = {f"paper/{table}/{row}.yaml" for table, (*_, rows) in TABLES.items() for row in rows}
     assert {label(file) for file in ROWS} == named
-    assert len(named) == 32
+    assert len(named) == 37
 
 
 @pytest.mark.parametrize("file", ROWS, ids=label)
 def test_a_row_is_what_the_paper_says(file: Path) -> None:
     model, response, buffer, _ = TABLES[file.parent.name]
-    row = file.stem
-    loss, beta, low, high, advantage, anchor = BASELINES.get(row, RPG)
+    row = file.stem.removesuffix("-noiterref")
+    loss, beta, low, high, advantage, anchor = FIGURES.get(file.parent.name) or BASELINES.get(row, RPG)
+    if row != file.stem:
+        anchor = "fixed"
     settings = load_settings(file)
     objective, optimizer = settings.objective, settings.optimizer
     assert settings.model.path.resolve() == EXAMPLES / "models" / model
@@ -182,6 +197,16 @@ def test_each_documented_layout_fits_and_fills_its_cards(
         assert len(share.ranks) % tensor == 0  # tensor ranks stay on a node
 
 
+def test_what_less_recomputation_leaves_is_plans() -> None:
+    left = make_plan(
+        load_settings(EXAMPLES / "qwen3_8b_dapo_math_8k.yaml", ["memory.recompute=selective"])
+    ).left
+    readme = " ".join((EXAMPLES / "README.md").read_text().split())
+    assert (
+        f"`memory.recompute=selective`, Qwen3-8B at 8192 tokens still leaves {left / GIB:.2f} GiB." in readme
+    )
+
+
 def test_every_example_has_its_layouts_documented() -> None:
     rows = documented_layouts()
     assert {file.name.split("_dapo_math")[0] for file in H100} == {model for model, _, _ in rows}
@@ -205,9 +230,15 @@ def test_an_example_has_the_lengths_of_its_name(file: Path) -> None:
     assert {part.data.template for part in settings.evaluation.heldout} == {settings.data.template}
 
 
+def test_lengths_beyond_the_positions_of_the_math_model_are_refused() -> None:
+    overrides = [f"model.path={EXAMPLES}/models/Qwen2.5-Math-7B"]
+    problems = make_plan(load_settings(PAPER / "table5_4k" / "rpg-urkl.yaml", overrides)).problems
+    assert "8192, but the model has 4096 positions" in problems[0]
+
+
 def test_names_of_runs_differ() -> None:
     names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD, *MIXTURES]]
-    assert len(set(names)) == len(names) == 49
+    assert len(set(names)) == len(names) == 54
 
 
 def test_examples_that_sample_ahead_are_the_others_with_few_changes() -> None:

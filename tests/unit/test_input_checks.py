@@ -97,6 +97,7 @@ def test_the_disk_has_room_for_a_checkpoint_before_anything_starts(
     free(kept - 1)
     (told,) = check_disk(settings, shape)
     assert "checkpoints and export need" in told
+    assert " MiB free" in told, "of a tiny model, not 0.0 GiB"
     free(one - 1)
     with pytest.raises(UserError, match=r"one checkpoint and the export need .*; remove old runs, lower"):
         check_disk(settings, shape)

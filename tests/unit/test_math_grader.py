@@ -242,9 +242,9 @@ def test_what_is_not_the_same_value(given: str, answer: str) -> None:
 
 
 def test_a_verdict_says_why() -> None:
-    assert grade("Answer: 18.0", "18") == (True, "18.0", "same number or text")
+    assert grade("Answer: 18.0", "18") == Verdict(True, "18.0", "same number or text")
     assert grade("Answer: 19", "18") == Verdict(False, "19", "another number or word")
-    assert grade("Answer: three", "4") == (False, "three", "another number or word")
+    assert grade("Answer: three", "4") == Verdict(False, "three", "another number or word")
     assert grade("I do not\nknow", "18") == Verdict(False, None, "no answer found")
     assert grade("\\boxed{2\\sqrt 3}", "\\sqrt{12}").reason == "the same value"
     assert grade("\\boxed{x\\sqrt 3}", "\\sqrt{3}x").reason == "equal by math-verify"
@@ -281,7 +281,7 @@ def test_score_keeps_reward_and_verdict_apart() -> None:
 
 def test_a_reward_is_the_sum_of_its_parts() -> None:
     settings = RewardSettings(overlong=OverlongSettings(buffer=40, factor=0.5), format=-0.25)
-    reward, correct, extracted, _reason, parts = score(settings, "it is 1, I think\n", length=80)
+    reward, correct, extracted, _reason, parts, _failures = score(settings, "it is 1, I think\n", length=80)
     assert parts == {"correctness": -1.0, "overlong": -0.25, "format": -0.25}
     assert (reward, correct, extracted) == (-1.5, False, None)
     assert score(settings, "Answer: 1", length=60)[4] == {"correctness": 1.0, "overlong": 0.0, "format": 0.0}

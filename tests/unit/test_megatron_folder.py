@@ -15,14 +15,18 @@ from rpg_megatron.checkpoints.megatron_folder import (
     LATEST,
     MANIFEST,
     CheckpointMetadata,
+    Contents,
     find_checkpoint,
     find_damage,
+    find_short_files,
     hash_files,
     is_megatron,
     read_manifest,
     write_manifest,
 )
+from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.terminal import one_line
 
 FACTS = CheckpointMetadata("0.19.2", "bfloat16", 2, 3)
 
@@ -56,8 +60,52 @@ def test_what_is_no_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"iter_0000007/metadata.json is missing"):
         find_checkpoint(tmp_path)
     (tmp_path / LATEST).write_text("latest")
-    with pytest.raises(UserError, match=r"contains 'latest', neither a number nor release"):
+    with pytest.raises(UserError, match=r"contains neither a number nor release"):
         find_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_is_no_link_out_of_the_folder_that_was_given(tmp_path: Path) -> None:
+    """Its weights may be private, and the conversion's result has more readers."""
+    (tmp_path / "model").mkdir()
+    private = write(tmp_path / "private")
+    (tmp_path / "model" / LATEST).write_text("release")
+    (tmp_path / "model" / "release").symlink_to(private)
+    with pytest.raises(UserError, match=r"release: leads to .*private, outside .*; give that folder itself"):
+        find_checkpoint(tmp_path / "model")
+    (tmp_path / "way").symlink_to(private)
+    assert find_checkpoint(tmp_path / "way") == tmp_path / "way"
+
+
+def test_no_content_of_other_files_is_shown(tmp_path: Path) -> None:
+    """A link instead of a small file of a checkpoint, whose content would be in the message."""
+    folder, secret = write(tmp_path / "model" / "release"), tmp_path / "secret"
+    secret.write_text("0123abc\n")
+    (tmp_path / "model" / LATEST).symlink_to(secret)
+    with pytest.raises(UserError, match="holds neither") as error:
+        find_checkpoint(tmp_path / "model")
+    assert "0123abc" not in str(error.value)
+    (folder / MANIFEST).unlink()
+    secret.write_text(json.dumps({"format": "0123abc"}))
+    (folder / MANIFEST).symlink_to(secret)
+    found = inspect_checkpoint(folder)
+    assert "0123abc" not in found.table()
+    assert "leads to" in found.table()
+
+
+def test_names_draw_no_lines(tmp_path: Path) -> None:
+    folder = write(tmp_path / "release")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"]["a\nwhole: every file has the SHA-256 of the manifest"] = {"bytes": 1, "sha256": ""}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert "\nwhole:" not in inspect_checkpoint(folder).table()
+
+
+def test_a_dtype_of_no_weights_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "release")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"dtype": "evil"}))
+    with pytest.raises(UserError, match=r"manifest\.json: not readable .*dtype evil"):
+        read_manifest(folder)
 
 
 def test_a_manifest_tells_what_it_was_told_and_finds_all_damage(tmp_path: Path) -> None:
@@ -115,3 +163,32 @@ def test_a_newer_manifest_is_refused(tmp_path: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(raw | {"format": 2}))
     with pytest.raises(UserError, match=r"format 2, this version reads 1"):
         read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tensor": "2"},
+        {"pipeline": None},
+        {"dtype": ["x" * 10_000]},
+        {"megatron_core": 1},
+        {"files": {"a": {"bytes": float("inf"), "sha256": ""}}},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_other_types_is_refused_in_few_words(tmp_path: Path, change: dict) -> None:
+    folder = write(tmp_path / "release")
+    raw = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(raw | change))
+    with pytest.raises(UserError, match=r"manifest.json: not readable") as error:
+        read_manifest(folder)
+    assert len(str(error.value)) < len(str(folder)) + 200
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 300])
+def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path, name: str) -> None:
+    wanted = {"bytes": 1, "sha256": ""}
+    assert [p.partition(" cannot be read (")[0] for p in find_damage(tmp_path, {name: wanted})] == [
+        one_line(name)
+    ]
+    assert len(find_short_files(tmp_path, Contents({}, frozenset(), {name: 1}))) == 1

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.engine.client import EngineError
-from rpg_megatron.system.messages import AsyncClient, Client, ConnectionLost, Server, decode, encode
+from rpg_megatron.system.encoding import decode, encode
+from rpg_megatron.system.messages import AsyncClient, Client, ConnectionLost, Server
 
 
 @dataclass

@@ -137,7 +137,7 @@ def test_replicas_of_a_publish_plan_hold_the_same_experts(monkeypatch):
         RankShards(p, tuple((n, tuple(v.shape)) for n, v in params.items()))
         for p, params in zip(places, values, strict=True)
     ]
-    monkeypatch.setattr(publisher, "gather_objects", lambda mine: [(s, "") for s in shards])
+    monkeypatch.setattr(publisher, "gather_objects", lambda mine, kind: [(s, "") for s in shards])
     monkeypatch.setattr(publisher, "run_together", lambda step: step())
     plan = publisher.make_publish_plan(places[5], values[5], layout)
     assert plan.replicas == {0: (0, 4), 1: (1, 5), 2: (2, 6), 3: (3, 7)}

@@ -94,6 +94,7 @@ def test_experts_are_read_as_transformers_does(
         ({"num_experts_per_tok": 17}, r"num_experts_per_tok is 17, more than num_experts \(16\)"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1 with norm_topk_prob true"),
         ({"num_experts": 0}, "num_experts is 0; it must be an integer of 1 to"),
+        ({"num_experts": 2**16}, "6 layers of 65536 experts; at most"),
         ({"moe_intermediate_size": "a"}, "moe_intermediate_size is 'a'"),
         ({"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "leave no layer with experts"),
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),
@@ -151,6 +152,11 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             QWEN2 | {"use_sliding_window": True, "max_window_layers": 3},
             "1 of 4 layers have sliding_attention; only full attention",
         ),
+        (  # a list of as many layers would take all memory
+            QWEN2 | {"use_sliding_window": True, "max_window_layers": -3_000_000_000},
+            "4 of 4 layers have sliding_attention; only full attention",
+        ),
+        (LLAMA | {"architectures": ["x\n\nerror: y"]}, r"architecture 'x\\n\\nerror: y' is not supported"),
         (
             QWEN3 | {"layer_types": ["full_attention", "sliding_attention"] * 2},
             "2 of 4 layers have sliding_attention",

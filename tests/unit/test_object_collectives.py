@@ -1,9 +1,9 @@
-"""No object collective and no barrier of the package uses the default process group.
+"""No module calls torch's object collectives, reads pickles, or has a barrier in the default process group.
 
-Why: on GPUs that group is NCCL's. Objects would take memory on the GPU, on the first one if a thread has set
-no other, and ranks that wait would wait in a kernel, on GPUs that engines share. They belong to a gloo group,
-which each call has to name. Not covered: which group it is that a call names, and calls of Megatron's own;
-the runs on fake GPUs (tests/distributed/test_fake_cuda) see both.
+Why: torch's object collectives unpickle what arrives over gloo, which has no authentication; ours
+(``system/collectives``) do not. On GPUs the default group is NCCL's: ranks that wait there would wait in a
+kernel, on GPUs that engines share. Not covered: which group it is that a barrier names, and calls of
+Megatron's own; the runs on fake GPUs (tests/distributed/test_fake_cuda) see both.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "rpg_megatron"
-COLLECTIVES = {
+OBJECTS = {
     "all_gather_object",
-    "barrier",
     "broadcast_object_list",
     "gather_object",
-    "monitored_barrier",
     "recv_object_list",
     "scatter_object_list",
     "send_object_list",
 }
-
-
+BARRIERS = {"barrier", "monitored_barrier"}
+PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+USES_PICKLES = {"training/profiling.py": "writes one, which torch's memory_viz reads"}
 TORCH = {"torch.distributed", "torch.distributed.distributed_c10d"}
 
 
-def without_group(source: str) -> list[int]:
-    """Lines of a module that call torch's object collectives and name no group."""
+def found_in(source: str) -> list[int]:
+    """Lines of a module that call torch's object collectives, or a barrier that names no group."""
     tree = ast.parse(source)
-    modules, names = set(TORCH), set()
+    modules, names = set(TORCH), dict[str, str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {a.asname for a in node.names if a.asname and a.name in TORCH}
@@ -38,31 +37,48 @@ def without_group(source: str) -> list[int]:
             for a in node.names:
                 if f"{node.module}.{a.name}" in TORCH:
                     modules.add(a.asname or a.name)
-                elif node.module in TORCH and a.name in COLLECTIVES:
-                    names.add(a.asname or a.name)
+                elif node.module in TORCH and a.name in OBJECTS | BARRIERS:
+                    names[a.asname or a.name] = a.name
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         called = node.func
+        name = None
         if isinstance(called, ast.Attribute):
-            module = ast.unparse(called.value).removesuffix(".distributed_c10d")
-            ours = module in modules and called.attr in COLLECTIVES
-        else:
-            ours = isinstance(called, ast.Name) and called.id in names
+            if ast.unparse(called.value).removesuffix(".distributed_c10d") in modules:
+                name = called.attr
+        elif isinstance(called, ast.Name):
+            name = names.get(called.id)
         group = next((k.value for k in node.keywords if k.arg == "group"), None)
-        if ours and (group is None or (isinstance(group, ast.Constant) and group.value is None)):
+        default = group is None or (isinstance(group, ast.Constant) and group.value is None)
+        if name in OBJECTS or (name in BARRIERS and default):
             found.append(node.lineno)
     return sorted(found)
 
 
-def test_every_object_collective_names_its_group() -> None:
-    found = [
-        f"{file.relative_to(PACKAGE.parent)}:{line}"
-        for file in sorted(PACKAGE.rglob("*.py"))
-        for line in without_group(file.read_text(encoding="utf-8"))
-    ]
-    assert not found, f"object collectives over the default process group: {', '.join(found)}"
+def imports(source: str) -> set[str]:
+    """The packages that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def sources() -> dict[str, str]:
+    return {str(f.relative_to(PACKAGE)): f.read_text(encoding="utf-8") for f in PACKAGE.rglob("*.py")}
+
+
+def test_no_object_collective_and_no_barrier_of_the_default_group() -> None:
+    found = [f"{file}:{line}" for file, source in sources().items() for line in found_in(source)]
+    assert not found, f"use those of system/collectives: {', '.join(found)}"
+
+
+def test_modules_that_use_pickles_are_listed_with_the_reason() -> None:
+    assert {file for file, source in sources().items() if imports(source) & PICKLES} == USES_PICKLES.keys()
 
 
 def test_calls_are_found_however_they_are_spelled() -> None:
@@ -79,8 +95,10 @@ broadcast_object_list(box, src=0)
 meet()
 dist.distributed_c10d.barrier()
 dist.barrier(group=control)
+dist.all_gather_object(out, 1, group=control)
 dist.all_reduce(x)
 gather_on_first(1)
 other.barrier()
 """
-    assert without_group(source) == [7, 8, 9, 10, 11, 12]
+    assert found_in(source) == [7, 8, 9, 10, 11, 12, 14]
+    assert imports(source) == {"torch", "rpg_megatron"}

@@ -11,6 +11,7 @@ here: training through Megatron (tests/distributed), the baselines (test_baselin
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from rpg_megatron.objectives import DIVERGENCES, Clip, rpg_loss
 from rpg_megatron.objectives.clip import dual_bounds
+from tools.draw_losses import draw
 
 BETA = 0.3
 
@@ -335,3 +337,8 @@ def test_huge_log_ratios_are_clamped_and_counted() -> None:
     out = rpg_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-100.0, -1.0]), torch.ones(2), clip=None)
     assert torch.isfinite(out.per_token).all()
     assert out.metrics["clamped"].tolist() == [1.0, 0.0]
+
+
+def test_the_picture_is_that_of_the_losses() -> None:
+    file = Path(__file__).parents[2] / "docs" / "losses.svg"
+    assert file.read_text(encoding="utf-8") == draw(), "python tools/draw_losses.py > docs/losses.svg"

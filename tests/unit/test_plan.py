@@ -241,7 +241,7 @@ def test_micro_batches_in_flight(pipeline: int, virtual: int, microbatches: int,
 
 @pytest.mark.parametrize("data", [1, 3])
 def test_a_step_is_cut_as_the_trainer_cuts_it(write: Callable[..., Path], data: int) -> None:
-    settings = load_settings(
+    settings_file, prompts = (
         write(
             QWEN3_8B,
             parallel={"data": data},
@@ -250,8 +250,12 @@ def test_a_step_is_cut_as_the_trainer_cuts_it(write: Callable[..., Path], data: 
         ),
         ["data.max_prompt_tokens=100"],
     )
-    batch = plan_batch(settings, 40960)
+    batch = plan_batch(load_settings(settings_file, prompts), 40960)
     assert (batch.sequences, batch.sequences_per_update, batch.longest) == (60, 15, 1000)
+    assert batch.context == 1000
+    heldout = "{preset: aime24, max_prompt_tokens: 200, max_response_tokens: 3000}"
+    longer = load_settings(settings_file, [*prompts, f"evaluation.sets=[{heldout}]"])
+    assert (plan_batch(longer, 40960).context, plan_batch(longer, 40960).longest) == (3200, 1000)
     real = plan_batches([1000] * 60, minibatches=4, data=data, budget=4096)
     assert {len(mini) for share in real for mini in share} == {batch.microbatches}
     assert max(1000 * len(micro) for share in real for mini in share for micro in mini) <= (
@@ -344,7 +348,7 @@ def test_an_unknown_card_is_one_message() -> None:
 def test_the_tables_fit_80_columns_and_are_plain_unwrapped_rows_in_a_pipe(
     write: Callable[..., Path],
 ) -> None:
-    file = write(QWEN3_8B, parallel={"tensor": 4, "data": 2, "sequence": True})
+    file = write(QWEN3_8B, parallel={"tensor": 4, "sequence": True})
     # As on a login node: no torch, no vLLM, no Megatron.
     code = (
         "import sys\n"

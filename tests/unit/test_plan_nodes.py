@@ -57,6 +57,16 @@ def test_gpus_that_no_nodes_can_share_are_told(capsys) -> None:
     gpus = count_gpus(load_settings(QWEN3_8B, ["bridge={transport: shared_memory}"]))
     assert (gpus.total, gpus.nodes) == (16, ())
     assert "shared_memory works within one node only" in gpus.why
+    parts = (
+        "engine={colocated: true, kv_cache_gib: 30, replicas: 16}",
+        "parallel={tensor: 2, pipeline: 2, data: 4}",
+    )
+    colocated = plan_of(*parts, "bridge={transport: cuda_ipc}")
+    (problem,) = colocated.problems
+    assert problem.startswith(
+        "ranks and engines cannot be placed on nodes of 8 GPUs: bridge.transport cuda_ipc"
+    )
+    assert plan_of(*parts, "bridge={transport: process_group}").fits
     out = " ".join(command(capsys, str(QWEN3_8B)).split())
     assert "GPUs 16: 8 for trainer ranks, 8 for engine workers; 2 nodes: 2 of 4 ranks + 4 workers" in out
     out = " ".join(command(capsys, str(QWEN3_8B), "engine.colocated=true").split())

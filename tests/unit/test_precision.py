@@ -95,7 +95,7 @@ def test_recipe_reaches_model_gradients_and_optimizer(
     monkeypatch.setattr(
         optimizer,
         "get_megatron_optimizer",
-        lambda config, *_: seen.update(optimizer=config) or SimpleNamespace(param_groups=[]),
+        lambda config, *_, **__: seen.update(optimizer=config) or SimpleNamespace(param_groups=[]),
     )
     chunk: Any = SimpleNamespace(config=config)
     optimizer.wrap_data_parallel([chunk], OptimizerSettings(), wanted, 1)

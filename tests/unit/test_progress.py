@@ -49,28 +49,6 @@ def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: 
     assert progress.started_training
 
 
-def test_rewards_that_fail_are_told_once_and_above_a_live_display(tmp_path: Path):
-    with (tmp_path / "out").open("w") as out:
-        console = Console(file=out, width=200, force_terminal=True, color_system=None)
-        progress = Progress(tmp_path, steps=9, console=console)
-        sender = EventSender(tmp_path / EVENTS)
-        counts = [
-            {},
-            {"reward/errors": 0.0, "reward/timeouts": 2.0},
-            {"reward/errors": 512.0},
-            {"reward/crashes": 1.0},
-        ]
-        for step, failed in enumerate(counts, 1):
-            sender.send({"kind": "step", "row": {"step": step, **failed}, "steps": 9})
-        progress.pump(0.5)
-        progress.close()
-    text = (tmp_path / "out").read_text()
-    assert (
-        "warning: in step 3 reward functions raised 512 times and crashed 0 times; the sampler's logs" in text
-    )
-    assert text.count("warning") == 1
-
-
 @pytest.mark.parametrize(("width", "last"), [(80, "tokens/s"), (40, "entropy"), (20, "reward")])
 def test_a_narrow_terminal_shows_fewer_numbers_and_those_whole(tmp_path: Path, width: int, last: str):
     with (tmp_path / "out").open("w") as out:

@@ -20,6 +20,10 @@ from rpg_megatron.data.prompts import Prompt, PromptStream, fit_prompts, load_pr
 from rpg_megatron.launcher import preflight
 from rpg_megatron.launcher.preflight import check_data
 
+CHAT = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}
+{%- if enable_thinking is false %}<no thinking>{% endif %}"""
+
 
 class CharacterTokenizer:
     """One token per character, a first token 1 where special tokens are asked for."""
@@ -29,19 +33,6 @@ class CharacterTokenizer:
     def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         first = [1] if add_special_tokens else []
         return {"input_ids": [first + [ord(c) for c in text] for text in texts]}
-
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, str]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        enable_thinking: bool = True,
-    ) -> str:
-        assert not tokenize
-        assert add_generation_prompt
-        start = "<assistant>" if enable_thinking else "<assistant><no thinking>"
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + start
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(map(chr, tokens))
@@ -167,7 +158,7 @@ def test_template_chat_and_lengths(tmp_path: Path) -> None:
     chat = data(tmp_path, content, chat=True)
     with pytest.raises(UserError, match="no chat template"):
         load_prompts(chat, tokenizer)
-    tokenizer.chat_template = "..."
+    tokenizer.chat_template = CHAT
     first = load_prompts(chat, tokenizer)[0]
     assert first.text == "<user>{a}<assistant>"
     assert first.tokens.tolist() == [*map(ord, first.text)]  # the template writes special tokens itself
@@ -192,7 +183,7 @@ def test_over_long_prompts_may_be_cut_to_their_end(tmp_path: Path, caplog: pytes
 
 def test_chats_system_prompt_and_thinking(tmp_path: Path) -> None:
     tokenizer = CharacterTokenizer()
-    tokenizer.chat_template = "..."
+    tokenizer.chat_template = CHAT
     chat = [{"role": "user", "content": "2+2"}]
     content = line("1+1") + line(chat) + line([{"role": "system", "content": "own"}, *chat])
     settings = data(tmp_path, content, chat=True, system="Be brief.", thinking=False, template="Q: {prompt}")
@@ -207,10 +198,7 @@ def test_chats_system_prompt_and_thinking(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r":3: the problem is a chat of 2 messages"):
         load_prompts(data(tmp_path, content), tokenizer)
 
-    def refuse(messages: object, **how: object) -> str:
-        raise ValueError("roles must alternate")
-
-    tokenizer.apply_chat_template = refuse
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UserError, match=r":1: the chat template cannot render it .*roles must alternate"):
         load_prompts(settings, tokenizer)
 

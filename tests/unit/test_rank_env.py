@@ -1,22 +1,30 @@
-"""What a trainer rank and an engine on GPUs find in their environments.
+"""What trainer ranks and engines find in their environments: threads, queues, where they meet, the token.
 
-Why: nothing fails where these are wrong, it is only slow: an optimizer in host memory on one core, or
-messages that wait for the products that they were to overlap with. Not covered: that it is fast (GPUs).
+Why: nothing fails where these are wrong. It is only slow: an optimizer in host memory on one core, or
+messages that wait for the products that they were to overlap with. Or others of the node can listen. Not
+covered: that it is fast (GPUs).
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from rpg_megatron.bridge.transports import process_group_publisher
 from rpg_megatron.config import load_settings
+from rpg_megatron.config.rollout import BridgeSettings
 from rpg_megatron.engine.command import engine_environment
-from rpg_megatron.launcher.nodes import NodeAssignment
+from rpg_megatron.launcher.nodes import NodeAssignment, free_port
 from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
-from rpg_megatron.policy.device import start_device
+from rpg_megatron.policy.device import _open_store, start_device
+from rpg_megatron.training import batch_scatter
+from rpg_megatron.training.weight_sync import open_publisher
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -63,6 +71,34 @@ def test_ranks_of_one_node_meet_in_a_private_file(config_file: Path, tmp_path: P
     assert "MASTER_PORT" not in one
     assert (several["MASTER_ADDR"], several["MASTER_PORT"]) == ("10.0.0.1", "29500")
     assert "RPG_RENDEZVOUS" not in several
+    assert (one["GLOO_SOCKET_IFNAME"], several["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
+
+
+def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RPG_RENDEZVOUS", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port("127.0.0.1")))
+    store = _open_store(0)
+    found = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [where.ip for where in found if where.port == port] == ["127.0.0.1"]
+    del store
+
+
+def test_every_rank_has_the_token_from_its_environment_alone(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on a command line, which all users can read, nor over gloo, which has no authentication."""
+    settings = load_settings(config_file, ["parallel.tensor=2"])
+    start = RankLaunchSpec("run", "checkpoint", "10.0.0.1", 29500)
+    share = NodeAssignment(range(2), range(0))
+    starts = list(rank_starts(settings, share, start, tmp_path, tmp_path, "0123abc", None, "module"))
+    assert [environment["RPG_ENGINE_TOKEN"] for _, _, environment in starts] == ["0123abc", "0123abc"]
+    assert not any("0123abc" in word for _, command, _ in starts for word in command)
+    sent: list[Any] = []
+    monkeypatch.setattr(batch_scatter, "broadcast_object", lambda value, kind: sent.append(value) or value)
+    sampler, mesh = SimpleNamespace(addresses=lambda: ["ipc://a"]), SimpleNamespace(leads=False)
+    batch_scatter.open_source(sampler, "0123abc", mesh, SimpleNamespace())  # type: ignore[arg-type]
+    assert sent == [["ipc://a"]]
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])
@@ -92,3 +128,21 @@ def test_ranks_that_cut_layers_have_one_queue_and_engines_have_all(
     for overrides in (["parallel.tensor=2"], ["parallel.tensor=2", "engine.colocated=true"]):
         settings = load_settings(config_file, ["device=cuda", *overrides])
         assert CONNECTIONS not in engine_environment(settings, 0, tmp_path, "secret")
+
+
+def test_the_store_of_weight_links_is_a_private_folder_unless_an_address_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, Path | None]] = []
+    monkeypatch.setattr(
+        process_group_publisher,
+        "GroupPublisher",
+        lambda address, *_, **more: made.append((address, more["private"])),
+    )
+    for own, address in ((None, None), (None, "10.0.0.1"), ("10.0.0.2", None)):
+        monkeypatch.delenv("RPG_NODE_ADDRESS", raising=False)
+        if own:
+            monkeypatch.setenv("RPG_NODE_ADDRESS", own)
+        settings = BridgeSettings(transport="process_group", address=address)
+        open_publisher(settings, tmp_path, *[None] * 4, adopt=False)  # type: ignore[arg-type]
+    assert made == [("127.0.0.1", tmp_path), ("10.0.0.1", None), ("10.0.0.2", None)]

@@ -19,21 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 import zstandard
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from rpg_megatron import cli
 from rpg_megatron.commands import report, train
 from rpg_megatron.commands.report import write_report
-from rpg_megatron.commands.report.changes import find_changes, wilson
+from rpg_megatron.commands.report.changes import change_as_plain, find_changes, wilson
 from rpg_megatron.commands.report.health import check_health
 from rpg_megatron.commands.report.run_files import name_runs, read_run, thin_rows
 from rpg_megatron.commands.report.samples import choose_samples
 from rpg_megatron.commands.report.timeline import last_steps
+from rpg_megatron.commands.sample import print_samples
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.data import rollout_files
 from rpg_megatron.data.rollout_files import list_rollouts, read_rollouts
 from rpg_megatron.data.trajectory import to_row
 from rpg_megatron.launcher.environment import record_environment
-from rpg_megatron.launcher.resume import hold_folder
+from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from tests.support.report_runs import HOSTILE, PROBLEMS, make_run, write_timeline
 
 
@@ -157,6 +162,83 @@ def test_an_empty_run_and_damaged_files_make_a_page_all_the_same(run: Path, tmp_
         assert any(name in note for note in one["notes"]), (name, one["notes"])
 
 
+def _each_step(value: object, count: int = 12) -> str:
+    keys = ("time/step", "reward/mean", "reward/accuracy", "reward/std", "eval/e/avg@1", "policy/grad_norm")
+    return "".join(json.dumps({"step": s, **dict.fromkeys(keys, value)}) + "\n" for s in range(count))
+
+
+def _problem(**fields: object) -> str:
+    row: dict[str, object] = {"set": "e", "prompt_id": 1, "prompt": "p", "answer": "a", "responses": ["r"]}
+    row |= {"correct": [True], "lengths": [3], "finishes": ["stop"]} | fields
+    return json.dumps(row) + "\n" + json.dumps(row | fields.fromkeys(fields, [[1]])) + "\n"
+
+
+_TIMELINE = """\
+{"phase": "update", "step": 1, "begin": 1, "end": 9}
+{"time": 2, "running": [1, 2]}
+{"time": 3, "running": [1]}
+{"phase": "update", "running": 5}
+{"phase": "update", "step": 1, "begin": 1, "end": 2, "running": 5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("metrics.jsonl", _each_step(1.7e308), None),
+        ("metrics.jsonl", '{"step": 1}\n{"step": 1%s}\n{"step": -1}\n' % ("0" * 4000), "2 of 3 lines"),
+        ("metrics.jsonl", "".join(f'{{"step": 1, "k{n}": 1}}\n' for n in range(1100)), "100 metrics are"),
+        ("summary.json", '{"seconds": 1%s}' % ("0" * 400), "cannot be read"),
+        ("summary.json", '{"seconds": NaN}', "cannot be read"),
+        ("environment.json", f"[{'{"a":' * 1200}1{'}' * 1200}]", "cannot be read"),
+        ("config.yaml", "rollout: {prompts_per_step: 1%s}\n" % ("0" * 400), None),
+        ("config.yaml", "a: [{2020-01-01: 1}]\n", "cannot be read"),
+        ("evaluation/step_000000.jsonl", "[1]\n", "1 of 1 lines"),
+        ("evaluation/step_000000.jsonl", _problem(responses=["a", "b"]), "2 of 2 lines"),
+        ("evaluation/step_000000.jsonl", _problem(lengths=[3]), "1 of 2 lines"),
+        ("evaluation/step_000000.jsonl", _problem(lengths=["x"]), "2 of 2 lines"),
+        ("evaluation/step_000000.jsonl", _problem(finishes=[[math.nan]]), "2 of 2 lines"),
+        ("evaluation/step_\u00b2.jsonl", _problem(), None),
+        ("timeline.jsonl", _TIMELINE, "1 of 5 lines"),
+    ],
+)
+def test_values_of_another_form_do_not_reach_the_arithmetic(
+    tmp_path: Path, name: str, content: str, told: str | None
+) -> None:
+    rows = [json.loads(line) for line in _each_step(0.5).splitlines()]
+    folder = rows_of(tmp_path / "run", rows, "rollout: {prompts_per_step: 4}\n")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(content)
+    (one,) = page_data(write_report([folder]))["runs"]
+    assert [name in note and told in note for note in one["notes"]] == ([True] if told else [])
+
+
+def test_a_folder_that_cannot_be_listed_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(run: Path) -> list[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(rollout_files, "list_rollouts", closed)
+    folder = rows_of(tmp_path / "run", [{"step": 1}])
+    (one,) = page_data(write_report([folder]))["runs"]
+    assert one["notes"] == ["training responses cannot be read (Permission denied)"]
+
+
+def test_a_page_has_nothing_of_files_to_which_a_run_only_links(run: Path, tmp_path: Path) -> None:
+    """The run may be another user's, and the page has more readers than a private file."""
+    names = ("metrics.jsonl", "summary.json", "environment.json", "timeline.jsonl")
+    names += ("evaluation/step_000040.jsonl", "rollouts/step_000010.parquet")
+    folder = rows_of(tmp_path / "run", [])
+    (folder / "metrics.jsonl").unlink()
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(run / name)
+    os.mkfifo(folder / LOCK)  # opening it would block
+    (one,) = page_data(write_report([folder]))["runs"]
+    assert (one["steps"], one["samples"]["items"], one["starts"], one["timeline"]) == (0, [], [], None)
+    for name in names:
+        assert any(Path(name).name in note for note in one["notes"]), (name, one["notes"])
+
+
 def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
     folder = rows_of(tmp_path / "run", [{"step": 3}])
     lock = hold_folder(folder)
@@ -211,6 +293,14 @@ def test_thinned_rows_keep_maxima_evaluations_and_nan() -> None:
 # -- verdicts ------------------------------------------------------------------------------------------------
 
 
+def test_the_best_evaluation_is_the_earliest_of_the_highest(tmp_path: Path) -> None:
+    values = {0: 0.2, 10: 0.5, 20: 0.5, 30: 0.3}
+    run = read_run(rows_of(tmp_path / "r", [{"step": s, "eval/e/avg@2": v} for s, v in values.items()]))
+    (change,) = find_changes(run, {})
+    assert (change.before, change.after, change.best) == (0.2, 0.3, (10, 0.5))
+    assert change_as_plain(change)["best"] == (10, 0.5)
+
+
 def test_a_good_run_is_called_good(run: Path) -> None:
     assert set(verdicts(run).values()) == {"good"}
     changes = {c.name: c for c in find_changes(read_run(run), {"aime24": PROBLEMS})}
@@ -219,6 +309,9 @@ def test_a_good_run_is_called_good(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert changes["aime24/avg@4"].before == rows[0]["eval/aime24/avg@4"]
     assert changes["aime24/avg@4"].after == rows[-1]["eval/aime24/avg@4"]
+    evaluations = [(r["step"], r["eval/aime24/avg@4"]) for r in rows if "eval/aime24/avg@4" in r]
+    assert changes["aime24/avg@4"].best == max(evaluations, key=lambda one: (one[1], -one[0]))
+    assert changes["reward/mean"].best is None
     assert changes["reward/mean"].after == pytest.approx(sum(r["reward/mean"] for r in rows[-10:]) / 10)
 
 
@@ -229,6 +322,9 @@ def test_held_out_change_within_its_error_is_no_change(tmp_path: Path) -> None:
     assert small.margin == pytest.approx(2 * math.sqrt((0.25 + 0.2475) / 100), rel=0.05)
     assert large.margin == pytest.approx(2 * math.sqrt((0.25 + 0.2475) / 10_000), rel=0.05)
     assert (small.verdict, large.verdict) == ("flat", "up")
+    rows = [{"step": s, "eval/e/avg@1": v} for s, v in ((0, -(2**999)), (1, -1e99), (9, 2.0))]
+    (odd,) = find_changes(read_run(rows_of(tmp_path / "odd", rows)), {"e": 100})
+    assert (odd.before, odd.verdict) == (-1e99, "unknown")  # no share of problems
     (unknown,) = find_changes(run, {})  # nobody knows how many problems it has
     assert (unknown.verdict, unknown.margin) == ("unknown", None)
 
@@ -317,6 +413,14 @@ def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
             },
         ),
         ("mismatch", "good", lambda s: {"mismatch/logp_mean": 0.04, "mismatch/logp_max": 3.0}),
+        ("rewards", "bad", lambda s: {"reward/failed_frac": 0.5 if s == 30 else 0.0}),
+        (
+            "rewards",
+            "bad",
+            lambda s: {"reward/failed_frac": 0.0, "eval/a/failed_frac": 1.0 if s == 30 else 0.0},
+        ),
+        ("rewards", "warn", lambda s: {"reward/failed_frac": 0.01}),
+        ("rewards", "good", lambda s: {"reward/failed_frac": 0.0, "eval/a/failed_frac": 0.0}),
         ("entropy", "warn", lambda s: {"policy/entropy": math.exp(-s / 8)}),
         ("entropy", "warn", lambda s: {"policy/entropy": 0.3 + s / 10}),
         ("entropy", "good", lambda s: {"policy/entropy": math.exp(-s / 30)}),
@@ -330,6 +434,26 @@ def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
 def test_what_is_sick_is_called_so(tmp_path: Path, name: str, verdict: str, change: Any) -> None:
     folder = rows_of(tmp_path / "run", [{"step": s, **change(s)} for s in range(1, 51)])
     assert verdicts(folder)[name] == verdict
+
+
+def test_sample_prints_responses_of_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_samples(run, None, None, 3)
+    newest = capsys.readouterr().out
+    assert newest.startswith("step 120, prompt ")
+    assert newest.count("-- response ") == 3
+    assert newest.endswith("3 of 16 responses; raise --count for more\n")
+    assert "\x1b" not in newest
+    print_samples(run, 10, "tokens", 99)
+    chosen = capsys.readouterr().out
+    assert "step 10, prompt 1003, answer" in chosen
+    assert "Step 10: 17 * 3 = 51." in chosen
+    assert "-- response 2: reward " in chosen
+    for step, prompt, told in (
+        (11, None, "no rollouts of step 11, but of 1 to 120"),
+        (10, "x&y", "no prompt"),
+    ):
+        with pytest.raises(UserError, match=told):
+            print_samples(run, step, prompt, 1)
 
 
 def test_the_mismatch_has_the_guards_bounds(tmp_path: Path) -> None:
@@ -404,10 +528,45 @@ def test_prompts_are_decoded_by_the_exported_tokenizer(run: Path, tmp_path: Path
     (folder / "hf" / "step_000002" / "tokenizer.json").write_bytes(
         (checkpoint / "tokenizer.json").read_bytes()
     )
-    samples = choose_samples(read_run(folder), read=10**8, room=10**6)
-    texts = [prompt["text"] for key, prompt in samples.prompts.items() if key.startswith("training/")]
+    texts = training_prompts(folder)
     assert texts
     assert all("tokenizer.json" not in text and len(text) == 12 for text in texts)
+    (folder / "hf" / "step_000002" / "tokenizer.json").unlink()
+    (folder / "hf" / "step_000002" / "tokenizer.json").symlink_to(checkpoint / "tokenizer.json")
+    assert all("no tokenizer.json was found" in text for text in training_prompts(folder))
+
+
+def test_a_tokenizer_that_ends_its_process_is_a_note(tmp_path: Path) -> None:
+    """Its decoder strips more than a token has, for which the Rust library has no error."""
+    folder = tmp_path / "run"
+    make_run(folder, steps=2, rollouts_every=1)
+    export = folder / "hf" / "step_000002"
+    export.mkdir(parents=True)
+    words = {"a" * (number + 1): number for number in range(1000)}
+    tokenizer = json.loads(Tokenizer(WordLevel(words, "a")).to_str())
+    tokenizer["decoder"] = {"type": "Strip", "content": "a", "start": 2000, "stop": 5}
+    (export / "tokenizer.json").write_text(json.dumps(tokenizer))
+    run = read_run(folder)
+    samples = choose_samples(run, read=10**8, room=10**6)
+    assert "tokenizer.json: prompts cannot be shown as text (its reader ended: exit code 1)" in run.notes
+    assert any("no tokenizer.json was found" in each["text"] for each in samples.prompts.values())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_the_settings_of_others_choose_no_tokenizer(tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder, steps=2, rollouts_every=1)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["model"]["path"] = str(checkpoint)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert all("tokenizer.json" not in text for text in training_prompts(folder))
+    os.chown(folder, 12345, -1)
+    assert all("no tokenizer.json was found" in text for text in training_prompts(folder))
+
+
+def training_prompts(folder: Path) -> list[str]:
+    samples = choose_samples(read_run(folder), read=10**8, room=10**6)
+    return [prompt["text"] for key, prompt in samples.prompts.items() if key.startswith("training/")]
 
 
 def test_budgets_of_reading_and_of_the_page_are_kept(run: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,12 @@ from rpg_megatron.checkpoints.run_folder import (
     step_folder,
 )
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.launcher import resume
-from rpg_megatron.launcher.resume import LOCK, OpenRun, hold_folder, open_run
+from rpg_megatron.launcher.progress import append_to_log
+from rpg_megatron.launcher.resume import OpenRun, open_run
 from rpg_megatron.launcher.run_dir import CONFIG, settings_file
+from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 
 
 def make_settings(folder: Path, **sections: dict) -> Settings:
@@ -36,11 +40,13 @@ def make_settings(folder: Path, **sections: dict) -> Settings:
     return Settings.model_validate(plain | sections)
 
 
-def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0, **more: object) -> Path:
+def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0, **more: Any) -> Path:
     folder = step_folder(run.folder, step)
     part = part_folder(folder)
     part.mkdir(parents=True)
-    state = {"format": FORMAT, "step": step, "metrics_bytes": metrics_bytes, **more}
+    stream = {"seed": 0, "taken": [step], "weights": [1.0], "prompts": ""}
+    state = {"format": FORMAT, "step": step, "metrics_bytes": metrics_bytes, "summary": {}, "seconds": 1.0}
+    state |= more | {"sampler": {"stream": stream, "surplus": []} | more.get("sampler", {})}
     (part / "state.json").write_text(json.dumps(state))
     (part / "model").mkdir()
     for name in ("rng.pt", "model/metadata.json"):
@@ -79,6 +85,24 @@ def test_only_the_owner_can_lock_a_run(tmp_path: Path) -> None:
     assert held is not None
     held.close()
     assert lock.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_rest_of_a_run_follows_the_umask_also_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    before = os.umask(0o027)
+    try:
+        run = open_run(make_settings(tmp_path / "runs"))
+        folder = add_checkpoint(run, 2)
+        write_rollouts(run.folder / "rollouts" / "step_000002.parquet", [])
+        append_to_log(run.folder / "logs" / "launcher.log", "started")
+    finally:
+        os.umask(before)
+    assert folder.is_relative_to(tmp_path / "runs")
+    modes = {file: file.stat().st_mode & 0o777 for file in (tmp_path / "disk").rglob("*")}
+    assert modes.pop(tmp_path / "disk" / "r-001" / LOCK) == 0o600
+    assert len(modes) > 10
+    assert {file for file, mode in modes.items() if mode != (0o750 if file.is_dir() else 0o640)} == set()
 
 
 def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) -> None:
@@ -154,9 +178,11 @@ def test_from_a_checkpoint_of_another_run(tmp_path: Path, killed: Path) -> None:
     assert (run.folder / "metrics.jsonl").read_text() == '{"step":2}\n'
     assert step_folder(killed, 4).exists()
     assert open_run(make_settings(tmp_path, name="fork"), source=killed).checkpoint == step_folder(killed, 4)
-    with pytest.raises(UserError, match="not a complete checkpoint"):
+    part = step_folder(killed, 2) / "model"
+    assert open_run(make_settings(tmp_path, name="fork"), source=part).checkpoint == step_folder(killed, 2)
+    with pytest.raises(UserError, match=r"--from: .* holds runs; give one of them, such as .*/r-001"):
         open_run(make_settings(tmp_path), source=tmp_path)
-    with pytest.raises(UserError, match=r"nowhere: no such folder; give a run's"):
+    with pytest.raises(UserError, match=r"--from: .*nowhere does not exist; give the folder of a checkpoint"):
         open_run(make_settings(tmp_path), source=tmp_path / "nowhere")
 
 
@@ -235,6 +261,157 @@ def test_a_run_from_a_checkpoint_has_its_carried_groups(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"needs .*carried_000002_0\.parquet .*, which is missing; copy it"):
         open_run(make_settings(tmp_path, name="other"), source=checkpoint)
     assert not list(tmp_path.glob("other*"))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "[]",
+        "null",
+        '{"step": 2}',
+        '{"format": 1}',
+        '{"format": "1", "step": 2}',
+        '{"format": 1, "step": 2}',
+        "{",
+        "[" * 100_000,
+        '{"format": 1, "step": ' + "9" * 5000 + "}",
+        b"\xff",
+        {"step": -1},
+        {"step": "2"},
+        {"step": 1e999},
+        {"step": 10**30},
+        {"metrics_bytes": None},
+        {"row": [1]},
+        {"row": {"loss": [[1]]}},
+        {"seconds": "x"},
+        {"summary": []},
+        {"summary": {"rates": {}}},
+        {"summary": {"accuracy_before": 1}},
+        {"anchor": {"kl": 1.0}},
+        {"sampler": []},
+        {"sampler": {"stream": None}},
+        {"sampler": {"stream": {"seed": 1}}},
+        {"sampler": {"surplus": [1]}},
+        {"sampler": {"surplus": [{"ticket": 1}]}},
+        {"sampler": {"surplus": [{"ticket": 1, "prompt": 1, "file": "../../carried_1.parquet"}]}},
+        {"sampler": {"surplus": [{"ticket": 1, "prompt": 1, "file": "carried_1.parquet\n"}]}},
+        {"sampler": {"surplus": [{"ticket": 10**30, "prompt": 1, "file": "carried_1.parquet"}]}},
+    ],
+    ids=lambda state: str(state)[:60],
+)
+def test_a_state_of_another_form_is_one_message(tmp_path: Path, state: Any) -> None:
+    first = open_run(make_settings(tmp_path))
+    checkpoint = add_checkpoint(first, 2)
+    file = checkpoint / "state.json"
+    if isinstance(state, dict):
+        whole = json.loads(file.read_text())
+        sampler = whole["sampler"]
+        whole |= state
+        if isinstance(whole["sampler"], dict):
+            whole["sampler"] = sampler | whole["sampler"]
+        state = json.dumps(whole)
+    file.write_bytes(state if isinstance(state, bytes) else state.encode())
+    (checkpoint / "manifest.json").unlink()  # the hashes are right
+    write_manifest(checkpoint, CheckpointMetadata("0.0", "float32", 1, 1))
+    first.close()
+    for source in (checkpoint, None):  # --from, and a resume
+        with pytest.raises(UserError, match=r"state\.json: not the state of a run \(") as error:
+            open_run(make_settings(tmp_path), source=source)
+        assert len(str(error.value)) < 1000
+    assert [f.name for f in tmp_path.iterdir()] == ["r-001"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("metrics.jsonl", "rollouts", "rollouts/carried_000002_0.parquet"),
+        *("checkpoints", "checkpoints/step_000002", "checkpoints/step_000002/model"),
+        "checkpoints/step_000002/model/__0_0.distcp",  # which the manifest does not list
+        *(f"checkpoints/step_000002/{f}" for f in ("state.json", "config.yaml", "rng.pt", "manifest.json")),
+    ],
+)
+def test_nothing_is_read_through_links_out_of_a_run_that_others_may_have_made(
+    tmp_path: Path, name: str
+) -> None:
+    """The copy of a private file had more readers than the file."""
+    first = open_run(make_settings(tmp_path))
+    checkpoint = add_checkpoint(first, 2, sampler=carried(first.folder, 2))
+    (first.folder / "metrics.jsonl").write_text("{}")
+    (checkpoint / "model" / "__0_0.distcp").touch()
+    first.close()
+    (first.folder / name).rename(tmp_path / "private")
+    (first.folder / name).symlink_to(tmp_path / "private")
+    given = [first.folder]
+    if name not in ("checkpoints", "checkpoints/step_000002"):  # these the user has named then
+        given.append(checkpoint)
+    for source in given:
+        with pytest.raises(UserError, match=r"leads to .*private.*, outside ") as error:
+            open_run(make_settings(tmp_path, name="other"), source=source)
+        assert len(str(error.value)) < 1500
+    assert not list(tmp_path.glob("other*"))
+
+
+def test_a_run_that_the_user_reaches_through_a_link_can_be_started_from(tmp_path: Path) -> None:
+    first = open_run(make_settings(tmp_path))
+    add_checkpoint(first, 2, sampler=carried(first.folder, 2))
+    (first.folder / "metrics.jsonl").write_text('{"step":2}\n')
+    for file in (first.folder / "metrics.jsonl", first.folder / "rollouts" / "carried_000002_0.parquet"):
+        file.chmod(0o600)
+        os.link(file, tmp_path / file.name)  # hard links are files
+    first.close()
+    (tmp_path / "scratch").symlink_to(first.folder)
+    before = os.umask(0o022)
+    try:
+        run = open_run(make_settings(tmp_path, name="other"), source=tmp_path / "scratch")
+    finally:
+        os.umask(before)
+    copied = [run.folder / "metrics.jsonl", run.folder / "rollouts" / "carried_000002_0.parquet"]
+    assert [file.stat().st_mode & 0o777 for file in copied] == [0o600, 0o600]
+    assert copied[0].read_text() == '{"step":2}\n'
+
+
+def test_checkpoints_of_a_run_of_ones_own_may_lie_on_another_disk(tmp_path: Path, killed: Path) -> None:
+    (killed / "checkpoints").rename(tmp_path / "disk")
+    (killed / "checkpoints").symlink_to(tmp_path / "disk")
+    run = open_run(make_settings(tmp_path))
+    assert run.checkpoint == step_folder(killed, 4)
+
+
+def test_settings_of_another_run_name_no_other_file(tmp_path: Path) -> None:
+    """Their values would be shown among the changes."""
+    first = open_run(make_settings(tmp_path))
+    checkpoint = add_checkpoint(first, 2)
+    secret = tmp_path / "secret.yaml"
+    secret.write_text("name: 0123abc\n")
+    (checkpoint / "config.yaml").write_text(f"extends: {secret}\n")
+    (checkpoint / "manifest.json").unlink()  # the hashes are right
+    write_manifest(checkpoint, CheckpointMetadata("0.0", "float32", 1, 1))
+    first.close()
+    with pytest.raises(UserError, match="which extend no other file") as error:
+        open_run(make_settings(tmp_path), source=checkpoint)
+    assert "0123abc" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [LOCK, ".origin"])
+def test_a_planted_link_in_a_run_is_an_error(tmp_path: Path, name: str) -> None:
+    run = open_run(make_settings(tmp_path), fresh=True)
+    run.close()
+    (tmp_path / "secret").write_text("mine")
+    (run.folder / name).unlink()
+    (run.folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"symbolic link|leads to .*secret, outside"):
+        open_run(make_settings(tmp_path))
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_run_of_another_user_is_not_resumed(tmp_path: Path, killed: Path) -> None:
+    """In a folder of runs that others can write to, it would be the newest."""
+    os.chown(killed, 12345, -1)
+    run = open_run(make_settings(tmp_path))
+    assert run.folder != killed
+    assert run.notes[0].endswith("r-001 belongs to another user: not resumed")
+    assert (killed / "rollouts" / "step_000005.jsonl").exists(), "it was rewound"
 
 
 @pytest.mark.parametrize("asked", ["fresh", "from"])

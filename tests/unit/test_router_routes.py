@@ -31,7 +31,7 @@ from rpg_megatron.engine.routes import check_routes
 from rpg_megatron.launcher.preflight import check_routers
 from rpg_megatron.policy.context_parallel import zigzag_places
 from rpg_megatron.policy.microbatch import make_micro_batch
-from rpg_megatron.system.messages import decode, encode
+from rpg_megatron.system.encoding import decode, encode
 from rpg_megatron.training.rollout_saver import keeps_routes
 from tests.support.tiny_models import TINY, TINY_MOE
 

@@ -27,10 +27,11 @@ from rpg_megatron.evaluation.metrics import score_sets
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.sampler import Sampler
-from rpg_megatron.rollout.sampler_client import RolloutBatch
+from rpg_megatron.rollout.sampler_client import EvaluatedSets, RolloutBatch
 from rpg_megatron.rollout.seeds import seed_of, stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
+from rpg_megatron.training.summary import add_accuracy
 from tests.support.stand_in_engines import ByteTokenizer
 
 
@@ -310,6 +311,8 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def wrong(response, answer): return False\n"
         "def mixed(response, answer): return int(response[-1]) < 2 and answer not in ('0', '2')\n"
         "def even(response, answer): return int(response[-1]) % 2 == 0\n"
+        "def odd(response, answer): return int(response[-1]) > 4 or None\n"
+        "def never(response, answer): raise KeyError(response)\n"
     )
     monkeypatch.chdir(tmp_path)
 
@@ -339,6 +342,44 @@ def test_a_step_that_cannot_be_filled_ends_with_its_counts(
     assert "(sampled 18: " in str(error.value)  # 3 rounds of 1.5 x 4
     assert says in str(error.value)
     assert f"too {'easy' if reward == 'right' else 'hard'}" in str(error.value)
+
+
+@pytest.mark.usefixtures("rewards")
+def test_failures_of_the_reward_are_counted_by_set(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def both() -> tuple[RolloutBatch, EvaluatedSets]:
+        sampler = LocalSampler(failing, engines(1))
+        try:
+            return await sampler.rollout(1, 0), await sampler.evaluate()
+        finally:
+            sampler.close()
+
+    failing = settings.model_copy(update={"reward": RewardSettings(type="digit_reward:odd")})
+    batch, evaluated = asyncio.run(both())
+    share = (batch.index.reward < 0).mean()
+    assert 0 < share < 1
+    assert batch.metrics["reward/failed_frac"] == batch.failures.share == share
+    (held,) = evaluated.failures
+    assert (held.set, held.graded) == ("heldout", 24)
+    assert (
+        held.failed
+        == sum(r.failed for r in evaluated.results)
+        == sum(not c for r in evaluated.results for c in r.correct)
+    )
+    for count in (batch.failures, held):
+        (first,) = count.first
+        assert (first.set, first.detail) == (count.set, "it returned None")
+        assert first.prompt.startswith("What is ")
+    assert caplog.text.count("it returned None at") == 2, "the first of each set is in the log"
+
+
+@pytest.mark.usefixtures("rewards")
+def test_a_step_that_failures_keep_empty_ends_with_the_first(settings: Settings) -> None:
+    with pytest.raises(
+        UserError, match=r"0 of 4 groups are kept; the reward failed on 90 of 90 .*\n.* KeyError"
+    ):
+        run_steps(dynamic(settings, "never", rounds=3, oversample=1.5), 1)
 
 
 @pytest.mark.usefixtures("rewards")
@@ -424,7 +465,7 @@ def test_evaluation_covers_the_whole_set_in_order_and_repeats_its_seeds(settings
     sampler = LocalSampler(settings, fakes)
 
     async def twice() -> list:
-        return [await sampler.evaluate(), await sampler.evaluate()]
+        return [(await sampler.evaluate()).results, (await sampler.evaluate()).results]
 
     first, second = asyncio.run(twice())
     assert first == second
@@ -446,7 +487,7 @@ def test_several_held_out_sets_are_told_apart(config_file: Path) -> None:
         sets = ", ".join(f"{{name: {name}, path: {data}, max_prompt_tokens: 99}}" for name in parts)
         settings = load_settings(config_file, [f"evaluation={{sets: [{sets}], samples: 3, top_p: 0.9}}"])
         fakes = engines(1)
-        results = asyncio.run(LocalSampler(settings, fakes).evaluate())
+        results = asyncio.run(LocalSampler(settings, fakes).evaluate()).results
         assert {q["top_p"] for f in fakes for q in f.requests} == {0.9}
         return results
 
@@ -457,6 +498,34 @@ def test_several_held_out_sets_are_told_apart(config_file: Path) -> None:
     metrics = score_sets(both)
     assert metrics["eval/a/avg@3"] == sum(sum(r.correct) for r in both[:8]) / 24
     assert {key.split("/")[1] for key in metrics} == {"a", "b"}
+
+
+def test_each_held_out_set_is_sampled_as_it_asks(config_file: Path) -> None:
+    """AIME with many samples and MATH-500 greedily, in one evaluation; the rest follows the section."""
+    data = config_file.parent / "train.jsonl"
+    part = f"path: {data}, max_prompt_tokens: 99, limit: 2"
+    sets = f"{{name: a, samples: 5, {part}}}, {{name: c, {part}}}, "
+    sets += f"{{name: b, samples: 1, temperature: 0, top_p: 1.0, max_response_tokens: 7, {part}}}"
+    evaluation = (
+        f"evaluation={{sets: [{sets}], samples: 2, temperature: 0.6, top_p: 0.9, max_response_tokens: 30}}"
+    )
+    settings = load_settings(config_file, [evaluation])
+    fakes = engines(1)
+    results = asyncio.run(LocalSampler(settings, fakes).evaluate()).results
+    assert [(r.set, len(r.responses)) for r in results] == [("a", 5)] * 2 + [("c", 2)] * 2 + [("b", 1)] * 2
+    asked = {
+        tuple(q[key] for key in ("temperature", "top_p", "max_tokens")) for f in fakes for q in f.requests
+    }
+    assert asked == {(0.6, 0.9, 30), (0.0, 1.0, 7)}
+    row = score_sets(results)
+    assert settings.evaluation is not None
+    assert set(settings.evaluation.metric_names()) == set(row)
+    assert {"eval/a/avg@5", "eval/a/pass@4", "eval/b/avg@1", "eval/c/maj@2"} <= set(row)
+    summary: dict[str, Any] = {}
+    add_accuracy(summary, settings.evaluation, row)
+    assert summary["accuracy_before"] == {
+        s: row[f"eval/{s}/avg@{k}"] for s, k in (("a", 5), ("c", 2), ("b", 1))
+    }
 
 
 def test_seeds_are_far_apart_and_fit_into_63_bits() -> None:

@@ -136,6 +136,6 @@ def test_folder_must_be_private_and_memory_must_suffice(tmp_path, folder, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"no room to publish .* GiB"):
+    with pytest.raises(UserError, match=r"no room to publish .* MiB"):
         publisher(folder)
     assert list(folder.iterdir()) == []

@@ -22,6 +22,7 @@ from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
 from rpg_megatron.bridge.publisher import SliceSums, make_publish_plan, node_name, write_manifest
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import remove
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
@@ -80,7 +81,8 @@ class CudaIpcPublisher:
 
         sums, memory = run_together(own)
         # Addresses rarely change, so they are sent only when they did.
-        gathered = gather_objects((self.coordinates.rank, sums, None if memory == self._sent else memory))
+        told = self.coordinates.rank, sums, None if memory == self._sent else memory
+        gathered = gather_objects(told, tuple[int, SliceSums, _Memory | None])
         self._sent = memory
         if self.coordinates.rank != self._plan.lead:
             return None
@@ -101,7 +103,7 @@ class CudaIpcPublisher:
     def retract(self) -> None:
         """From here on the weights may change; engines that are still reading detect it."""
         if self.coordinates.rank == self._plan.lead:
-            (self.folder / MANIFEST).unlink(missing_ok=True)
+            remove(self.folder / MANIFEST)
 
     def close(self) -> None:
         """Remove the manifest."""

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import torch.distributed as dist
 
-from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text, open_own, remove
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
 """Shortest and longest interval at which a reader polls an empty queue."""
@@ -42,7 +42,8 @@ class FolderStore:
     def get(self, key: str) -> bytes:
         """The value of a key. Raises RuntimeError if it is not set."""
         try:
-            return self._path(key).read_bytes()
+            with open_own(self._path(key)) as file:
+                return bytes(file.read())
         except OSError as e:
             raise RuntimeError(f"{self._folder}: {e.strerror or e}") from None
 
@@ -79,8 +80,9 @@ class FolderStore:
             # Wait a tenth of the time so far: an idle reader needs little CPU, and messages wait briefly.
             time.sleep(min(max((time.monotonic() - began) / 10, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS))
         first = messages[0]
-        value = first.read_bytes()
-        first.unlink()
+        with open_own(first) as file:
+            value = bytes(file.read())
+        remove(first)
         with suppress(OSError):  # not empty
             first.parent.rmdir()
         return value

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ import torch
 from rpg_megatron.bridge.checksum import MODULUS, checksum, checksums
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Copy, Manifest, PublishedBox, Shard, parse_manifest
 from rpg_megatron.bridge.transports.cuda_ipc import HandleError, choose_copies, open_memory
+from rpg_megatron.config.files import open_own, read_text
 from rpg_megatron.models.boxes import Box, check_cover
 from rpg_megatron.system.dtypes import torch_dtype
 
@@ -140,7 +140,7 @@ class ShardReader:
         if not real.is_relative_to(self.root):
             raise ShardError(f"{path}: is outside {self.root}, the engine's RPG_BRIDGE_DIR")
         try:
-            manifest = parse_manifest(real.read_text(encoding="utf-8"), place)
+            manifest = parse_manifest(read_text(path, self.root), place)
         except (OSError, ValueError) as e:
             raise ShardError(f"{path}: cannot be read as a manifest: {e}") from None
         if manifest.version != version:
@@ -273,13 +273,12 @@ class ShardReader:
             raise ShardError(f"the manifest names an impossible file {info.file!r} of {info.size} bytes")
         path = folder / info.file
         try:
-            # Refuses links, so that the file is as private as the folder; does not block on a pipe.
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = open_own(path)  # refuses links, so that the file is as private as the folder
         except OSError as e:
             raise ShardError(f"{path} (trainer rank {info.rank}): cannot be opened ({e.strerror})") from None
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        with file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
                 raise ShardError(f"{path}: not a private file of this user, so not a trainer's")
             if found.st_size != info.size:
                 raise ShardError(f"{path}: has {found.st_size} bytes, its manifest says {info.size}")
@@ -287,14 +286,12 @@ class ShardReader:
             kept = self._maps.get(path)
             if kept is None or kept.inode != inode:
                 self._forget(path)
-                memory = mmap.mmap(fd, info.size, access=mmap.ACCESS_READ)
+                memory = mmap.mmap(file.fileno(), info.size, access=mmap.ACCESS_READ)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns about read-only memory, which is intended
                     kept = _Mapped(inode, memory, torch.frombuffer(memory, dtype=torch.uint8))
                 self._maps[path] = kept
             return kept.bytes
-        finally:
-            os.close(fd)
 
     def _forget(self, path: Path) -> None:
         kept = self._maps.pop(path, None)

@@ -72,9 +72,9 @@ class GroupPublisher:
                 else None
             )
         )
-        nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "")
+        nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "", str)
         known = {"bucket_bytes": bucket_bytes, "tensor": coordinates.tensor}
-        place = gather_objects(hosted.place | known if hosted else None)[0]
+        place = gather_objects(hosted.place | known if hosted else None, dict[str, Any] | None)[0]
         self._rendezvous = run_together(lambda: hosted or Rendezvous.join(place))
         self._rendezvous.place = place
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
@@ -114,7 +114,7 @@ class GroupPublisher:
         while self._rendezvous.poll_request(inbox(version, self.coordinates.rank)):
             pass  # drop requests of an aborted sync of the same version
         sums = run_together(lambda: self._plan.sum_boxes(self._params, self.dtype, shared=True))
-        gathered = gather_objects((self.coordinates.rank, sums))
+        gathered = gather_objects((self.coordinates.rank, sums), tuple[int, SliceSums])
         manifest = None
         if self.coordinates.rank == 0:
             by_rank = dict(gathered)

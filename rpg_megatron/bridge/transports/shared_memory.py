@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,8 @@ import torch
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
 from rpg_megatron.bridge.publisher import SliceSums, make_publish_plan, node_name, write_manifest
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.errors import UserError, gib
+from rpg_megatron.config.files import open_own, open_private, remove
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
@@ -40,12 +40,10 @@ def require_private_folder(folder: Path) -> Path:
     it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = folder.stat()
-    if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise UserError(
-            f"{folder}: must belong to this user with mode 0700 (now {stat.S_IMODE(info.st_mode):04o}); "
-            "use a new folder for the bridge"
-        )
+    try:
+        os.close(open_private(folder))
+    except OSError as e:
+        raise UserError(f"{folder}: {e.strerror}; use a new folder for the bridge") from None
     return folder.resolve()
 
 
@@ -104,7 +102,7 @@ class SharedMemoryPublisher:
         if version < 0:
             raise ValueError(f"version {version}: must not be negative")
         sums = run_together(lambda: self._fill(version))
-        gathered = gather_objects((self.coordinates.rank, sums))
+        gathered = gather_objects((self.coordinates.rank, sums), tuple[int, SliceSums])
         return run_together(lambda: self._write_manifest(version, dict(gathered)))
 
     def _write_manifest(self, version: int, sums: dict[int, SliceSums]) -> Manifest | None:
@@ -135,9 +133,9 @@ class SharedMemoryPublisher:
             with suppress(BufferError):  # a view is still alive; the memory is freed with it
                 self._map.close()
             self._map = None
-            self._path.unlink(missing_ok=True)
+            remove(self._path)
         if self.coordinates.rank == self._plan.lead:
-            (self.folder / MANIFEST).unlink(missing_ok=True)
+            remove(self.folder / MANIFEST)
 
     @property
     def _path(self) -> Path:
@@ -148,20 +146,18 @@ class SharedMemoryPublisher:
         if not self.nbytes:
             return
         # An existing file is left from a trainer that was killed; engines that mapped it keep its memory.
-        self._path.unlink(missing_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            # Reserve every page now: writing to a full tmpfs later would be SIGBUS, not an error.
-            os.posix_fallocate(fd, 0, self.nbytes)
-            self._map = mmap.mmap(fd, self.nbytes)
-        except OSError as e:
-            self._path.unlink()
-            raise UserError(
-                f"{self.folder}: no room to publish {self.nbytes / 2**30:.2f} GiB of weights ({e.strerror}); "
-                "increase the size of /dev/shm on this machine or container"
-            ) from None
-        finally:
-            os.close(fd)
+        remove(self._path)
+        with open_own(self._path, "x+b", permissions=0o600) as file:
+            try:
+                # Reserve every page now: writing to a full tmpfs later would be SIGBUS, not an error.
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)
+                self._map = mmap.mmap(file.fileno(), self.nbytes)
+            except OSError as e:
+                remove(self._path)
+                raise UserError(
+                    f"{self.folder}: no room to publish {gib(self.nbytes)} of weights "
+                    f"({e.strerror}); increase the size of /dev/shm on this machine or container"
+                ) from None
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._word = memory[:8].view(torch.int64)
         self._word.fill_(WRITING)

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rpg_megatron.config.files import remove
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.activation_sites import FINAL_INPUT, FINAL_NORM, LOGITS, Trace, layer_site
 
@@ -127,7 +128,7 @@ def read_workers(folder: Path, workers: int) -> list[Trace]:
     files = [trace_file(folder, rank) for rank in range(workers)]
     shards = [load_file(file) for file in files]
     for file in files:
-        file.unlink()
+        remove(file)
     return shards
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.audit import RANK, REPORT, REQUEST
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.files import atomic_write_text, read_text, remove
 from rpg_megatron.data.rollout_files import list_rollouts
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.run import RunLauncher
@@ -64,7 +64,7 @@ def audit(
     if engine_model is not None:
         _check_engine_model(settings, engine_model)
         request["sync"] = False
-        loads = engine.model_copy(update={"arguments": (*engine.arguments, "--load-format", "auto")})
+        loads = engine.model_copy(update={"arguments": (*engine.arguments, "--load-format", "safetensors")})
         model = settings.model.model_copy(update={"path": engine_model.absolute()})
         engine_settings = settings.model_copy(update={"engine": loads, "model": model})
     signals.raising = False  # from here on, resources must be cleaned up
@@ -72,7 +72,7 @@ def audit(
     with RunLauncher(
         settings, signals, rank_module=RANK, engine_settings=engine_settings, synced=synced, fresh=True
     ) as run:
-        (run.folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        atomic_write_text(run.folder / REQUEST, json.dumps(request))
         try:
             run.start()
             run.watch()
@@ -80,10 +80,14 @@ def audit(
             e.note = f"the audit's folder is kept: {display_path(run.folder)}"
             raise
         finally:
-            shutil.rmtree(run.folder / "weights", ignore_errors=True)
-    report = json.loads((run.folder / REPORT).read_text(encoding="utf-8"))
+            remove(run.folder / "weights", ignore_errors=True)
+    text = read_text(run.folder / REPORT)
+    report = json.loads(text)
     if copy is not None:
-        shutil.copyfile(run.folder / REPORT, copy)
+        try:
+            atomic_write_text(copy, text)
+        except OSError as e:
+            raise UserError(f"--out: {copy}: {e.strerror}; choose another file") from None
     show(report, table_console())
     print(f"\nreport: {display_path(run.folder / REPORT)}", flush=True)
     return bool(report["clean"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from rpg_megatron.commands.audit.module_check import ActivationTrace, StoredWeig
 from rpg_megatron.commands.audit.trace_megatron import trace_policy
 from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config.files import atomic_write_text, read_json, remove
 from rpg_megatron.data.prompts import PromptStream, load_prompts, load_tokenizer
 from rpg_megatron.data.rollout_files import read_rollouts, step_of
 from rpg_megatron.data.trajectory import Tokens, Trajectory
@@ -34,7 +34,6 @@ from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.rollout.seeds import seed_of
 from rpg_megatron.system.collectives import broadcast_object
 from rpg_megatron.system.dtypes import dtype_name
-from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.training.mismatch import find_gaps
 from rpg_megatron.training.run import RankRun
 
@@ -68,7 +67,7 @@ class Traced:
 
 def audit(run: RankRun, folder: Path, work: Path, bridge: Path, token: str) -> None:
     """Audit every engine and write the report to ``folder``. Collective."""
-    request = AuditRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
+    request = AuditRequest(**read_json(folder / REQUEST))
     if request.sync:
         run.sync_engines(version=0)
     given = choose_tokens(run.settings, request) if run.mesh.rank == 0 else []
@@ -82,7 +81,7 @@ def audit(run: RankRun, folder: Path, work: Path, bridge: Path, token: str) -> N
         if verdict is not None:
             engines.append({"engine": index, "sequences": len(given), "tokens": count} | verdict.to_json())
     if run.mesh.rank == 0:
-        shutil.rmtree(weights)
+        remove(weights)
         report = {
             "clean": all(e["clean"] for e in engines),
             "dtype": run.settings.precision.dtype,
@@ -116,7 +115,7 @@ def audit_engine(
         client = EngineClient(index, socket, token, timeout=settings.engine.request_timeout)
         traced = asyncio.run(trace_engine(client, settings, shape, bridge, given))
         run.events.phase("tracing the trainer", 0, 1)
-    trajectories: list[Trajectory] = broadcast_object([t.trajectory for t in traced])
+    trajectories: list[Trajectory] = broadcast_object([t.trajectory for t in traced], list[Trajectory])
     packs = [run.policy.pack(trajectories)]
     apart = [run.policy.pack([t]) for t in trajectories]
     packed, alone = (trace_policy(run.policy, shape, p) for p in (packs, apart))

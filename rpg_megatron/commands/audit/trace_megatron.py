@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rpg_megatron.config import ModelShape
@@ -17,12 +19,16 @@ from rpg_megatron.policy.layers import PackedAttention
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.collectives import gather_on_first
+from rpg_megatron.system.dtypes import dtype_name, torch_dtype
 
 _QKV, _GATE_UP = "qkv", "gate_up"  # Megatron computes these together; see _join
 _HEADS = ("query_norm", "key_norm", "query_rope", "key_rope", "attention", "activation")
 """Sites sharded by heads or columns over the tensor ranks, in rank order. The others are replicated, except
 that sequence parallelism shards the tokens.
 """
+
+_Sent = tuple[str, tuple[int, ...], np.ndarray]
+"""A tensor between ranks: its dtype, its shape and, since numpy has no bfloat16, its bytes."""
 
 
 def trace_policy(
@@ -41,8 +47,10 @@ def trace_policy(
     mesh = policy.mesh
     # Data-parallel replicas computed the same; use the first one.
     coordinates = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
-    mine = (coordinates, dict(kept)) if mesh.data_rank == 0 else None
-    everyone = gather_on_first(mine)
+    mine = None
+    if mesh.data_rank == 0:
+        mine = coordinates, {site: [_send(call) for call in calls] for site, calls in kept.items()}
+    everyone = gather_on_first(mine, tuple[tuple[int, int, int], dict[str, list[_Sent]]] | None)
     if mesh.rank:
         return []
     # Each site is on one stage, where every context rank has its positions, sharded over the tensor ranks.
@@ -50,7 +58,7 @@ def trace_policy(
     shards: dict[str, list[list[list[Tensor]]]] = defaultdict(lambda: [[] for _ in range(mesh.context)])
     for (_, context_rank, _), values in ranks:
         for site, calls in values.items():
-            shards[site][context_rank].append(calls)
+            shards[site][context_rank].append([_receive(call) for call in calls])
     found = []
     for i, (pack, values) in enumerate(zip(packs, scored, strict=True)):
         trace: Trace = {}
@@ -64,6 +72,17 @@ def trace_policy(
                     whole[held] = part
         found.append((trace, values.cpu()))
     return found
+
+
+def _send(tensor: Tensor) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
+    return dtype_name(tensor.dtype), tuple(tensor.shape), tensor.flatten().view(torch.uint8).numpy()
+
+
+def _receive(sent: tuple[str, tuple[int, ...], NDArray[np.uint8]]) -> Tensor:
+    dtype, shape, values = sent
+    tensor = torch.empty(shape, dtype=torch_dtype(dtype))
+    tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(values))
+    return tensor
 
 
 def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterable[Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
+from rpg_megatron.checkpoints.checkpoint_path import find_model_files, kind_of, open_step
+from rpg_megatron.checkpoints.hf_files import list_copied, open_copied, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
     LATEST,
@@ -32,9 +32,11 @@ from rpg_megatron.commands.convert.processes import (
     Job,
     Ranks,
     StagingDir,
+    read_log,
     start_child,
 )
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.mapping import ModelMapping
@@ -101,8 +103,14 @@ class Source:
     """Dtype of the weights; empty if only Megatron's index has it."""
     config: Path
     """Folder with config.json and tokenizer."""
+    root: Path
+    """The folder that the user has named for them: no link of theirs may leave it."""
     folder: Path
     """Folder of the weights."""
+    whole: Path
+    """Folder of the checkpoint, which the names in ``files`` are relative to."""
+    files: dict[str, dict[str, Any]]
+    """Files to compare with the manifest: name -> bytes, sha256. Empty without a manifest."""
     tensor: int
     pipeline: int
 
@@ -112,10 +120,12 @@ class Source:
         return sum(Box.whole(shape).numel for shape in self.layout.hf_tensors().values())
 
     def __str__(self) -> str:
-        """One line: model and layout."""
+        """One line: model and layout, and where the model's configuration is if that is another folder."""
+        elsewhere = not self.config.absolute().is_relative_to(self.whole.absolute())
         return (
             f"{self.shape.family}, {self.shape.num_layers} layers, {self.parameters:,} parameters"
             f"{', ' + self.dtype if self.dtype else ''}; tensor={self.tensor} pipeline={self.pipeline}"
+            f"{f'; config.json and tokenizer of {self.config}' if elsewhere else ''}"
         )
 
 
@@ -127,39 +137,65 @@ def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
 
     Raises one UserError that lists all tensors that are missing, unexpected, or of a wrong shape or dtype.
     """
-    shape = _read_shape(hf)
+    if kind_of(hf, "--hf") != "hf":
+        raise UserError(
+            f"--hf: {hf} is a Megatron checkpoint; convert it with megatron-to-hf --megatron {hf}"
+        )
+    shape = _read_shape(hf, hf)
     check_layout(shape, tensor, pipeline)
     layout = mapping_for(shape)
     stored = verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(iter(stored.values())).dtype
-    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, tensor, pipeline)
+    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, tensor, pipeline)
 
 
 def open_megatron(
-    megatron: Path, tensor: int | None = None, pipeline: int | None = None, config: Path | None = None
+    megatron: Path,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    config: Path | None = None,
+    *,
+    name: str = "--megatron",
 ) -> Source:
     """Find a Megatron checkpoint and check the layout for reading it, by default its own.
 
-    config: HF folder with config.json and tokenizer, for a checkpoint written by Megatron-LM.
+    megatron: its folder; a checkpoint of a run; or a run, for its newest one. config: HF folder with
+    config.json and tokenizer, for a checkpoint written by Megatron-LM, or instead of that which a run's
+    settings name. name: option or argument, for messages.
     """
-    folder = find_checkpoint(megatron)
-    manifest = read_manifest(folder)
-    if config is None and manifest is None and not (folder / HF).is_dir():
+    kind = kind_of(megatron, name)
+    if kind == "hf":
         raise UserError(
-            f"{folder}: has no {HF}/ with config.json and tokenizer, so it was not converted from an HF "
-            "checkpoint by this tool; give an HF folder of the same model with --config"
+            f"{name}: {megatron} is a Hugging Face checkpoint already; there is nothing to convert"
         )
-    source = config or folder / HF
+    metadata = CheckpointMetadata("", "", 1, 1)
+    files: dict[str, dict[str, Any]] = {}
+    if kind == "megatron":
+        folder = whole = find_checkpoint(megatron)
+        if (manifest := read_manifest(folder, *places_of(folder))) is not None:
+            metadata, files = manifest
+        if config is None and not files and not (folder / HF).is_dir():
+            raise UserError(
+                f"{folder}: has no {HF}/ with config.json and tokenizer, so it was not converted from an HF "
+                "checkpoint by this tool; give an HF folder of the same model with --config (of rpg-megatron "
+                "convert megatron-to-hf)"
+            )
+        source, root = config or folder / HF, config or megatron
+    else:
+        step = open_step(megatron, name)
+        folder, whole, metadata = step.weights, step.folder, step.metadata
+        files = {name: f for name, f in step.files.items() if name.startswith(f"{folder.name}/")}
+        source, root = (config, config) if config else find_model_files(step)
     try:
-        shape = _read_shape(source)
+        shape = _read_shape(source, root)
     except UserError:
-        if manifest:  # there may be further damage
-            _refuse_damage(folder, manifest[1])
+        if source.is_relative_to(whole):  # there may be further damage
+            _refuse_damage(whole, files)
         raise
-    metadata = manifest[0] if manifest else CheckpointMetadata("", "", 1, 1)
     tensor, pipeline = tensor or metadata.tensor, pipeline or metadata.pipeline
     check_layout(shape, tensor, pipeline)
-    return Source(shape, mapping_for(shape), metadata.dtype, source, folder, tensor, pipeline)
+    layout = mapping_for(shape)
+    return Source(shape, layout, metadata.dtype, source, root, folder, whole, files, tensor, pipeline)
 
 
 def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> Report:
@@ -176,13 +212,13 @@ def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> R
         with Ranks(job, progress, watch=place.result) as ranks:
             memory = [Memory(*m) for m in ranks.wait()]
         (folder / HF).mkdir()
-        for file in list_copied(source.config):
-            shutil.copyfile(file, folder / HF / file.name)
+        for name, file in open_copied(source.config, source.root):
+            copy_file(file, folder / HF, name)
         verification = _compare(job, source.config, progress) if verify else None
-        progress.phase("checksums", sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()))
+        progress.phase("checksums", folder_size(folder))
         metadata = CheckpointMetadata(_megatron_version(), source.dtype, source.tensor, source.pipeline)
         write_manifest(folder, metadata, progress.advance)
-        (place.result / LATEST).write_text(RELEASE, encoding="utf-8")
+        atomic_write_text(place.result / LATEST, RELEASE)
         place.keep()
     return Report(out, time.monotonic() - began, memory, verification)
 
@@ -196,10 +232,9 @@ def convert_to_hf(
     """
     began = time.monotonic()
     with StagingDir(out, _bytes(source)) as place, ConvertProgress() as progress:
-        if manifest := read_manifest(source.folder):
-            files = manifest[1]
-            progress.phase("checking", sum(f["bytes"] for f in files.values()))
-            _refuse_damage(source.folder, files, progress.advance)
+        if source.files:
+            progress.phase("checking", sum(f["bytes"] for f in source.files.values()))
+            _refuse_damage(source.whole, source.files, progress.advance)
         job = _job(source, "megatron_to_hf", place.result, place.work, verify=verify, bound=max_shard_bytes)
         with Ranks(job, progress, watch=place.work) as ranks:
             memory = [Memory(*m) for m in ranks.wait()]
@@ -242,10 +277,10 @@ def mapping(source: Source) -> Iterator[str]:
 # -- used by both --------------------------------------------------------------------------------------------
 
 
-def _read_shape(folder: Path) -> ModelShape:
+def _read_shape(folder: Path, root: Path) -> ModelShape:
     try:
         shape = read_model_shape(folder)
-        list_copied(folder)  # raises for files that cannot be copied, before anything is converted
+        list_copied(folder, root)  # raises for files that cannot be copied, before anything is converted
         return shape
     except UserError as e:
         raise UserError(str(e).removeprefix("model.path: ")) from None
@@ -254,7 +289,7 @@ def _read_shape(folder: Path) -> ModelShape:
 def _refuse_damage(
     folder: Path, files: dict[str, dict[str, Any]], count: Callable[[int], None] = lambda n: None
 ) -> None:
-    if damage := find_damage(folder, files, count):
+    if damage := find_damage(folder, files, count, places_of(folder)):
         raise UserError(f"{folder}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(damage))
 
 
@@ -271,6 +306,7 @@ def _job(source: Source, direction: str, out: Path, work: Path, *, verify: bool,
         direction=direction,
         source=str(source.folder.absolute()),
         config=str(source.config.absolute()),
+        root=str(source.root.absolute()),
         out=str(out.absolute()),
         work=str(work.absolute()),
         tensor=source.tensor,
@@ -302,7 +338,7 @@ def _compare(job: Job, hf: Path, progress: ConvertProgress) -> Verification:
         child.stdin.flush()
         answer = child.stdout.read()
         if child.wait() != 0:
-            log = (Path(job.work) / "transformers.log").read_text(encoding="utf-8", errors="replace")
+            log = read_log(Path(job.work) / "transformers.log")
             raise ConversionFailed(f"transformers could not compute logits of {hf}\n{log[-3000:]}")
     finally:
         child.kill()

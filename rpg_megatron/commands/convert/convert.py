@@ -97,6 +97,7 @@ class Conversion:
             self._mesh.coordinates(vocab_multiple=1),
             dtype=dtype,
             max_shard_bytes=job.max_shard_bytes,
+            root=Path(job.root),
         )
         self._report_memory(parameters)
 

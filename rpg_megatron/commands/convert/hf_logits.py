@@ -28,7 +28,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        job["hf"], dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        job["hf"], dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     ).eval()
     ours = load_file(Path(job["work"]) / LOGITS)
     difference, largest, worst = 0.0, 0.0, ""

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.checkpoints.checkpoint_path import Step, find_model_files, kind_of, open_step
 from rpg_megatron.checkpoints.hf_files import list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
     find_checkpoint,
     find_damage,
     find_short_files,
-    is_megatron,
     read_contents,
     read_manifest,
 )
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import places_of, real_path
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
+from rpg_megatron.system.terminal import one_line
+
+_HASHED = "every file has the SHA-256 of the manifest"
+_SHOWN = 40
+"""Maximum number of problems in the table."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +76,40 @@ class Inspection:
         return json.dumps(asdict(self) | {"totals": totals, "whole": not self.problems}, indent=2)
 
     def table(self) -> str:
-        """The same as text."""
-        width = max((len(t.name) for t in self.tensors), default=0)
-        shapes = max((len(str(t.shape)) for t in self.tensors), default=0)
-        lines = [f"{t.name:{width}}  {t.dtype:8}  {t.shape!s:{shapes}}  {t.where}" for t in self.tensors]
+        """The same as text: each tensor and problem in a line of its own, whatever is in its name."""
+        rows = [(one_line(t.name), one_line(t.dtype), str(t.shape), one_line(t.where)) for t in self.tensors]
+        width = max((len(name) for name, *_ in rows), default=0)
+        shapes = max((len(shape) for _, _, shape, _ in rows), default=0)
+        lines = [
+            f"{name:{width}}  {dtype:8}  {shape:{shapes}}  {where}" for name, dtype, shape, where in rows
+        ]
         lines += ["", f"{self.folder}: {self.kind} checkpoint"]
         if self.model:
             lines.append(f"model: {_describe(self.model)}")
         if self.facts:
-            lines.append("written: " + ", ".join(f"{k}={v}" for k, v in self.facts.items()))
+            lines.append(one_line("written: " + ", ".join(f"{k}={v}" for k, v in self.facts.items())))
         lines.append(f"tensors: {len(self.tensors)}, {self.parameters:,} numbers, {self.size / 1e6:,.1f} MB")
         if self.problems:
-            lines += ["DAMAGED:", *(f"  {p}" for p in self.problems)]
+            lines += ["DAMAGED:", *(textwrap.indent(p, "  ") for p in self.problems[:_SHOWN])]
+            if (more := len(self.problems) - _SHOWN) > 0:
+                lines.append(f"  and {more:,} more problems; --json lists them all")
         else:
             lines.append(f"whole: {self.checked}")
         return "\n".join(lines)
 
 
 def inspect_checkpoint(folder: Path) -> Inspection:
-    """List a checkpoint and check its files. Raises UserError if it is neither kind of checkpoint."""
-    return _inspect_megatron(find_checkpoint(folder)) if is_megatron(folder) else _inspect_hf(folder)
+    """List a checkpoint and check its files: HF, Megatron, of a run, or a run's newest.
+
+    Raises UserError if it is none of these, or not a complete checkpoint of a run.
+    """
+    match kind_of(folder, "DIR"):
+        case "hf":
+            return _inspect_hf(folder)
+        case "megatron":
+            return _inspect_megatron(find_checkpoint(folder))
+        case _:
+            return _inspect_step(open_step(folder, "DIR"))
 
 
 def _inspect_hf(folder: Path) -> Inspection:
@@ -109,24 +131,40 @@ def _inspect_hf(folder: Path) -> Inspection:
 
 def _inspect_megatron(folder: Path) -> Inspection:
     found = Inspection("Megatron-Core (torch_dist)", str(folder))
-    manifest = _attempt(found, lambda: read_manifest(folder))
+    manifest = _attempt(found, lambda: read_manifest(folder, *places_of(folder)))
     if manifest:
         found.facts = asdict(manifest[0])
-        found.problems += find_damage(folder, manifest[1])
+        found.problems += find_damage(folder, manifest[1], inside=places_of(folder))
     if (folder / HF).is_dir():
         shape: ModelShape | None = _attempt(found, lambda: read_model_shape(folder / HF))
         found.model = _model(shape) if shape else None
+    _add_contents(found, folder)
+    found.checked = _HASHED if manifest else "no manifest; files are long enough"
+    return found
+
+
+def _inspect_step(step: Step) -> Inspection:
+    found = Inspection("Megatron-Core (torch_dist)", str(step.folder), facts=asdict(step.metadata))
+    found.problems += find_damage(step.folder, step.files, inside=(real_path(step.root),))
+    with suppress(UserError):  # its model is not on this machine
+        found.model = _model(read_model_shape(find_model_files(step)[0]))
+    _add_contents(found, step.weights)
+    found.checked = _HASHED
+    return found
+
+
+def _add_contents(found: Inspection, folder: Path) -> None:
+    """List the tensors according to Megatron's index, and check that files are long enough for it."""
     contents = _attempt(found, lambda: read_contents(folder))
     if contents:
         found.tensors = [
             Row(n, t.dtype, list(t.shape), f"{t.parts} part{'s' if t.parts > 1 else ''}")
             for n, t in contents.tensors.items()
         ]
-        found.problems += [p for p in find_short_files(folder, contents) if p not in found.problems]
-    found.checked = (
-        "every file has the SHA-256 of the manifest" if manifest else "no manifest; files are long enough"
-    )
-    return found
+        known = {p.partition("/")[2] for p in found.problems}  # names in a step begin with model/
+        found.problems += [
+            p for p in find_short_files(folder, contents) if p not in {*found.problems, *known}
+        ]
 
 
 def _attempt[T](found: Inspection, step: Callable[[], T]) -> T | None:

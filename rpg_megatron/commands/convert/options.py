@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.system.terminal import exit_on_interrupt
+from rpg_megatron.system.terminal import exit_on_interrupt, print_error
 
 if TYPE_CHECKING:
     from rpg_megatron.commands.convert.command import Report, Source
@@ -48,7 +48,9 @@ def hf_to_megatron(
 
 @convert.command()
 def megatron_to_hf(
-    megatron: Annotated[Path, typer.Option(metavar="DIR", help="Megatron-Core distributed checkpoint.")],
+    megatron: Annotated[
+        Path, typer.Option(metavar="DIR", help="Megatron-Core checkpoint, a run, or its checkpoint.")
+    ],
     out: OutFolder = None,
     tensor: Annotated[
         int | None, typer.Option(min=1, help="Tensor-parallel size. [default: as saved]")
@@ -58,7 +60,7 @@ def megatron_to_hf(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="HF config and tokenizer, for a checkpoint that includes none."),
+        typer.Option(metavar="DIR", help="HF config and tokenizer, for a checkpoint that names none."),
     ] = None,
     max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest file size, GiB.")] = 5.0,
     verify: Verify = False,
@@ -80,7 +82,9 @@ def megatron_to_hf(
 
 @convert.command()
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face or Megatron checkpoint.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Hugging Face or Megatron checkpoint, or a run.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the tensors of a checkpoint, and check that it is complete."""
@@ -98,6 +102,7 @@ def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Pa
         from rpg_megatron.commands.convert.command import mapping
         from rpg_megatron.commands.convert.processes import ConversionFailed
         from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.system.limits import check_files
 
     if dry_run:
         typer.echo("\n".join(mapping(source)))
@@ -105,11 +110,12 @@ def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Pa
     if out is None:
         raise UserError("--out is missing; give the folder to create")
     leave_to_first_node("convert")
+    check_files(source.tensor * source.pipeline, 0)
     print(source, file=sys.stderr)
     try:
         report = work(out)
     except ConversionFailed as e:
-        print(f"error: {e}", file=sys.stderr)
+        print_error(f"error: {e}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         print("stopped: Ctrl-C; nothing was written", file=sys.stderr)

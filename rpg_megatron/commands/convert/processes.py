@@ -15,13 +15,15 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import rich.progress
-from rich.console import Console
 
 import rpg_megatron
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import folder_size, make_private, open_own, remove, rename, sync_folder
+from rpg_megatron.system.console import PlainTextConsole
+from rpg_megatron.system.limits import explain_limits
 
 _LOOK_SECONDS = 0.25
 _GRACE_SECONDS = 10
@@ -38,6 +40,8 @@ class Job:
     """HF folder, or Megatron's checkpoint folder (release, iter_...)."""
     config: str
     """Folder with config.json and, for megatron_to_hf, the other files to copy."""
+    root: str
+    """The folder that these files must lie in."""
     out: str
     """Output: Megatron's checkpoint folder, existing and empty, or an HF folder, not existing."""
     work: str
@@ -69,21 +73,21 @@ class StagingDir:
 
     ``keep`` first moves the result to its place. A killed conversion leaves it behind, and the next one of
     the same name removes it; a lock in it shows whether a conversion is still running. SIGTERM and a closed
-    terminal raise SystemExit, so that it is removed then too.
+    terminal raise SystemExit, so that it is removed then too, unless the caller handles them.
     """
 
     def __init__(self, out: Path, needed: int) -> None:
         self._out, self._needed = out.absolute(), needed
         self.work = self._out.parent / f".{self._out.name}.incomplete"
         self.result = self.work / "result"
-        self._lock: int | None = None
+        self._lock: IO[str] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StagingDir:
         if self._out.exists() or self._out.is_symlink():
             raise UserError(f"{self._out}: already exists; choose another folder or remove it")
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup
+            if signal.getsignal(number) is signal.SIG_DFL:  # not ignored, as by nohup
                 self._before[number] = signal.signal(number, _exit)
         try:
             self._take()
@@ -95,8 +99,8 @@ class StagingDir:
     def _take(self) -> None:
         try:
             self.work.parent.mkdir(parents=True, exist_ok=True)
-            self.work.mkdir(mode=0o700, exist_ok=True)  # the ranks meet in a file there
-            self._lock = os.open(self.work / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            make_private(self.work)  # the ranks meet in a file there
+            self._lock = open_own(self.work / "lock", "a", permissions=0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -107,12 +111,12 @@ class StagingDir:
                 pass  # a file system without locks: the user must avoid two conversions of one name
             for entry in self.work.iterdir():
                 if entry.name != "lock":
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                    remove(entry)
             free = shutil.disk_usage(self.work).free
         except OSError as e:
             raise UserError(f"{self.work}: {e.strerror or e}; choose a writable folder") from None
         if free < self._needed:
-            shutil.rmtree(self.work, ignore_errors=True)
+            remove(self.work, ignore_errors=True)
             raise UserError(
                 f"{self._out.parent}: {free / 1e9:.1f} GB free, the checkpoint needs "
                 f"{self._needed / 1e9:.1f} GB"
@@ -121,23 +125,21 @@ class StagingDir:
     def keep(self) -> None:
         """Move the complete result to its place."""
         try:
-            self.result.rename(self._out)
+            rename(self.result, self._out)
         except OSError as e:
             raise UserError(f"{self._out}: cannot be created ({e.strerror})") from None
-        folder = os.open(self._out.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        sync_folder(self._out.parent)
 
     def __exit__(self, *_: object) -> None:
-        self._before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
-        for number in self._before:
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
-        shutil.rmtree(self.work, ignore_errors=True)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # A second Ctrl-C must not interrupt the removal.
+            self._before.setdefault(number, signal.signal(number, signal.SIG_IGN))
+        remove(self.work, ignore_errors=True)
         self._release()
 
     def _release(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -150,11 +152,11 @@ class ConvertProgress:
     """Progress on standard error: a bar on a terminal, elsewhere one line per phase."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
+        console = PlainTextConsole(stderr=True)
         self._bar: rich.progress.Progress | None = None
         if console.is_terminal:
             self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("{task.description:24}"),
+                rich.progress.TextColumn("{task.description:24}", markup=False),
                 rich.progress.BarColumn(),
                 rich.progress.DownloadColumn(),
                 rich.progress.TransferSpeedColumn(),
@@ -214,7 +216,7 @@ def start_child(module: str, log: Path, share: int, **environment: str) -> subpr
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
         **environment,
     }
-    with log.open("w") as errors:
+    with open_own(log, "w") as errors:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
@@ -224,6 +226,12 @@ def start_child(module: str, log: Path, share: int, **environment: str) -> subpr
             text=True,
             start_new_session=True,  # Ctrl-C reaches only the parent, which ends them
         )
+
+
+def read_log(log: Path) -> str:
+    """The text of a child's log."""
+    with open_own(log, "r", encoding="utf-8", errors="replace") as file:
+        return str(file.read())
 
 
 class _DeferredSignals:
@@ -354,8 +362,7 @@ class Ranks:
 
     def _look(self) -> None:
         if self._measure == "files":
-            sizes = (f.stat().st_size for f in self._watch.rglob("*") if f.is_file())
-            self._progress.reach(sum(sizes))
+            self._progress.reach(folder_size(self._watch))
         elif self._measure == "read":
             self._progress.reach(self._read_bytes() - self._before)
 
@@ -370,7 +377,7 @@ class Ranks:
         return total
 
     def _explain(self, codes: list[int | None]) -> None:
-        logs = [log.read_text(encoding="utf-8", errors="replace") for log in self._logs]
+        logs = [read_log(log) for log in self._logs]
         mark = "\nerror: "
         said = {
             log.rpartition(mark)[2].strip()
@@ -384,5 +391,5 @@ class Ranks:
         killed = " (killed; possibly out of memory)" if codes[rank] == -signal.SIGKILL else ""
         raise ConversionFailed(
             f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}{killed}\n"
-            f"{logs[rank][-4000:].strip()}"
+            f"{logs[rank][-4000:].strip()}{explain_limits(logs[rank][-4000:])}"
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rpg_megatron.commands.convert.processes import Job
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.policy.device import start_device
-from rpg_megatron.system.collectives import barrier
+from rpg_megatron.system.collectives import barrier, host_backend
 
 
 def report(*what: Any) -> None:
@@ -47,12 +47,9 @@ def main() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
         start_device("cpu")
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{job.work}/rendezvous",
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-        )
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rendezvous = f"file://{job.work}/rendezvous"
+        dist.init_process_group(host_backend(world), init_method=rendezvous, rank=rank, world_size=world)
         # Megatron may be imported only after the device is prepared.
         from rpg_megatron.commands.convert.convert import Conversion
 

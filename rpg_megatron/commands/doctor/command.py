@@ -28,12 +28,13 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("memory", 10, machine.probe_memory),
     ("shared memory", 10, machine.probe_shared_memory),
     ("limits", 10, machine.probe_limits),
+    ("foreign input", 30, machine.probe_foreign_input),
     ("ports", 10, machine.probe_ports),
     ("temporary files", 10, machine.probe_temporary),
     ("clock", 20, machine.probe_clock),
     ("model", 30, run_inputs.probe_model),
     ("data", 60, run_inputs.probe_data),
-    ("reward", 60, run_inputs.probe_reward),
+    ("reward", 330, run_inputs.probe_reward),
     ("own code", 120, run_inputs.probe_custom_code),
     ("trackers", 10, run_inputs.probe_trackers),
     ("run folder", 30, run_inputs.probe_run_folder),
@@ -41,6 +42,8 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("walltime", 20, run_inputs.probe_walltime),
 ]
 """Name, timeout in seconds, function; in the order of the report."""
+_WIDTH = 120
+"""Columns of the table in a pipe or file."""
 
 
 def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
@@ -66,5 +69,5 @@ def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
     if as_json:
         print(to_json(reports))
     else:
-        print_reports(reports, table_console())
+        print_reports(reports, table_console(_WIDTH))
     return not failures(reports)

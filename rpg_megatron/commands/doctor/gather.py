@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from rpg_megatron.commands.doctor.machine import SKEW_SECONDS
 from rpg_megatron.commands.doctor.probe import Check, failed
-from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text, read_json, remove
 
 WAIT_SECONDS = 60.0
 """How long the first node waits for the others after its own checks."""
@@ -90,7 +89,7 @@ def gather_reports(
     while len(reports) < step.tasks and time.monotonic() < end:
         for task in set(range(step.tasks)) - set(reports):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                raw = json.loads((reports_dir / f"task-{task}.json").read_text(encoding="utf-8"))
+                raw = read_json(reports_dir / f"task-{task}.json")
                 found = [Check(**c) for c in raw["checks"]]
                 skew = _skew(float(raw["time"]), started, time.time())
                 reports[task] = NodeReport(raw["node"], (*found, *skew))
@@ -102,7 +101,7 @@ def gather_reports(
             f"log in to the node; check that it can write to {folder} and that the command started",
         )
         reports[task] = NodeReport(f"task {task}", (silent,))
-    shutil.rmtree(reports_dir, ignore_errors=True)
+    remove(reports_dir, ignore_errors=True)
     return [reports[task] for task in sorted(reports)]
 
 

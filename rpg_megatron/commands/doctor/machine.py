@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import socket
 import tempfile
@@ -12,15 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rpg_megatron.commands.doctor.gpu import gpu_memory
-from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok
-from rpg_megatron.commands.plan.plan import gib, make_plan
+from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
+from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import UserError
+from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.input_checks import nearest_folder
 from rpg_megatron.launcher.preflight import check_port, check_shared_memory
+from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
+from rpg_megatron.system.limits import check_address_space, check_files
 from rpg_megatron.system.process_groups import SHARED_MEMORY
+from rpg_megatron.system.sandbox import means
 
-SPARE_FILES = 512
-"""Open files besides one per request: libraries, sockets, logs."""
+_OPEN_FILES = "open files are "
+"""Start of messages that the name of the check says already."""
 SMALLEST_TEMPORARY = 64 * 1024**2
 SKEW_SECONDS = 5.0
 """A larger clock skew breaks time stamps, file caches and expiring tokens."""
@@ -62,18 +65,43 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
         yield ok("memory", f"{gib(plan.need)} per {what} planned, for {plan.target.name}")
 
 
-def probe_limits(subject: Subject) -> Iterator[Check]:
-    """The limit of open files."""
-    engine = subject.settings.engine if subject.settings else None
-    wanted = SPARE_FILES + (engine.replicas * engine.max_sequences if engine else 0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        how = "run ulimit -n 65536 before the command"
-        if hard != resource.RLIM_INFINITY and hard < wanted:
-            how = f"raise the hard limit ({hard}) in limits.conf, or Slurm's PropagateResourceLimits"
-        yield failed("open files", f"limited to {soft}, up to {wanted} are needed", how)
+def probe_foreign_input(_subject: Subject) -> Iterator[Check]:
+    """The process that reads checkpoints, Arrow files and templates of others can reach nothing."""
+    name, fix = (
+        "foreign input",
+        "use a newer kernel, or read models and data of unknown origin in a container",
+    )
+    try:
+        (reachable,) = read_foreign(
+            "rpg_megatron.system.sandbox:find_reachable", [], os.getpid(), list[str], values=1
+        )
+    except (ForeignInputError, OSError) as e:
+        yield failed(name, f"its process does not start: {e}", "allow seccomp and Landlock in the container")
+        return
+    if reachable:
+        found = ", ".join(means()) or "neither seccomp nor Landlock"
+        yield warning(name, f"the kernel has {found}: hostile files might {', '.join(reachable)}", fix)
     else:
-        yield ok("open files", "unlimited" if soft == resource.RLIM_INFINITY else f"up to {soft}")
+        yield ok(name, f"read by a process that can reach nothing ({', '.join(means())})")
+
+
+def probe_limits(subject: Subject) -> Iterator[Check]:
+    """The limits of open files, of which the commands raise the soft one, and of the address space."""
+    settings = subject.settings
+    ranks, requests = 0, 0
+    if settings is not None:
+        ranks = settings.parallel.world
+        requests = settings.engine.replicas * settings.engine.max_sequences
+    try:
+        found, problem = check_files(ranks, requests)
+        what, _, fix = problem.removeprefix(_OPEN_FILES).rpartition("; ")
+        yield warning("open files", what, fix) if problem else ok("open files", found)
+    except UserError as e:
+        yield of_error("open files", UserError(str(e).removeprefix(_OPEN_FILES)))
+    try:
+        yield ok("address space", check_address_space())
+    except UserError as e:
+        yield of_error("address space", e)
 
 
 def probe_ports(subject: Subject) -> Iterator[Check]:

@@ -19,12 +19,14 @@ from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.doctor.machine import runs_folder
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
-from rpg_megatron.commands.plan.plan import count, gib
+from rpg_megatron.commands.plan.plan import count
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.errors import gib
+from rpg_megatron.config.files import read_text
+from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.launcher.input_checks import (
     check_custom_code,
     check_data,
-    check_reward,
     check_trackers,
     disk_bytes,
     list_custom_code,
@@ -36,6 +38,7 @@ from rpg_megatron.launcher.preflight import (
     check_parallel,
     check_routers,
 )
+from rpg_megatron.launcher.reward_trial import try_reward
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 
 SPEED_BYTES = 32 * 1024**2
@@ -72,6 +75,11 @@ def probe_model(subject: Subject) -> Iterator[Check]:
             yield ok(name, "fits the model")
         except UserError as e:
             yield of_error(name, e)
+    try:
+        check_engine_arguments(settings)
+        yield ok("engine options", " ".join(settings.engine.arguments) or "none")
+    except UserError as e:
+        yield of_error("engine options", e)
 
 
 def probe_data(subject: Subject) -> Iterator[Check]:
@@ -92,16 +100,18 @@ def probe_data(subject: Subject) -> Iterator[Check]:
 
 
 def probe_reward(subject: Subject) -> Iterator[Check]:
-    """The reward function can be imported."""
+    """The reward functions can be imported and do not fail on a row of each data set; judges answer."""
     if subject.settings is None:
         yield not_applicable("reward", ONLY_WITH_CONFIG)
         return
     try:
-        check_reward(subject.settings.reward)
+        warnings = try_reward(subject.settings)
         terms = subject.settings.reward.all_terms.values()
         yield ok("reward", ", ".join(term.type for term in terms))
-    except UserError as e:
-        yield of_error("reward", e)
+        for text in warnings:
+            yield warning("reward", text, "")
+    except UserError as e:  # a line for each problem
+        yield from (of_error("reward", UserError(line)) for line in str(e).splitlines())
 
 
 def probe_custom_code(subject: Subject) -> Iterator[Check]:
@@ -243,7 +253,7 @@ def _step_seconds(settings: Settings) -> float | None:
     """Median seconds per step in the newest run of this name that has any."""
     for run in list_runs(settings):
         try:
-            rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+            rows = [json.loads(line) for line in read_text(run / METRICS).splitlines()]
         except (OSError, ValueError):
             continue
         seconds = sorted(row["time/step"] for row in rows if "time/step" in row)

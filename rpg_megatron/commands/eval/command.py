@@ -6,12 +6,16 @@ import contextlib
 import secrets
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
-
+from rpg_megatron.checkpoints.run_folder import MODEL
+from rpg_megatron.commands.convert.command import Source, convert_to_hf
+from rpg_megatron.commands.convert.processes import ConversionFailed
 from rpg_megatron.commands.eval.output_dir import OutputDir
+from rpg_megatron.commands.eval.settings import EvalModel
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.files import remove
 from rpg_megatron.engine.process import EngineProcess, call_all, engine_socket, note_segments, tail_of
 from rpg_megatron.engine.restarts import take_request
 from rpg_megatron.launcher.progress import Progress
@@ -27,6 +31,8 @@ from rpg_megatron.launcher.supervisor import (
     explain,
     user_error,
 )
+from rpg_megatron.system.console import PlainTextConsole
+from rpg_megatron.system.limits import explain_limits
 
 EVALUATOR = "rpg_megatron.commands.eval.process"
 _PROBE_SECONDS = 1.0
@@ -50,7 +56,7 @@ class Evaluation:
                 self._workspace.work,
                 steps=0,
                 log=folder.path / LOGS / LAUNCHER_LOG,
-                console=Console(stderr=True),
+                console=PlainTextConsole(stderr=True),
                 line_seconds=_LINE_SECONDS,
             )
             undo.pop_all()
@@ -73,7 +79,8 @@ class Evaluation:
             f"evaluation {display_path(self._folder.path)}\n"
             f"starting (takes about a minute): engines {settings.engine.replicas}"
         )
-        command = [sys.executable, "-P", "-m", EVALUATOR, str(self._folder.path), str(work)]
+        paths = (self._folder.path, work, settings.model.path)
+        command = [sys.executable, "-P", "-m", EVALUATOR, *map(str, paths)]
         self._evaluator = self._supervisor.start("evaluator", command, base_environment(settings, token))
         for index in range(settings.engine.replicas):
             self._signals.check()
@@ -126,7 +133,8 @@ class Evaluation:
                     continue
                 time.sleep(1.0)  # the cause may be a signal to all processes
                 self._signals.check()
-                log = f"the end of {display_path(engine.log)}:\n{tail_of(engine.log)}"
+                tail = tail_of(engine.log, opened=engine.opened)
+                log = f"the end of {display_path(engine.log)}:\n{tail}{explain_limits(tail)}"
                 raise RunFailed(self._keep(f"{hung or f'engine {engine.index} died'}; {log}"))
             if not engine.alive():
                 time.sleep(1.0)
@@ -141,17 +149,39 @@ class Evaluation:
         return f"{message}\nresults so far are in {folder}; rerun the same command to resume"
 
 
-def run_evaluation(settings: Settings, signals: StopSignals, folder: OutputDir) -> None:
+def run_evaluation(settings: Settings, model: EvalModel, signals: StopSignals, folder: OutputDir) -> None:
     """Evaluate the remaining problems; starts and ends all processes.
 
-    Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal. No process is
-    left in any case.
+    A checkpoint in Megatron's format is first converted, into the output folder; the copy is removed at the
+    end. Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal. No process
+    is left in any case.
     """
-    with Evaluation(settings, signals, folder) as evaluation:
-        try:
+    copy = folder.path / MODEL
+    try:
+        if model.source is not None:
+            loaded = settings.model.model_copy(update={"path": _convert(model.source, copy, signals)})
+            settings = settings.model_copy(update={"model": loaded})
+        with Evaluation(settings, signals, folder) as evaluation:
             evaluation.start()
             evaluation.watch()
-        except Interrupted as e:
-            folder.discard = True
-            e.note = f"problems graded so far: {folder.graded()}; rerun the same command to resume"
-            raise
+    except Interrupted as e:
+        folder.discard = True
+        e.note = f"problems graded so far: {folder.graded()}; rerun the same command to resume"
+        raise
+    remove(copy, ignore_errors=True)
+
+
+def _convert(source: Source, out: Path, signals: StopSignals) -> Path:
+    """Convert a checkpoint for the engines, unless an earlier start did. Raises as ``run_evaluation``."""
+    if out.is_dir():
+        return out
+    print(f"{source}\nconverting {display_path(source.folder)}", file=sys.stderr, flush=True)
+    signals.raising = True  # the conversion removes its files
+    try:
+        signals.check()
+        convert_to_hf(source, out)
+    except ConversionFailed as e:
+        raise RunFailed(str(e)) from None
+    finally:
+        signals.raising = False
+    return out

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rpg_megatron.commands.exit_codes import exit_codes
+from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.terminal import exit_on_interrupt
 
 Suite = Annotated[
@@ -25,13 +27,14 @@ def evaluate(
     model: Annotated[
         Path,
         typer.Argument(
-            metavar="MODEL", help="Hugging Face checkpoint, hub id, or a run (its newest export)."
+            metavar="MODEL",
+            help="Hugging Face or Megatron checkpoint, hub id, a run (its newest export), or its checkpoint.",
         ),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="Settings to override, in data, reward, engine or precision."
+            metavar="KEY=VALUE", help="Settings to override, in data, reward, guards, engine or precision."
         ),
     ] = None,
     suite: Suite = None,
@@ -40,20 +43,32 @@ def evaluate(
         Path | None, typer.Option(metavar="DIR", help="Folder with local copies of the suites, NAME.jsonl.")
     ] = None,
     samples: Annotated[
-        int | None,
-        typer.Option("-n", "--samples", min=1, help="Responses per problem. [default: the run's, or 1]"),
+        list[str] | None,
+        typer.Option(
+            "-n",
+            "--samples",
+            metavar="[SET=]N",
+            help="Responses per problem, of all sets or of one; may be repeated. [default: the run's, or 1]",
+        ),
     ] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy. [default: the run's, or 1]"),
+        list[str] | None,
+        typer.Option(
+            metavar="[SET=]X", help="Sampling temperature, likewise; 0 is greedy. [default: the run's, or 1]"
+        ),
     ] = None,
     top_p: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1, help="Nucleus sampling threshold. [default: the run's, or 1]"),
+        list[str] | None,
+        typer.Option(
+            metavar="[SET=]X", help="Nucleus sampling threshold, likewise. [default: the run's, or 1]"
+        ),
     ] = None,
     max_response_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum response length. [default: the run's, or 4096, or what fits]"),
+        list[str] | None,
+        typer.Option(
+            metavar="[SET=]N",
+            help="Maximum response length, likewise. [default: the run's, or 4096, or what fits]",
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed for sampling and bootstrap. [default: the run's, or 0]")
@@ -76,20 +91,21 @@ def evaluate(
     with exit_on_interrupt():
         from rpg_megatron.commands.eval.command import run_evaluation
         from rpg_megatron.commands.eval.output_dir import open_output_dir
-        from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
+        from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request, model_label
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("eval")
+    everywhere, own = split_sampling(
+        samples=samples, temperature=temperature, top_p=top_p, max_response_tokens=max_response_tokens
+    )
     request = EvalRequest(
         model=model,
         suites=",".join(suite or ()),
         files=tuple(data or ()),
         folder=data_dir,
-        samples=samples,
-        temperature=temperature,
-        top_p=top_p,
-        max_response_tokens=max_response_tokens,
+        **everywhere,
+        own=own,
         seed=seed,
         engines=engines,
         tensor=tensor,
@@ -97,17 +113,50 @@ def evaluate(
         overrides=tuple(overrides or ()),
     )
     with StopSignals(resumable=True) as signals, exit_codes():
-        settings, label = make_request(request)
-        check_request(settings)
+        settings, found = make_request(request)
+        check_request(settings, found)
         signals.raising = False  # from here on, resources must be cleaned up
-        folder = open_output_dir(out, settings, label)
+        folder = open_output_dir(out, settings, model_label(found))
         try:
             if not folder.finished:
-                run_evaluation(settings, signals, folder)
+                run_evaluation(settings, found, signals, folder)
             summary = folder.summary()
         finally:
             folder.close()
     _print(summary, folder.path, as_json)
+
+
+_RANGES: dict[str, tuple[type, float, float, str]] = {
+    "samples": (int, 1, math.inf, "a whole number of at least 1"),
+    "temperature": (float, 0, 2, "a number from 0 to 2"),
+    "top_p": (float, 0.01, 1, "a number from 0.01 to 1"),
+    "max_response_tokens": (int, 1, math.inf, "a whole number of at least 1"),
+}
+
+
+def split_sampling(**options: list[str] | None) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Values for all sets, and name of a set -> its own ones, of options that are lists of [SET=]VALUE.
+
+    Raises UserError.
+    """
+    everywhere: dict[str, Any] = {}
+    own: dict[str, dict[str, Any]] = {}
+    for key, given in options.items():
+        kind, low, high, wanted = _RANGES[key]
+        option = f"--{key.replace('_', '-')}"
+        for text in given or ():
+            name, _, number = text.rpartition("=")
+            try:
+                value = kind(number)
+            except ValueError:
+                value = math.nan
+            if not low <= value <= high:
+                raise UserError(f"{option}: {text!r} is not {wanted}, or SET= and such a number")
+            place = own.setdefault(name, {}) if name else everywhere
+            if key in place:
+                raise UserError(f"{option} is given twice for {name or 'all sets'}; remove one of them")
+            place[key] = value
+    return everywhere, own
 
 
 def _print(summary: dict[str, object], folder: Path, as_json: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -12,18 +11,19 @@ from typing import IO, Any
 import yaml
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.config.files import read_yaml
-from rpg_megatron.launcher.resume import LOCK, hold_folder, list_changes
+from rpg_megatron.config.files import atomic_write_text, is_ours, open_own, read_json, remove
+from rpg_megatron.config.parsing import read_yaml
+from rpg_megatron.launcher.resume import list_changes
 from rpg_megatron.launcher.run_dir import CONFIG, LOGS, SUMMARY, resolved_yaml
+from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.system.files import atomic_write_text
 
 DEFAULT = Path("evals")
 """Parent of the folders of evaluations without --out."""
 _MODEL = "model.json"
-_FREE = ("name", "runs", "device", "engine", "data")
-"""Settings that may change when an evaluation is resumed: placement and speed; and ``data``, which equals the
-first of ``evaluation.sets``.
+_FREE = ("name", "runs", "device", "engine", "data", "guards")
+"""Settings that may change when an evaluation is resumed: placement, speed and guards; and ``data``, which
+equals the first of ``evaluation.sets``.
 """
 _ENGINE = ("quantization", "arguments")
 """Engine settings that may affect the responses."""
@@ -50,18 +50,22 @@ class OutputDir:
         """The summary of the results. Raises UserError if it cannot be read."""
         file = self.path / SUMMARY
         try:
-            return dict(json.loads(file.read_text(encoding="utf-8")))
+            return dict(read_json(file))
         except (OSError, ValueError, TypeError) as e:
             raise UserError(f"{file}: cannot be read ({e}); delete it and start again") from None
 
     def graded(self) -> int:
         """Number of graded problems."""
-        return sum(file.read_bytes().count(b"\n") for file in self.path.glob("*.jsonl"))
+        total = 0
+        for results in self.path.glob("*.jsonl"):
+            with open_own(results) as file:
+                total += sum(line.endswith(b"\n") for line in file)
+        return total
 
     def close(self) -> None:
         """Release the lock."""
         if self.discard and self.made and not self.graded():
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove(self.path, ignore_errors=True)
         self.lock.close()
 
 
@@ -74,6 +78,8 @@ def open_output_dir(out: Path | None, settings: Settings, label: str) -> OutputD
     digest = hashlib.sha256(json.dumps([now, weights], sort_keys=True).encode()).hexdigest()[:8]
     path = (out or DEFAULT / f"{label}-{digest}").absolute()
     made = not path.exists()
+    if not made and not is_ours(path):
+        raise UserError(f"--out: {display_path(path)} belongs to another user; choose another folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = hold_folder(path)
@@ -97,7 +103,7 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
     if (path / CONFIG).is_file():
         try:
             then = _comparable(read_yaml(path / CONFIG))
-            files = json.loads((path / _MODEL).read_text(encoding="utf-8"))
+            files = read_json(path / _MODEL)
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError, FileNotFoundError):
             raise UserError(
                 f"--out: {display_path(path)}: {CONFIG} or {_MODEL} is damaged; choose another folder"

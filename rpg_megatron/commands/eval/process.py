@@ -1,8 +1,9 @@
 """The evaluator process of ``rpg-megatron eval``: samples and grades, and saves each problem immediately.
 
-``python -m rpg_megatron.commands.eval.process FOLDER WORK_DIR``: settings from FOLDER/config.yaml, results
-to FOLDER, the engines' sockets in WORK_DIR, their token in the environment. It ignores signals, which the
-launcher handles. If it is killed, all graded problems are on disk.
+``python -m rpg_megatron.commands.eval.process FOLDER WORK_DIR MODEL``: settings from FOLDER/config.yaml,
+results to FOLDER, the engines' sockets in WORK_DIR, their token in the environment, MODEL in the format of
+Hugging Face. It ignores signals, which the launcher handles. If it is killed, all graded problems are on
+disk.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.evaluation import HeldOutSet
+from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.data.prompts import Prompt, decoder_of, fit_prompts, load_tokenizer, without_torch
 from rpg_megatron.engine.client import EngineError
@@ -26,13 +28,13 @@ from rpg_megatron.evaluation.metrics import describe_set, write_results
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.evaluation.results_file import append_result, read_results, results_file
 from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY
+from rpg_megatron.rewards.failures import guard_failures
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker, engine_clients
 from rpg_megatron.system.events import EVENTS, EventSender
-from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.system.tasks import run_all
 
 PHASE = "evaluation"
@@ -51,7 +53,7 @@ def load_set(part: HeldOutSet, tokenizer: Any, *, rows: bool) -> tuple[list[Prom
     return prompts, counts
 
 
-async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) -> None:
+async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Path, token: str) -> None:
     evaluation = settings.evaluation
     assert evaluation is not None
     with without_torch():
@@ -60,9 +62,13 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
         part.name: load_set(part, tokenizer, rows=settings.reward.has_custom) for part in evaluation.heldout
     }
     prompts = {name: found for name, (found, _) in loaded.items()}
-    done = {
-        name: read_results(results_file(folder, name), found, evaluation.samples)
-        for name, found in prompts.items()
+    done = {  # without those for which the reward failed: it may have been corrected
+        part.name: [
+            result
+            for result in read_results(results_file(folder, part.name), prompts[part.name], part.samples)
+            if not result.failed
+        ]
+        for part in evaluation.heldout
     }
     finished = {(name, result.prompt_id) for name, results in done.items() for result in results}
     total = sum(map(len, prompts.values()))
@@ -87,18 +93,33 @@ async def _evaluate(settings: Settings, folder: Path, work: Path, token: str) ->
             events.phase(PHASE, len(finished), total)
             pool.require_version(None)  # engines keep the weights they have loaded
             await heldout.evaluate(keep, skip=frozenset(finished))
+            _guard_rewards(settings, heldout, done, events)
     finally:
         worker.close()
         for engine in engines:
             await engine.close()
         events.close()
     counts = {name: left_out for name, (_, left_out) in loaded.items()}
-    _write_summary(folder, settings, prompts, done, counts)
+    _write_summary(folder, settings, checkpoint, prompts, done, counts)
+
+
+def _guard_rewards(
+    settings: Settings, heldout: HeldOut, done: dict[str, list[EvalResult]], events: EventSender
+) -> None:
+    """Warn of failures of the reward. Raises UserError if there are too many in a set."""
+    samples = {name: sum(len(r.correct) for r in results) for name, results in done.items()}
+    counts = [count._replace(graded=samples[name]) for name, count in heldout.failures.items()]
+    warnings, message = guard_failures(counts, settings.guards, "evaluation")
+    for text in warnings:
+        events.send({"kind": "status", "text": f"warning: {text}"})
+    if message is not None:
+        raise UserError(message)
 
 
 def _write_summary(
     folder: Path,
     settings: Settings,
+    checkpoint: Path,
     prompts: dict[str, list[Prompt]],
     done: dict[str, list[EvalResult]],
     left_out: dict[str, dict[str, int]],
@@ -107,19 +128,22 @@ def _write_summary(
     evaluation = settings.evaluation
     assert evaluation is not None
     sets = {}
-    for name, found in prompts.items():
+    for part in evaluation.heldout:
+        name = part.name
         by_id = {result.prompt_id: result for result in done[name]}
-        results = [by_id[prompt.id] for prompt in found]
+        results = [by_id[prompt.id] for prompt in prompts[name]]
         write_results(results_file(folder, name), results)
-        sets[name] = describe_set(results, settings.seed) | {"left_out": left_out[name]}
+        sets[name] = {
+            **describe_set(results, settings.seed),
+            "left_out": left_out[name],
+            "temperature": part.temperature,
+            "top_p": part.top_p,
+            "max_response_tokens": part.response_tokens(settings.rollout.max_response_tokens),
+        }
     summary = {
-        "model": str(settings.model.path),
-        "samples": evaluation.samples,
-        "temperature": evaluation.temperature,
-        "top_p": evaluation.top_p,
+        "model": str(checkpoint),
         "top_k": evaluation.top_k,
         "min_p": evaluation.min_p,
-        "max_response_tokens": settings.rollout.max_response_tokens,
         "seed": settings.seed,
         "sets": sets,
     }
@@ -131,9 +155,12 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    folder, work = Path(sys.argv[1]), Path(sys.argv[2])
+    folder, work, model = map(Path, sys.argv[1:])
     try:
-        asyncio.run(_evaluate(load_settings(folder / CONFIG), folder, work, os.environ[TOKEN_VARIABLE]))
+        settings = load_settings(folder / CONFIG)
+        checkpoint = settings.model.path
+        settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": model})})
+        asyncio.run(_evaluate(settings, checkpoint, folder, work, os.environ[TOKEN_VARIABLE]))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2

@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from rpg_megatron.checkpoints.checkpoint_path import EXPORTS, kind_of, list_exports, open_step
 from rpg_megatron.checkpoints.hf_hub import download
-from rpg_megatron.checkpoints.megatron_folder import is_megatron
-from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, list_steps
+from rpg_megatron.checkpoints.run_folder import MODEL
+from rpg_megatron.commands.convert.command import Source, open_megatron
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
-from rpg_megatron.config.evaluation import NAME, EvaluationSettings
+from rpg_megatron.config.base import NAME
+from rpg_megatron.config.data import DataSettings
+from rpg_megatron.config.evaluation import OWN_SAMPLING, EvaluationSettings
+from rpg_megatron.config.files import real_path
 from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_problems_with_counts
-from rpg_megatron.launcher.input_checks import check_prompt_lengths, check_reward
+from rpg_megatron.launcher.input_checks import check_prompt_lengths
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.launcher.preflight import (
     check_expert_columns,
@@ -30,11 +36,12 @@ from rpg_megatron.launcher.preflight import (
     check_packages,
     has_gpu,
 )
+from rpg_megatron.launcher.reward_trial import try_reward
 from rpg_megatron.launcher.run_dir import CONFIG
-from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.models.registry import check_layout
+from rpg_megatron.system.limits import check_limits
 
-_SECTIONS = ("data", "reward", "engine", "precision")
+_SECTIONS = ("data", "reward", "guards", "engine", "precision")
 """Sections that KEY=VALUE may set; the others have no effect without trainers."""
 _OWN = tuple(f"data.{key}" for key in ("path", "hub", "subset", "split", "preset", "source", "mixture"))
 _STYLE = ("template", "chat", "system", "thinking")
@@ -61,6 +68,8 @@ class EvalRequest:
     temperature: float | None = None
     top_p: float | None = None
     max_response_tokens: int | None = None
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Name of a set -> those of the four values above that it has of its own."""
     seed: int | None = None
     engines: int = 1
     tensor: int = 1
@@ -68,37 +77,58 @@ class EvalRequest:
     overrides: Sequence[str] = ()
 
 
-def make_request(request: EvalRequest) -> tuple[Settings, str]:
-    """Settings, and a name for the model. Raises UserError for invalid options."""
-    model, run = find_model(request.model)
+@dataclass(frozen=True)
+class EvalModel:
+    """The model to evaluate."""
+
+    path: Path
+    """Its checkpoint."""
+    run: Path | None
+    """The run that wrote it, if any."""
+    source: Source | None = None
+    """A checkpoint of Megatron's format, which must be converted for the engines; None: ``path`` is HF's."""
+
+    @property
+    def config(self) -> Path:
+        """Folder with config.json and tokenizer."""
+        return self.path if self.source is None else self.source.config
+
+
+def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
+    """Settings whose ``model.path`` is the checkpoint, and the model. Raises UserError for bad options."""
+    found = find_model(request.model)
+    model, run = found.path, found.run
     trained = load_settings(run / CONFIG) if run is not None else None
     own = _own_sets(trained, request)
     sets = [] if own else find_sets(request.suites, request.files, request.folder)
     sampling = _sampling(trained, request)
-    if sampling["temperature"] == 0 and sampling["samples"] > 1:
-        raise UserError("--temperature 0 samples the same response each time; use -n 1")
     _check_overrides(request.overrides)
-    shape = read_model_shape(model)
+    shape = read_model_shape(found.config)
     response = request.max_response_tokens or (
         trained.rollout.max_response_tokens if trained else min(_RESPONSE, shape.max_positions // 2)
     )
-    if response >= shape.max_positions:
+    own_sampling = _own_sampling(own, sets, request)
+    limits = [part.get("max_response_tokens") for part in (sampling, *own_sampling.values())]
+    longest = max(response, *(limit or 0 for limit in limits))
+    if longest >= shape.max_positions:
         raise UserError(
-            f"--max-response-tokens: {response} leaves no room for a prompt: the model has "
+            f"--max-response-tokens: {longest} leaves no room for a prompt: the model has "
             f"{shape.max_positions} positions (max_position_embeddings)"
         )
     reward: dict[str, Any] = {"type": "auto"}
+    guards: dict[str, Any] = {}
     rollout: dict[str, Any] = {"max_response_tokens": response}
     engine: dict[str, Any] = {"replicas": request.engines, "tensor": request.tensor}
-    data: dict[str, Any] = {"max_prompt_tokens": min(_PROMPT, shape.max_positions - response)}
+    data: dict[str, Any] = {"max_prompt_tokens": min(_PROMPT, shape.max_positions - longest)}
     if trained is not None:
         heldout = trained.evaluation.heldout[0].data if trained.evaluation else trained.data
         data |= {key: getattr(heldout, key) for key in _STYLE}
         if own is not None:
-            data = heldout.model_dump(exclude={"name"})
+            data = heldout.model_dump(include=set(DataSettings.model_fields))
         reward = _reward(trained.reward, request.overrides)
         rollout |= {"stop": trained.rollout.stop, "stop_token_ids": trained.rollout.stop_token_ids}
         engine["max_sequences"] = trained.engine.max_sequences
+        guards = trained.guards.model_dump(include={"reward_failures", "reward_failures_share"})
     if sets:
         data |= {key: value for key, value in sets[0].items() if key != "name"}
     raw = {
@@ -110,24 +140,35 @@ def make_request(request: EvalRequest) -> tuple[Settings, str]:
         "rollout": rollout,
         "engine": engine,
         "reward": reward,
+        "guards": guards,
         "data": data,
     }
     settings = make_settings(raw, list(request.overrides), "eval")
-    prompt = settings.data.max_prompt_tokens
-    if prompt + response > shape.max_positions:
-        raise UserError(
-            f"data.max_prompt_tokens ({prompt}) + --max-response-tokens ({response}) is more than the "
-            f"model's {shape.max_positions} positions (max_position_embeddings); lower one of the two"
-        )
     if own is not None:
         problems = _overridden(own, settings, request.overrides)
     else:
         common = settings.data.model_dump(exclude={"path", "preset", "split"})
         problems = {"sets": [common | part for part in sets]}
-    evaluation = EvaluationSettings.model_validate(problems | sampling)
+    if own is not None and own.data is not None:
+        sampling |= own_sampling[own.name]
+    else:
+        none = dict.fromkeys(OWN_SAMPLING)
+        names = [part["name"] or part["preset"] for part in problems["sets"]]
+        merged = zip(names, problems["sets"], strict=True)
+        problems["sets"] = [part | none | own_sampling[name] for name, part in merged]
+    try:
+        evaluation = EvaluationSettings.model_validate(problems | sampling)
+    except ValidationError as e:
+        raise UserError(f"eval: {e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     settings = settings.model_copy(update={"evaluation": evaluation})
-    name = f"{run.name}-{model.name}" if run is not None else model.absolute().name
-    return settings, re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    for part in settings.prompt_sets[1:]:
+        if part.tokens > shape.max_positions:
+            raise UserError(
+                f"data.max_prompt_tokens ({part.data.max_prompt_tokens}) + --max-response-tokens "
+                f"({part.response_tokens}) is more than the model's {shape.max_positions} positions "
+                "(max_position_embeddings); lower one of the two"
+            )
+    return settings, found
 
 
 def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]:
@@ -156,16 +197,34 @@ def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSetti
     if data is None or data.path is None or len(request.files) > 1:
         return None
     name, _, file = request.files[0].rpartition("=")
-    same = Path(file).absolute().resolve() == data.path.resolve() and name in ("", trained.evaluation.name)
+    same = real_path(Path(file).absolute()) == real_path(data.path) and name in ("", trained.evaluation.name)
     return trained.evaluation if same else None
 
 
 def _sampling(trained: Settings | None, request: EvalRequest) -> dict[str, Any]:
     """Responses per problem and sampling: as given, else as in the run, else the defaults."""
     base = (trained and trained.evaluation) or EvaluationSettings.model_construct()
-    fields = ("samples", "temperature", "top_p")
-    given = {key: getattr(request, key) for key in fields} | {"top_k": None, "min_p": None}
+    given = {key: getattr(request, key) for key in OWN_SAMPLING} | {"top_k": None, "min_p": None}
     return {key: getattr(base, key) if value is None else value for key, value in given.items()}
+
+
+def _own_sampling(
+    own: EvaluationSettings | None, sets: Sequence[dict[str, Any]], request: EvalRequest
+) -> dict[str, dict[str, Any]]:
+    """Name of each set -> its own values, as given for it, or as in the run unless one is given for all sets.
+
+    Raises UserError if a set with own values is not evaluated.
+    """
+    found: dict[str, dict[str, Any]] = {part["name"]: {} for part in sets}
+    for part in own.heldout if own is not None else ():
+        keys = [key for key in OWN_SAMPLING if getattr(request, key) is None]
+        found[part.name] = {key: getattr(part.data, key, None) for key in keys}
+    for name, values in request.own.items():
+        if name not in found:
+            option = next(iter(values)).replace("_", "-")
+            raise UserError(f"--{option} {name}=...: there is no set {name}; the sets are {', '.join(found)}")
+        found[name] |= values
+    return {name: {k: v for k, v in values.items() if v is not None} for name, values in found.items()}
 
 
 def _overridden(own: EvaluationSettings, settings: Settings, overrides: Sequence[str]) -> dict[str, Any]:
@@ -177,10 +236,12 @@ def _overridden(own: EvaluationSettings, settings: Settings, overrides: Sequence
     return {"sets": [part.model_dump() | given for part in own.sets]}
 
 
-def check_request(settings: Settings) -> None:
+def check_request(settings: Settings, model: EvalModel) -> None:
     """Checks before any process is started. Raises UserError."""
+    for text in check_limits(0, settings.engine.replicas * settings.engine.max_sequences):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
     check_packages(settings.device)
-    shape = check_model(settings.model.path)
+    shape = check_model(model.path) if model.source is None else model.source.shape
     try:
         check_layout(shape, settings.engine.tensor, 1)
     except UserError as e:
@@ -195,45 +256,43 @@ def check_request(settings: Settings) -> None:
             problems, *_ = read_problems_with_counts(part.data)
         except UserError as e:  # KEY=VALUE sets keys of data, but not its path
             raise UserError(str(e).replace("data.path: ", "--data: ", 1)) from None
-        for text in check_prompt_lengths(problems, part.data, settings.model.path, "data"):
+        for text in check_prompt_lengths(problems, part.data, model.config, "data"):
             print(f"warning: {text}", file=sys.stderr, flush=True)
-    check_reward(settings.reward)
+    for text in try_reward(settings, training=False):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def find_model(path: Path) -> tuple[Path, Path | None]:
-    """The Hugging Face checkpoint, and the run that exported it, if any.
+def find_model(path: Path) -> EvalModel:
+    """The checkpoint that MODEL means; the id of a model on the hub is downloaded.
 
-    The id of a model on the hub is downloaded. For a Megatron checkpoint, raises UserError with the command
-    that converts it.
+    A run means its newest export or, without one, its newest checkpoint; a checkpoint of a run means the
+    export of that step if there is one. Raises UserError.
     """
     if is_hub_id(path) and not path.exists():
-        return download(str(path), key="MODEL"), None
-    if not path.is_dir():
-        state = "is a file" if path.is_file() else "does not exist"
-        raise UserError(f"MODEL: {path} {state}; give the folder of a Hugging Face checkpoint, or of a run")
-    if (path / "config.json").is_file():
-        run = path.absolute().parents[1] if path.absolute().parent.name == "hf" else None
-        return path, run if run is not None and (run / CONFIG).is_file() else None
-    checkpoint: Path | None = None
-    if (path / CONFIG).is_file():
-        if exports := sorted(p for p in (path / "hf").glob("step_*") if (p / "config.json").is_file()):
-            return exports[-1], path.absolute()
-        checkpoint = next(iter(list_steps(path).values()), None)
-        if checkpoint is None:
-            raise UserError(
-                f"MODEL: the run {path} has neither a model in hf/ nor a checkpoint in {CHECKPOINTS}/ yet"
-            )
-    elif is_megatron(path):
-        checkpoint = path
-    if checkpoint is not None:
-        raise UserError(
-            f"MODEL: {path} is not a Hugging Face checkpoint, which engines need; convert it with\n"
-            f"  rpg-megatron convert megatron-to-hf --megatron {display_path(checkpoint)} --out DIR\n"
-            "and evaluate DIR"
-        )
-    raise UserError(
-        f"MODEL: {path} has no config.json; give the folder of a Hugging Face checkpoint, or of a run"
-    )
+        return EvalModel(download(str(path), key="MODEL"), None)
+    kind = kind_of(path, "MODEL")
+    if kind == "hf":
+        run = path.absolute().parents[1] if path.absolute().parent.name == EXPORTS else None
+        return EvalModel(path, run if run is not None and (run / CONFIG).is_file() else None)
+    if kind == "megatron":
+        source = open_megatron(path, name="MODEL")
+        return EvalModel(source.whole, None, source)
+    if kind == "run":
+        run, exports = path.absolute(), list_exports(path)
+    else:
+        step = open_step(path, "MODEL")
+        run = step.run
+        exports = [e for e in list_exports(run) if (e.name, MODEL) == (step.folder.name, step.weights.name)]
+    if exports:
+        return EvalModel(exports[-1], run)
+    source = open_megatron(path, name="MODEL")
+    return EvalModel(source.whole, run if (run / CONFIG).is_file() else None, source)
+
+
+def model_label(model: EvalModel) -> str:
+    """Name of the model for a folder."""
+    path = model.path.absolute()
+    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{model.run.name}-{path.name}" if model.run else path.name)
 
 
 def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:

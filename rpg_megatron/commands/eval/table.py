@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+_SAMPLING = {
+    "{} responses per problem": "samples",
+    "temperature {}": "temperature",
+    "top-p {}": "top_p",
+    "at most {} tokens": "max_response_tokens",
+}
+"""Text above the table -> key of a set's summary, which is a row if sets differ."""
+
 
 def show_summary(summary: dict[str, Any]) -> str:
     """A table with one column per set; percentages have 95% intervals."""
     sets: dict[str, dict[str, Any]] = summary["sets"]
     metrics = list(dict.fromkeys(key for part in sets.values() for key in part["metrics"]))
     rows = [["", *sets], ["problems", *(f"{part['problems']:,}" for part in sets.values())]]
+    shared = []
+    for title, key in _SAMPLING.items():
+        # An earlier version wrote one value for all sets.
+        found = [part.get(key, summary.get(key)) for part in sets.values()]
+        values = [f"{value:,}" if isinstance(value, int) else f"{value:g}" for value in found]
+        if len(set(values)) == 1:
+            shared.append(title.format(values[0]))
+        else:
+            rows.append([key.replace("_", " "), *values])
     rows += [[key, *(_interval(part["metrics"].get(key)) for part in sets.values())] for key in metrics]
     for title, key in (("length mean", "mean"), ("length p50", "p50"), ("length p99", "p99")):
         rows.append([title, *(f"{part['length'][key]:,.0f}" for part in sets.values())])
@@ -19,11 +36,7 @@ def show_summary(summary: dict[str, Any]) -> str:
         rows.append(["left out or cut", *(_left_out(part["left_out"]) for part in sets.values())])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    head = (
-        f"{summary['model']}\n{summary['samples']} responses per problem, temperature "
-        f"{summary['temperature']:g}, top-p {summary['top_p']:g}, at most {summary['max_response_tokens']:,} "
-        f"tokens, seed {summary['seed']}\n"
-    )
+    head = f"{summary['model']}\n{', '.join([*shared, f'seed {summary["seed"]}'])}\n"
     return "\n".join([head, *lines, "", "in %; 95% intervals in brackets, from a bootstrap over problems"])
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from string import Template
 
 import yaml
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import copy_file, open_own, open_regular
 from rpg_megatron.config.policy import is_hub_id
 
 CONFIG = "run.yaml"
@@ -55,12 +55,20 @@ def write_files(folder: Path, task: str, model: str | None) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in PROBLEMS:
-            shutil.copyfile(_QUICKSTART / name, folder / name)
+            _copy(_QUICKSTART / name, folder)
         if model is None:
-            shutil.copytree(_QUICKSTART / MODEL, folder / MODEL, copy_function=shutil.copyfile)
+            (folder / MODEL).mkdir()
+            for file in (_QUICKSTART / MODEL).iterdir():
+                _copy(file, folder / MODEL)
         if task == "custom":
-            shutil.copyfile(_TEMPLATES / REWARD, folder / REWARD)
-        (folder / CONFIG).write_text(text, encoding="utf-8")
+            _copy(_TEMPLATES / REWARD, folder)
+        with open_own(folder / CONFIG, "x", encoding="utf-8") as config:
+            config.write(text)
     except OSError as e:
         raise UserError(f"{e.filename or folder}: {e.strerror}; choose a folder that is writable") from None
     return names
+
+
+def _copy(file: Path, folder: Path) -> None:
+    with open_regular(file) as source:
+        copy_file(source, folder, file.name)

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.files import parse_yaml
+from rpg_megatron.config.parsing import parse_yaml
 from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 

@@ -22,6 +22,7 @@ from rpg_megatron.commands.launch.job_script import (
     training_script,
 )
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import read_text, remove
 from rpg_megatron.engine.process import tail_of
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
 
@@ -166,7 +167,7 @@ def _start(experiment: Experiment, *, detach: bool) -> None:
     try:
         experiment.run(detach=detach)
     except (UnexpectedExit, DockerException) as e:
-        shutil.rmtree(experiment.jobs[0].executor.experiment_dir, ignore_errors=True)
+        remove(Path(experiment.jobs[0].executor.experiment_dir), ignore_errors=True)
         if isinstance(e, UnexpectedExit):
             raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
         raise UserError(
@@ -179,7 +180,7 @@ def _show(experiment: Experiment, kind: str, script: str) -> None:
     executor: Executor = experiment.jobs[0].executor
     folder = Path(executor.experiment_dir)
     if kind == "slurm":
-        print((folder / f"{executor.job_name}_sbatch.sh").read_text(encoding="utf-8").rstrip())
+        print(read_text(folder / f"{executor.job_name}_sbatch.sh").rstrip())
         lines = "".join(f"#     {line}\n" for line in script.splitlines())
         print(f"\n# Each node runs {executor.job_dir}/scripts/{executor.job_name}.sh:\n{lines}", end="")
         return
@@ -187,4 +188,4 @@ def _show(experiment: Experiment, kind: str, script: str) -> None:
         facts = ("container_image", "num_gpus", "shm_size", "volumes", "network", "ipc_mode")
         print("".join(f"# {name}: {getattr(executor, name)}\n" for name in facts), end="")
     print(script, end="")
-    shutil.rmtree(folder)
+    remove(folder)

@@ -42,8 +42,6 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     update = sequences // training.minibatches
     per_rank = -(-update // parallel.data)
     longest = min(settings.data.max_prompt_tokens + rollout.max_response_tokens, max_positions)
-    evaluated = settings.evaluation.heldout if settings.evaluation else ()
-    prompt = max(d.max_prompt_tokens for d in (settings.data, *(part.data for part in evaluated)))
     filled = padded_length(longest, parallel.context)
     in_one = max(1, training.tokens_per_microbatch // filled)
     tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
@@ -60,7 +58,7 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
         sequences_per_update=update,
         sequences_per_rank=per_rank,
         longest=longest,
-        context=min(prompt + rollout.max_response_tokens, max_positions),
+        context=min(max(part.tokens for part in settings.prompt_sets), max_positions),
         tokens_per_microbatch=-(-tokens // align) * align,
         lengths=_fill(-(-tokens // align) * align, filled),
         microbatches=microbatches,

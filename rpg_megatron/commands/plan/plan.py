@@ -10,7 +10,14 @@ from rpg_megatron.commands.plan.batch import BatchPlan, plan_batch
 from rpg_megatron.commands.plan.colocated import SharedGpu, share_gpu
 from rpg_megatron.commands.plan.engine_memory import SERVER, EngineMemory, engine_memory
 from rpg_megatron.commands.plan.fused_activations import uses_fused_layers
-from rpg_megatron.commands.plan.gpu_count import Gpus, HostPart, count_gpus, host_parts, step_parts
+from rpg_megatron.commands.plan.gpu_count import (
+    GPUS_PER_NODE,
+    Gpus,
+    HostPart,
+    count_gpus,
+    host_parts,
+    step_parts,
+)
 from rpg_megatron.commands.plan.gpus import DEFAULT, WITHOUT_FP8, gpu_bytes, machine_bytes
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
@@ -21,6 +28,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
     worst_case_routing_bytes,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config.errors import gib
 from rpg_megatron.models.registry import check_experts, check_layout
 
 Device = Literal["cpu", "cuda"]
@@ -120,8 +128,11 @@ def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
     gpu: see ``gpu_bytes``; plans for GPUs whatever settings.device is. Raises UserError if the model's
     config.json cannot be read, or the layout is impossible.
     """
-    shape = read_model_shape(settings.model.path)
-    return plan_for(settings, shape, find_target(settings, gpu))
+    plan = plan_for(settings, read_model_shape(settings.model.path), find_target(settings, gpu))
+    if plan.target.device == "cuda" and plan.gpus.why:
+        problem = f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}"
+        plan = replace(plan, problems=(*plan.problems, problem))
+    return plan
 
 
 def find_target(settings: Settings, gpu: str | None) -> Target:
@@ -205,13 +216,10 @@ def _parameters(shape: ModelShape) -> int:
 def _problems(plan: Plan) -> list[str]:
     settings, batch, engine, target = plan.settings, plan.batch, plan.engine, plan.target
     found = []
-    for where, data in [("data", settings.data)] + (
-        [(part.where, part.data) for part in settings.evaluation.heldout] if settings.evaluation else []
-    ):
-        tokens = data.max_prompt_tokens + settings.rollout.max_response_tokens
-        if tokens > plan.shape.max_positions:
+    for part in settings.prompt_sets:
+        if part.tokens > plan.shape.max_positions:
             found.append(
-                f"{where}.max_prompt_tokens + rollout.max_response_tokens is {tokens}, but the model has "
+                f"{part.where}.max_prompt_tokens + {part.limited_by} is {part.tokens}, but the model has "
                 f"{plan.shape.max_positions} positions; lower one of the two"
             )
     if batch.sequences_per_update < settings.parallel.data:
@@ -306,11 +314,6 @@ def _warnings(plan: Plan) -> list[str]:
     if plan.settings.precision.fp8 is not None and plan.target.device == "cpu":
         found.append("precision.fp8: the memory of its emulation on a CPU is not counted")
     return found
-
-
-def gib(nbytes: float) -> str:
-    """A size in GiB or MiB."""
-    return f"{nbytes / 1024**3:.2f} GiB" if nbytes >= 1024**3 / 10 else f"{nbytes / 1024**2:.1f} MiB"
 
 
 def count(parameters: int) -> str:

@@ -14,9 +14,10 @@ from rpg_megatron.commands.plan.colocated import SharedGpu, Turn
 from rpg_megatron.commands.plan.engine_memory import SERVER
 from rpg_megatron.commands.plan.experts import expert_replicas
 from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE, Gpus
-from rpg_megatron.commands.plan.plan import ROOM, Plan, count, gib
+from rpg_megatron.commands.plan.plan import ROOM, Plan, count
 from rpg_megatron.commands.plan.sweep import Candidate
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, recomputation
+from rpg_megatron.config.errors import gib
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -250,7 +251,7 @@ def _gpus(gpus: Gpus) -> str:
     if gpus.colocated:
         total = f"{gpus.total}, shared by {gpus.trainer} trainer ranks and {gpus.engines} engine workers"
     if gpus.why:
-        return f"{total}; not on nodes of {GPUS_PER_NODE}: {gpus.why}"
+        return f"{total}; not on nodes of {GPUS_PER_NODE}, see below"
     parts = [f"{gpus.nodes.count(kind)} of {' + '.join(_held(kind))}" for kind in dict.fromkeys(gpus.nodes)]
     return f"{total}; {'1 node' if len(gpus.nodes) == 1 else f'{len(gpus.nodes)} nodes'}: {', '.join(parts)}"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps, read_state
 from rpg_megatron.commands.replay import RANK, REPORT, REQUEST
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.files import atomic_write_text, open_regular, read_json, read_text, real_path
 from rpg_megatron.data.rollout_files import has_routes, rollouts_complete, rollouts_file
 from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 from rpg_megatron.launcher.resume import ORIGIN
@@ -19,6 +19,8 @@ from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import CONFIG, METRICS, resolved_yaml, settings_file
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.system.console import PlainTextConsole
+from rpg_megatron.system.limits import check_limits
 
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
 """Maximum differences due to another order of summation."""
@@ -36,14 +38,15 @@ def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSi
     ``commands.train`` does. Leaves no files, unless a process died.
     """
     settings, request = plan_replay(folder, step, overrides)
+    check_limits(settings.parallel.world, 0)
     signals.raising = False  # from here on, resources must be cleaned up
     with RunLauncher(
-        settings, signals, rank_module=RANK, engines=False, fresh=True, console=Console(stderr=True)
+        settings, signals, rank_module=RANK, engines=False, fresh=True, console=PlainTextConsole(stderr=True)
     ) as run:
-        (run.folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        atomic_write_text(run.folder / REQUEST, json.dumps(request))
         run.start()
         run.watch()
-        report: dict[str, Any] = json.loads((run.folder / REPORT).read_text(encoding="utf-8"))
+        report: dict[str, Any] = read_json(run.folder / REPORT)
         run.discard()
     return report
 
@@ -84,8 +87,9 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
 
 def _check_row(folder: Path, step: int) -> None:
     try:
-        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-        steps = {int(row["step"]) for row in map(json.loads, lines) if "policy/skipped_updates" in row}
+        with open_regular(folder / METRICS) as lines:
+            rows = [json.loads(line) for line in lines]
+        steps = {int(row["step"]) for row in rows if "policy/skipped_updates" in row}
     except (OSError, ValueError) as e:
         raise UserError(f"{folder / METRICS} cannot be read ({e}); a replay is compared with it") from None
     if step not in steps:
@@ -109,7 +113,7 @@ def _start(folder: Path, step: int) -> Path | None:
     for done, checkpoint in list_steps(folder).items():
         if done < step and not find_problems(checkpoint):
             return checkpoint.absolute()
-    origin = (folder / ORIGIN).read_text(encoding="utf-8") if (folder / ORIGIN).exists() else ""
+    origin = read_text(folder / ORIGIN, real_path(folder)) if (folder / ORIGIN).exists() else ""
     if not origin:
         return None
     if problems := find_problems(Path(origin)):

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from rpg_megatron.commands.replay import REPORT, REQUEST
+from rpg_megatron.config.files import atomic_write_text, open_regular, read_json
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import iter_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.collectives import gather_on_first
 from rpg_megatron.system.events import EventSender
-from rpg_megatron.system.files import atomic_write_text
 from rpg_megatron.training.trainer import Trainer
 
 _COMPARED = ("policy/", "kl/", "ratio/", "correction/", "lr")
@@ -42,10 +42,10 @@ class ReplayRequest:
 
 def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
     """Replay what the request in ``folder`` asks for, and write the report there. Collective."""
-    request = ReplayRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
+    request = ReplayRequest(**read_json(folder / REQUEST))
     run, first = Path(request.run), trainer.mesh.rank == 0
     rows = _read_rows(run) if first else {}
-    done = int(trainer.load(Path(request.checkpoint))["step"]) if request.checkpoint else 0
+    done = int(trainer.load(Path(request.checkpoint), trusted=True)["step"]) if request.checkpoint else 0
     steps = []
     for step in range(done + 1, request.step + 1):
         if first:
@@ -55,7 +55,8 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
         batch = trainer.prepare_batch(index_of(iter_rollouts(file)) if first else None, source)
         trainer.compute_log_probs(batch)
         trainer.update(step, batch, lambda done, total: None)
-        gaps = gather_on_first(measure_gaps(source.saved, batch.mine) if source else None)
+        own = measure_gaps(source.saved, batch.mine) if source else None
+        gaps = gather_on_first(own, Gaps | None)
         if first:
             largest = join_gaps([g for g in gaps if g is not None])
             row = rows.get(step, {})
@@ -170,8 +171,9 @@ def _unscored(t: Trajectory) -> Trajectory:
 
 
 def _read_rows(run: Path) -> dict[int, dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows: dict[int, dict[str, Any]] = {}
-    for row in map(json.loads, lines):  # the last step may have a second row, for its checkpoint
+    with open_regular(run / "metrics.jsonl") as lines:
+        found = [json.loads(line) for line in lines]
+    for row in found:  # the last step may have a second row, for its checkpoint
         rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
     return rows

@@ -34,6 +34,8 @@ class Change:
     after: float
     ranges: tuple[Interval, Interval] | None
     """Intervals of both values; None if their noise is unknown."""
+    best: tuple[int, float] | None = None
+    """Of evaluations: step and value of the best one, the earliest of equal ones."""
 
     @property
     def margin(self) -> float | None:
@@ -62,13 +64,23 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
     """
     found = []
     for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
-        values = [value for _, value in run.series(key)]
+        series = run.series(key)
+        values = [value for _, value in series]
         if len(values) > 1:
             ranges = None
             # Responses to one problem are correlated, so count problems, not responses.
-            if problems := sizes.get(key.split("/")[1], sizes.get("", 0)):
+            problems = sizes.get(key.split("/")[1], sizes.get("", 0))
+            if problems and all(0 <= value <= 1 for value in (values[0], values[-1])):
                 ranges = wilson(values[0], problems), wilson(values[-1], problems)
-            found.append(Change(key.removeprefix("eval/"), values[0], values[-1], ranges))
+            found.append(
+                Change(
+                    key.removeprefix("eval/"),
+                    values[0],
+                    values[-1],
+                    ranges,
+                    max(series, key=lambda one: one[1]),
+                )
+            )
     for key in ("reward/accuracy", "reward/mean"):
         if len(series := run.series(key)) > 1:
             first, last = run_ends(series)
@@ -113,4 +125,4 @@ def change_as_plain(change: Change) -> dict[str, Any]:
     """The change as a dict for JSON, with verdict and margins."""
     margins = [interval.margin for interval in change.ranges] if change.ranges else [None, None]
     plain = {"name": change.name, "before": change.before, "after": change.after, "margin": change.margin}
-    return plain | {"margins": margins, "verdict": change.verdict}
+    return plain | {"margins": margins, "verdict": change.verdict, "best": change.best}

@@ -2,7 +2,7 @@
 
 // -- a chart ------------------------------------------------------------------------------------------------
 
-const MARGIN = { left: 54, right: 10, top: 8, bottom: 22 };
+const MARGIN = { left: 78, right: 10, top: 8, bottom: 22 };
 const DASHES = ["", "5 3", "1.5 3", "8 2 2 2", "3 6"];
 const tooltip = element("div", { id: "tooltip", hidden: true });
 

@@ -39,6 +39,7 @@ def _checks(run: RunFiles) -> Iterator[HealthCheck]:
     if not run.rows:
         return
     yield _check_finite(run)
+    yield from _check_rewards(run)
     yield from _check_mismatch(run)
     yield from _check_entropy(run)
     yield from _check_truncation(run)
@@ -53,7 +54,7 @@ def _checks(run: RunFiles) -> Iterator[HealthCheck]:
 
 def _check_end(run: RunFiles) -> HealthCheck:
     planned = f" of {run.planned}" if run.planned else ""
-    if run.summary:
+    if run.finished:
         return HealthCheck("end", "good", f"finished, {run.steps} steps")
     if run.running:
         return HealthCheck("end", "good", f"running, step {run.steps}{planned}")
@@ -73,14 +74,7 @@ def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
     means = run.series("mismatch/logp_mean") + run.series("mismatch/logp_engine_mean")
     if not largest or not means:
         return
-    dtype = str(run.config.get("precision.dtype", "bfloat16"))
-    known = {k: f"guards.{k}" for k in GuardSettings.model_fields}
-    try:
-        guards = GuardSettings.model_validate(
-            {k: run.config[key] for k, key in known.items() if key in run.config}
-        )
-    except ValidationError:
-        guards = GuardSettings.model_validate({})
+    dtype, guards = str(run.config.get("precision.dtype", "bfloat16")), _read_guards(run)
     bounds = guards.thresholds(dtype)
     (_, worst), (step, average) = max(largest, key=_value), max(means, key=_value)
     ratios = dict(run.series("mismatch/logp_engine_ratio"))
@@ -98,6 +92,32 @@ def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
     yield HealthCheck(
         "mismatch", "bad" if over or differs else "good", text + (f"; worst at step {step}" if over else "")
     )
+
+
+def _read_guards(run: RunFiles) -> GuardSettings:
+    """The run's guards; the default ones if they cannot be read."""
+    known = {k: f"guards.{k}" for k in GuardSettings.model_fields}
+    try:
+        return GuardSettings.model_validate({k: run.config[v] for k, v in known.items() if v in run.config})
+    except ValidationError:
+        return GuardSettings.model_validate({})
+
+
+def _check_rewards(run: RunFiles) -> Iterator[HealthCheck]:
+    keys = sorted({key for row in run.rows for key in row if key.endswith("/failed_frac")})
+    found = [(value, step, key) for key in keys for step, value in run.series(key)]
+    if not found:
+        return
+    steps = {step for value, step, _ in found if value > 0}
+    if not steps:
+        yield HealthCheck("rewards", "good", "the reward failed on no response")
+        return
+    worst, step, key = max(found)
+    where = "responses" if key.startswith("reward/") else f"responses of {key.split('/')[1]}"
+    text = f"the reward failed in {_times(len(steps), 'step')}"
+    text += f", on up to {worst:.1%} of the {where} (step {step})"
+    bad = worst >= _read_guards(run).reward_failures_share
+    yield HealthCheck("rewards", "bad" if bad else "warn", text)
 
 
 def _check_entropy(run: RunFiles) -> Iterator[HealthCheck]:

@@ -18,7 +18,7 @@ const NAMES = { "reward/accuracy": "training accuracy", "reward/mean": "training
 const changeKind = (change) => (change.name === "reward/mean" ? "number" : "percent");
 // A value with the half width of its 95% interval.
 const withMargin = (value, margin, kind) => formatValue(value, kind)
-  + (typeof margin === "number" ? ` ± ${kind === "percent" ? (100 * margin).toFixed(1)
+  + (typeof margin === "number" ? ` ± ${kind === "percent" ? oneDecimal(100 * margin)
     : Number(margin.toPrecision(2))}` : "");
 const beforeAfter = (change) => [change.before, change.after].map((value, i) =>
   withMargin(value, change.name in NAMES ? null : change.margins[i], changeKind(change))).join(" → ");
@@ -27,9 +27,9 @@ const changeName = (change) => NAMES[change.name] ?? `held-out accuracy, ${chang
 function difference(change) {
   const value = change.after - change.before, points = changeKind(change) === "percent";
   const sign = value > 0 ? "+" : value < 0 ? "−" : "±";
-  const size = points ? (100 * Math.abs(value)).toFixed(1) : plainNumber(Math.abs(value));
+  const size = points ? oneDecimal(100 * Math.abs(value)) : plainNumber(Math.abs(value));
   const error = typeof change.margin === "number"
-    ? ` ± ${points ? (100 * change.margin).toFixed(1) : Number(change.margin.toPrecision(2))}` : "";
+    ? ` ± ${points ? oneDecimal(100 * change.margin) : Number(change.margin.toPrecision(2))}` : "";
   return `${sign}${size}${error}${points ? " points" : ""}`;
 }
 
@@ -60,10 +60,10 @@ function learnPanel(run) {
   const body = main
     ? [element("p", { class: "big" }, big(main.before, main.margins[0]),
       element("span", { class: "arrow" }, " → "), big(main.after, main.margins[1])),
-      element("p", { class: "under" }, `${changeName(main)}: ${difference(main)}`),
+      element("p", { class: "under" }, [`${changeName(main)}: ${difference(main)}`, bestText(main)].filter(Boolean).join("; ")),
       element("table", { class: "plain" }, rest.map((change) => element("tr", {},
         element("td", {}, changeName(change)), element("td", {}, beforeAfter(change)),
-        element("td", {}, difference(change)))), changedRow(run.samples))]
+        element("td", {}, difference(change)), element("td", {}, bestText(change)))), changedRow(run.samples))]
     : [element("p", { class: "under" },
       `There is no ${run.step.length ? "metric with two values" : "step in metrics.jsonl"} yet.`)];
   return element("div", { class: "panel" }, element("h2", {}, "Did it learn?", badge(color, word)), body);
@@ -144,7 +144,8 @@ function notes(run) {
 function buildHead() {
   const [run] = data.runs;
   if (several) {
-    place("head").append(element("h1", {}, `${data.runs.length} runs`), runTable());
+    place("head").append(element("h1", {}, `${data.runs.length} runs`), runTable(),
+      evaluationTable(data.runs, (run) => [swatch(run), " ", run.name]) ?? "");
     return;
   }
   const facts = [

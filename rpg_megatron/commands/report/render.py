@@ -20,12 +20,12 @@ from typing import Any
 import rpg_megatron
 from rpg_megatron.commands.report.changes import change_as_plain, find_changes
 from rpg_megatron.commands.report.health import check_health
-from rpg_megatron.commands.report.run_files import RunFiles, name_runs, read_run, thin_rows
+from rpg_megatron.commands.report.run_files import RunFiles, as_text, name_runs, read_run, thin_rows
 from rpg_megatron.commands.report.samples import Item, choose_samples
 from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import atomic_write, real_path
 from rpg_megatron.launcher.run_dir import REPORT
-from rpg_megatron.system.files import atomic_write
 
 _ROWS = 8000
 """Maximum rows of metrics on a page, for all runs together: about 3 MB."""
@@ -34,7 +34,15 @@ _ROOM = 4_000_000
 _READ = 400_000_000
 """Maximum bytes of decompressed rollouts and evaluations to read, for all runs together."""
 
-_SCRIPTS = ("series.js", "numbers.js", "charts.js", "timeline.js", "responses.js", "page.js")
+_SCRIPTS = (
+    "series.js",
+    "numbers.js",
+    "charts.js",
+    "timeline.js",
+    "responses.js",
+    "evaluations.js",
+    "page.js",
+)
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -43,14 +51,14 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     Returns the file, which is written atomically. Raises UserError if a folder is not that of a run, or if
     the file cannot be written.
     """
-    unique = list({folder.resolve(): folder for folder in folders}.values())
+    unique = list({real_path(folder): folder for folder in folders}.values())
     if not unique:
         raise UserError("give the folder of at least one run")
     page = render_page([read_run(folder) for folder in unique])
     file = out or unique[0] / REPORT
     try:
-        with atomic_write(file) as part:
-            part.write_bytes(page)
+        with atomic_write(file) as sink:
+            sink.write(page)
     except OSError as e:
         raise UserError(f"{file}: cannot be written ({e.strerror}); choose another file with --out") from None
     return file
@@ -96,7 +104,7 @@ def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
     return {
         "name": name,
         "folder": str(run.folder.absolute()),
-        "state": "finished" if run.summary else "running" if run.running else "not finished",
+        "state": "finished" if run.finished else "running" if run.running else "not finished",
         "steps": run.steps,
         "planned": run.planned,
         "seconds": _seconds(run),
@@ -104,8 +112,8 @@ def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
         "checks": [vars(check) for check in check_health(run)],
         "step": [int(row["step"]) for row in rows],
         "metrics": {key: [_number(row.get(key)) for row in rows] for key in keys},
-        "config": {key: _as_text(value) for key, value in run.config.items()},
-        "starts": [_flat_text(start) for start in run.starts],
+        "config": {key: as_text(value) for key, value in run.config.items()},
+        "starts": run.starts,
         "timeline": last_steps(run),
         "samples": vars(samples) | {"items": [_plain(item) for item in samples.items]},
         "notes": run.notes,
@@ -114,9 +122,8 @@ def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
 
 def _seconds(run: RunFiles) -> float | None:
     """Duration of the run; before its end, the time of its steps."""
-    seconds = run.summary.get("seconds")
-    if isinstance(seconds, int | float) and math.isfinite(seconds):
-        return float(seconds)
+    if run.seconds is not None:
+        return run.seconds
     steps = [value for _, value in run.series("time/step")]
     return math.fsum(steps) if steps else None
 
@@ -133,21 +140,6 @@ def _number(value: float | None) -> float | str | None:
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     short = float(f"{value:.5g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _flat_text(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, inner in value.items():
-        if isinstance(inner, dict):
-            found |= _flat_text(inner, f"{prefix}{key}.")
-        else:
-            listed = isinstance(inner, list)
-            found[f"{prefix}{key}"] = "; ".join(map(str, inner)) or "none" if listed else _as_text(inner)
-    return found
 
 
 def _embed(data: dict[str, Any]) -> str:

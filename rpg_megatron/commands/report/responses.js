@@ -10,6 +10,7 @@ const FILTERS = [
   ["longest", "Longest", "most tokens first", (a, b) => (b.tokens ?? 0) - (a.tokens ?? 0)],
   ["cut", "Truncated", "ended at the length limit"], ["all", "All", "by step"],
 ];
+const PAIRED = ["learnt", "forgotten"];
 
 const problemOf = (item) => `${item.set}/${item.id}`;
 const samplesOf = () => data.runs[chosen.run].samples;
@@ -71,31 +72,30 @@ function problemCard(key, items) {
   element("div", { class: items.length > 1 ? "pair" : "" }, items.map(responseBox)));
 }
 
-// A response of the first and one of the last step, each with the verdict of the majority.
-function beforeAndAfter(items) {
-  const pick = (step, right) => {
-    const there = items.filter((item) => item.step === step);
-    return there.find((item) => item.right === right) ?? there[0];
-  };
-  const [first, last] = [items[0].step, items.at(-1).step], later = chosen.filter === "learnt";
-  return first === last ? [items[0]] : [pick(first, !later), pick(last, later)];
+// Problem -> a response of its first step and one of its last, each with the verdict of the majority; with a
+// step chosen, one of that step. Problems of which the page has no such responses are left out.
+function beforeAndAfter(filter) {
+  const groups = new Map(), later = filter === "learnt";
+  matching(filter).forEach((item) => groups.set(problemOf(item), [...(groups.get(problemOf(item)) ?? []), item]));
+  const pick = (items, step, right) => items.find((item) => item.step === step && item.right === right);
+  return [...groups].map(([key, items]) => {
+    const [first, last] = [items[0].step, items.at(-1).step];
+    if (first === last) return [key, chosen.step === "" ? [] : [items[0]]];
+    const pair = [pick(items, first, !later), pick(items, last, later)];
+    return [key, pair.every(Boolean) ? pair : []];
+  }).filter(([, pair]) => pair.length);
 }
 
 function showResponses(list, chips) {
   chips.replaceChildren(...FILTERS.map(([name, label, tip]) => {
-    const found = matching(name), pairs = name === "learnt" || name === "forgotten";
-    const count = pairs ? new Set(found.map(problemOf)).size : found.length;
+    const count = (PAIRED.includes(name) ? beforeAndAfter : matching)(name).length;
     return element("button", { type: "button", title: tip, disabled: !count,
       "aria-pressed": chosen.filter === name,
       onclick: () => { chosen.filter = name; chosen.most = PAGE; showResponses(list, chips); } },
         `${label} `, element("small", {}, String(count)));
   }));
-  const found = matching(chosen.filter), cards = [];
-  if (chosen.filter === "learnt" || chosen.filter === "forgotten") {
-    const groups = new Map();
-    found.forEach((item) => groups.set(problemOf(item), [...(groups.get(problemOf(item)) ?? []), item]));
-    for (const [key, items] of groups) cards.push([key, beforeAndAfter(items)]);
-  } else found.forEach((item) => cards.push([problemOf(item), [item]]));
+  const cards = PAIRED.includes(chosen.filter) ? beforeAndAfter(chosen.filter)
+    : matching(chosen.filter).map((item) => [problemOf(item), [item]]);
   list.replaceChildren(...cards.slice(0, chosen.most).map(([key, items]) => problemCard(key, items)));
   if (!cards.length) list.append(element("p", { class: "under" }, "No response matches."));
   const left = cards.length - chosen.most;

@@ -1,24 +1,41 @@
-"""Reads a run's folder for a report; the run may be finished, running or damaged."""
+"""Reads a run's folder for a report; the run may be finished, running or damaged, and made by others.
+
+What does not have the form that training writes is left out with a note, so that the other modules of the
+report can calculate with what is read. More users may be able to read the report than a file to which a link
+in the folder leads, so such a file is refused.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.files import read_json, read_yaml
+from rpg_megatron.config.files import open_regular, parse_json, read_text, real_path
+from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.environment import ENVIRONMENT
-from rpg_megatron.launcher.resume import LOCK
 from rpg_megatron.launcher.run_dir import CONFIG, METRICS, SUMMARY
+from rpg_megatron.launcher.run_lock import LOCK
 
 Row = dict[str, float]
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A step, or another whole number, that JavaScript and floats hold exactly."""
+LARGEST = 1e100
+"""Larger numbers count as infinite: squares of others, and their sums, are finite."""
+_KEYS, _KEY = 1000, 200
+"""Maximum number of metrics of a run, and characters of a name."""
+_METRICS, _LINE, _JSON = 200_000_000, 1_000_000, 10_000_000
+"""Maximum bytes to read of ``metrics.jsonl`` (50,000 steps), of one of its lines, and of other JSON files."""
 
 
 @dataclass
@@ -27,13 +44,16 @@ class RunFiles:
 
     folder: Path
     rows: list[Row]
-    """Metrics of each step by key, in the order of steps; includes ``step``. NaN and inf are kept."""
+    """Metrics of each step by key, in the order of steps; includes ``step``. NaN and inf are kept, other
+    numbers are at most ``LARGEST``."""
     config: dict[str, Any]
-    """Every setting by its dotted key; empty if the file cannot be read."""
-    summary: dict[str, Any]
-    """The trainer's summary; empty before the end."""
-    starts: list[dict[str, Any]]
-    """``environment.json``: a description of each start, the first one first."""
+    """Every setting by its dotted key, integers beyond 2**53 as text; empty if the file cannot be read."""
+    finished: bool
+    """Whether there is a summary, which the trainer writes at the end."""
+    seconds: float | None
+    """Duration of a finished run, if known."""
+    starts: list[dict[str, str]]
+    """``environment.json``: a description of each start by dotted keys, the first one first."""
     running: bool
     """Whether a launcher has locked the folder."""
     notes: list[str] = field(default_factory=list)
@@ -48,7 +68,7 @@ class RunFiles:
     def planned(self) -> int | None:
         """Number of training steps in the settings, if any."""
         steps = self.config.get("training.steps")
-        return steps if isinstance(steps, int) else None
+        return steps if isinstance(steps, int) and steps >= 0 else None
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of one metric, finite values only."""
@@ -69,12 +89,15 @@ def read_run(folder: Path) -> RunFiles:
         hint = f"; the runs in it are {', '.join(inner[:5])}" if inner else ""
         raise UserError(f"{folder}: not the folder of a run: it has neither {CONFIG} nor {METRICS}{hint}")
     notes: list[str] = []
+    summary = _read_json(folder / SUMMARY, _Summary, notes)
+    starts = _read_json(folder / ENVIRONMENT, list[dict[str, Any]], notes) or []
     return RunFiles(
         folder=folder,
         rows=_read_metrics(folder / METRICS, notes),
         config=_read_config(folder / CONFIG, notes),
-        summary=_read_json(folder / SUMMARY, dict, notes),
-        starts=[s for s in _read_json(folder / ENVIRONMENT, list, notes) if isinstance(s, dict)],
+        finished=summary is not None,
+        seconds=summary.seconds if summary else None,
+        starts=[_flat_text(start) for start in starts],
         running=_is_held(folder),
         notes=notes,
     )
@@ -131,47 +154,90 @@ def _merge(rows: list[Row]) -> Row:
     return merged
 
 
+class _Step(msgspec.Struct):
+    step: Count
+
+
+class _Summary(msgspec.Struct):
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
+
+
 def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
     """Rows by step. If a step has several rows, the values of later rows replace those of earlier ones."""
+    rows: dict[int, Row] = {}
+    keys: dict[str, str] = {}  # of all rows, which share these strings
+    more: set[str] = set()
+    lines = broken = 0
     try:
-        lines = file.read_bytes().splitlines()
+        with open_regular(file, real_path(file.parent)) as opened:
+            while line := opened.readline(_LINE):
+                if opened.tell() > _METRICS:
+                    notes.append(f"only the first {_METRICS / 1e6:.0f} MB of {file.name} were read")
+                    break
+                lines += 1
+                try:
+                    values = parse_json(line)
+                    step = msgspec.convert(values, _Step).step
+                except (ValueError, msgspec.MsgspecError):
+                    broken += bool(line.strip())
+                    continue
+                row = rows.setdefault(step, {})
+                for key, value in values.items():
+                    if key != "step" and isinstance(value, float | int):
+                        if len(key) > _KEY or (key not in keys and len(keys) == _KEYS):
+                            more.add(key[:_KEY])
+                        else:
+                            row[keys.setdefault(key, key)] = _bounded(value)
+                row["step"] = step
     except FileNotFoundError:
         return []
     except OSError as e:
         notes.append(f"{file.name} cannot be read ({e.strerror})")
-        return []
-    rows: dict[int, Row] = {}
-    broken = 0
-    for line in lines:
-        try:
-            row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            broken += bool(line.strip())
-            continue
-        numbers = {k: float(v) for k, v in row.items() if _is_number(v)}
-        rows[step] = rows.get(step, {}) | numbers | {"step": step}
-    if broken:
-        notes.append(f"{file.name}: {broken} of {len(lines)} lines could not be read and are skipped")
+    note_skipped(notes, file.name, broken, lines)
+    if more:
+        notes.append(f"{file.name}: {len(more)} metrics are left out (more than {_KEYS}, or long names)")
     return [rows[step] for step in sorted(rows)]
 
 
-def _is_number(value: Any) -> bool:
-    # Integers beyond the range of floats are not metrics.
-    return isinstance(value, float | int) and not (isinstance(value, int) and abs(value) > 2**1000)
+def _bounded(value: float) -> float:
+    """As a float; numbers beyond ``LARGEST``, also integers that no float holds, as infinite."""
+    if abs(value) <= LARGEST or value != value:
+        return float(value)
+    return math.inf if value > 0 else -math.inf
+
+
+def note_skipped(notes: list[str], name: str, broken: int, lines: int) -> None:
+    """Note that lines do not have the form that they should, if any."""
+    if broken:
+        notes.append(f"{name}: {broken} of {lines} lines could not be read and are skipped")
+
+
+def step_in_name(file: Path) -> int | None:
+    """The step of ``step_N.*``; None for other files."""
+    found = re.match(r"step_([0-9]{1,15})\.", file.name)
+    return int(found[1]) if found else None
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, in a few words."""
+    return getattr(error, "strerror", None) or type(error).__name__
 
 
 def _read_config(file: Path, notes: list[str]) -> dict[str, Any]:
     # Not load_settings, so that runs of earlier versions with other keys can be read.
     try:
-        found = read_yaml(file)
-    except (OSError, ValueError, yaml.YAMLError) as e:
-        notes.append(f"{file.name} cannot be read ({type(e).__name__})")
+        found = read_yaml(file, real_path(file.parent))
+        flat = _flatten(found) if isinstance(found, dict) else {}
+        json.dumps(flat, default=str)  # raises if the page could not hold it
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as e:
+        notes.append(f"{file.name} cannot be read ({reason(e)})")
         return {}
-    return _flatten(found) if isinstance(found, dict) else {}
+    return flat
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, int) and abs(value) > 2**53:
+        value = str(value)
     if not isinstance(value, dict) or not value:
         return {prefix: value}
     found: dict[str, Any] = {}
@@ -180,23 +246,46 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _read_json(file: Path, kind: type, notes: list[str]) -> Any:
+def _read_json[T](file: Path, kind: type[T], notes: list[str]) -> T | None:
+    """The value in a file; None, with a note, if it does not have this form."""
     try:
-        found = read_json(file)
+        value = parse_json(read_text(file, real_path(file.parent), limit=_JSON))
+        _check_depth(value)
+        return msgspec.convert(value, kind)
     except FileNotFoundError:
-        return kind()
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, kind):
+        return None
+    except (OSError, ValueError, msgspec.MsgspecError):
         notes.append(f"{file.name} cannot be read")
-        return kind()
+        return None
+
+
+def _check_depth(value: Any, left: int = 100) -> None:
+    if not left:
+        raise ValueError("nested too deeply")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(inner, left - 1)
+
+
+def as_text(value: Any) -> str:
+    """A value of a JSON or YAML file as text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _flat_text(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            found |= _flat_text(inner, f"{prefix}{key}.")
+        else:
+            listed = isinstance(inner, list)
+            found[f"{prefix}{key}"] = "; ".join(map(str, inner)) or "none" if listed else as_text(inner)
     return found
 
 
 def _is_held(folder: Path) -> bool:
     """Whether a launcher has locked the run. Takes a shared lock briefly, and never waits."""
     try:
-        with (folder / LOCK).open() as lock:
+        with open_regular(folder / LOCK, real_path(folder)) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

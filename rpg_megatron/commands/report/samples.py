@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.commands.report.run_files import RunFiles
+import msgspec
+
+from rpg_megatron.commands.report.run_files import Count, RunFiles, note_skipped, reason, step_in_name
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import open_regular, real_path
+from rpg_megatron.data.tokenizer_file import decode_foreign
+from rpg_megatron.system.foreign_input import ForeignInputError
 
 _STEPS = 12
 """Maximum steps that are read of each kind."""
 _PROBLEMS = 20
 """Problems shown per kind of change."""
-_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError, UserError)
-_TOKEN_BYTES = 16
-"""Bytes of a response token in a rollout file, besides the text."""
+_RESPONSE = 100
+"""Bytes of the budget that a response takes besides those of its row."""
 
 Item = dict[str, Any]
 """One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage, name of the
@@ -58,24 +63,33 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
     """Read about ``read`` decompressed bytes at most, and choose responses of at most ``room`` bytes."""
     samples = Samples()
     longest = max(3000, min(40_000, room // 100))
-    from rpg_megatron.data.rollout_files import list_rollouts  # numpy and pyarrow
-
     candidates = []
-    for name, files, lines in (
-        ("held-out", _spread((run.folder / "evaluation").glob("step_*.jsonl")), _evaluation_items),
-        ("training", _spread(list_rollouts(run.folder)), _rollout_items),
+    for name, find, read_items in (
+        ("held-out", _list_evaluations, _evaluation_items),
+        ("training", _list_rollouts, _rollout_items),
     ):
-        chosen = _read_files(run, samples, name, files, lines, read // 2)
+        try:
+            files = _spread(find(run.folder))
+        except OSError as e:  # such as a folder that nobody may open
+            run.notes.append(f"{name} responses cannot be read ({reason(e)})")
+            files = []
+        by_step: dict[int, list[Item]] = defaultdict(list)
+        for file, item in read_items(run, samples, files, read // 2 // max(1, len(files))):
+            step = step_in_name(file) or 0
+            by_step[step].append({"set": name} | item | {"step": step})
+        chosen = _summarise(samples, name, by_step)
         candidates.append([_shorten(item, longest) for item in chosen])
-    decode = _open_tokenizer(run.folder, run.config.get("model.path"))
+    tokens: dict[str, list[int]] = {}
     for item in _within(candidates, room, samples.prompts):
         key = f"{item['set']}/{item['id']}"
-        tokens = item.pop("prompt", None)
-        if tokens is not None and key not in samples.prompts:
-            samples.prompts[key] = {"text": _cut(decode(tokens), longest)}
+        ids = item.pop("prompt", None)
+        if ids is not None and key not in samples.prompts:
+            tokens.setdefault(key, ids)
         if item.get("answer"):
             samples.prompts.setdefault(key, {})["answer"] = _cut(str(item.pop("answer")), 1000)
         samples.items.append(item)
+    for key, text in zip(tokens, decode_prompts(run, list(tokens.values())), strict=True):
+        samples.prompts.setdefault(key, {})["text"] = _cut(text, longest)
     shown = {f"{item['set']}/{item['id']}" for item in samples.items}
     for part in (samples.prompts, samples.verdicts, samples.changes):
         for key in part.keys() - shown:
@@ -83,31 +97,24 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
     return samples
 
 
-def _read_files(
-    run: RunFiles,
-    samples: Samples,
-    name: str,
-    files: list[Path],
-    lines: Callable[[Path, int, Samples], Iterator[Item]],
-    budget: int,
-) -> list[Item]:
-    """Read the files of one kind; returns the items to show, the most interesting first."""
-    by_step: dict[int, list[Item]] = {}
-    whole = True
-    for file in files:
-        step = int(file.name[5:].split(".")[0])
-        items = by_step.setdefault(step, [])
-        try:
-            for item in lines(file, budget // len(files), samples):
-                whole &= item.get("whole", True)
-                items.append({"set": name} | item | {"step": step})
-        except _ERRORS as e:
-            run.notes.append(f"{file.relative_to(run.folder)} cannot be read ({type(e).__name__})")
-    if not any(by_step.values()):
+def _list_evaluations(run: Path) -> Iterable[Path]:
+    return (run / "evaluation").glob("step_*.jsonl")
+
+
+def _list_rollouts(run: Path) -> Iterable[Path]:
+    from rpg_megatron.data.rollout_files import list_rollouts  # numpy and pyarrow
+
+    return list_rollouts(run)
+
+
+def _summarise(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list[Item]:
+    """Describe what was read of one kind; returns the items to show, the most interesting first."""
+    if not by_step:
         return []
+    whole = all(item.get("whole", True) for items in by_step.values() for item in items)
     part = "" if whole else ", the beginning of each"
     count = sum(map(len, by_step.values()))
-    steps = ", ".join(str(step) for step, items in sorted(by_step.items()) if items)
+    steps = ", ".join(map(str, sorted(by_step)))
     samples.read.append(f"{name}: {count:,} responses of steps {steps}{part}")
     if name == "held-out" and whole:
         largest = max(({(i["set"], i["id"]): i for i in items} for items in by_step.values()), key=len)
@@ -152,43 +159,88 @@ def _choose(samples: Samples, name: str, by_step: dict[int, list[Item]]) -> list
     return list(unique.values())
 
 
-def _evaluation_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
-    """The responses of one evaluation within the budget; with several sets, ``set`` includes the name."""
-    with file.open("rb") as raw:
+class _Problem(msgspec.Struct):
+    """A row of an evaluation (``EvalResult``)."""
+
+    prompt_id: Count
+    answer: str
+    responses: list[str]
+    correct: list[bool]
+    lengths: list[Count]
+    finishes: list[str]
+    prompt: str = ""
+    set: str = ""
+
+    def __post_init__(self) -> None:
+        if {len(self.correct), len(self.lengths), len(self.finishes)} != {len(self.responses)}:
+            raise ValueError("lists of different lengths")
+
+
+_decoder = msgspec.json.Decoder(_Problem)
+
+Items = Iterator[tuple[Path, Item]]
+
+
+def _evaluation_items(run: RunFiles, samples: Samples, files: Sequence[Path], budget: int) -> Items:
+    """The responses of evaluations, each within the budget; with several sets, ``set`` includes the name."""
+    for file in files:
+        try:
+            rows, whole = _read_problems(run, file, budget)
+        except OSError as e:
+            run.notes.append(f"{file.relative_to(run.folder)} cannot be read ({reason(e)})")
+            continue
+        several = len({row.set for row in rows}) > 1
+        for row in rows:
+            title = f"held-out {row.set}" if several else "held-out"
+            key = f"{title}/{row.prompt_id}"
+            samples.prompts.setdefault(key, {"text": _cut(row.prompt, 8000), "answer": row.answer})
+            for number, text in enumerate(row.responses):
+                item = {"id": row.prompt_id, "text": text, "right": row.correct[number]}
+                item |= {"tokens": row.lengths[number], "finish": row.finishes[number]}
+                item |= {"set": title, "heldout": row.set}
+                yield file, item if whole else item | {"whole": False}
+
+
+def _read_problems(run: RunFiles, file: Path, budget: int) -> tuple[list[_Problem], bool]:
+    """Rows within the budget, and whether these are all."""
+    with open_regular(file, real_path(run.folder)) as raw:
         data = raw.read(budget)
-    rows = [json.loads(line) for line in _lines(data, len(data) == budget)]
-    several, whole = len({row.get("set") for row in rows}) > 1, len(data) < budget
-    for row in rows:
-        title = f"held-out {row['set']}" if several else "held-out"
-        key = f"{title}/{row['prompt_id']}"
-        samples.prompts.setdefault(
-            key, {"text": _cut(row.get("prompt", ""), 8000), "answer": str(row["answer"])}
-        )
-        for number, text in enumerate(row["responses"]):
-            item = {"id": row["prompt_id"], "text": text, "right": bool(row["correct"][number])}
-            item |= {"tokens": row["lengths"][number], "finish": row["finishes"][number]}
-            item |= {"set": title, "heldout": row.get("set", "")}
-            yield item if whole else item | {"whole": False}
-
-
-def _rollout_items(file: Path, budget: int, samples: Samples) -> Iterator[Item]:
-    """The responses of one training step within the budget."""
-    from rpg_megatron.data.rollout_files import iter_rollouts
-
-    items: list[Item] = []
-    whole = True
-    for t in iter_rollouts(file):
-        budget -= len(t.text) + _TOKEN_BYTES * t.length
+    lines = _lines(data, cut := len(data) == budget)
+    rows, broken = [], 0
+    for line in lines:
+        try:
+            # Surrogates, which training writes, are shown as question marks.
+            row = _decoder.decode(line.decode("utf-8", "surrogatepass").encode("utf-8", "replace"))
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            broken += 1
+            continue
+        budget -= len(line) + _RESPONSE * len(row.responses)
         if budget < 0:
-            whole = False
+            cut = True
             break
-        item = {"id": t.prompt_id, "text": t.text, "right": t.correct, "tokens": len(t.response)}
-        item |= {"finish": t.finish, "reward": t.reward, "advantage": t.advantage}
-        if len(segments := _segments(t.versions)) > 1:
-            item["versions"] = segments
-        items.append(item | {"prompt": t.prompt.tolist(), "answer": t.answer})
-    for item in items:
-        yield item if whole else item | {"whole": False}
+        rows.append(row)
+    note_skipped(run.notes, str(file.relative_to(run.folder)), broken, len(lines))
+    return rows, not cut
+
+
+def _rollout_items(run: RunFiles, samples: Samples, files: Sequence[Path], budget: int) -> Items:
+    """The responses of training steps, each within the budget."""
+    from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+
+    found: dict[Path, list[Item]] = {file: [] for file in files}
+    for file, t in iter_foreign_rollouts(files, run.folder, budget):
+        if isinstance(t, UserError):
+            run.notes.append(str(t).replace(f"{run.folder}/", ""))
+        elif t is None:
+            found[file] = [item | {"whole": False} for item in found[file]]
+        else:
+            item = {"id": t.prompt_id, "text": t.text, "right": t.correct, "tokens": len(t.response)}
+            item |= {"finish": t.finish, "reward": t.reward, "advantage": t.advantage}
+            if len(segments := _segments(t.versions)) > 1:
+                item["versions"] = segments
+            found[file].append(item | {"prompt": t.prompt, "answer": t.answer})
+    for file, items in found.items():
+        yield from ((file, item) for item in items)
 
 
 def _segments(versions: Any) -> list[tuple[int, int]]:
@@ -205,7 +257,7 @@ def _lines(data: bytes, cut: bool) -> list[bytes]:
 
 def _spread(files: Iterable[Path]) -> list[Path]:
     """Files of at most _STEPS steps in order, including the first and the last."""
-    found = sorted(f for f in files if f.name[5:].split(".")[0].isdigit())
+    found = sorted(f for f in files if step_in_name(f) is not None)
     if len(found) <= _STEPS:
         return found
     return [found[round(i * (len(found) - 1) / (_STEPS - 1))] for i in range(_STEPS)]
@@ -243,6 +295,8 @@ def _padded(items: list[Any], most: int = _PROBLEMS) -> list[Any]:
 
 def _shorten(item: Item, longest: int) -> Item:
     kept = {key: value for key, value in item.items() if key != "whole"}
+    if "prompt" in kept:
+        kept["prompt"] = kept["prompt"].tolist()
     return kept | {"text": _cut(str(item["text"]), longest)}
 
 
@@ -259,15 +313,22 @@ def _share(mark: tuple[int, int, int]) -> float:
     return mark[1] / mark[2]
 
 
-def _open_tokenizer(folder: Path, model: Any) -> Callable[[list[int]], str]:
-    """A decoder from token ids to text: the tokenizer of the export, or of the initial model."""
-    files = [*sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]]
-    if isinstance(model, str):
-        files.append(Path(model) / "tokenizer.json")
-    for file in files:
-        with contextlib.suppress(Exception):  # the Rust library raises bare exceptions
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(str(file))
-            return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-    return lambda ids: f"({len(ids)} tokens; no tokenizer.json was found to show them as text)"
+def decode_prompts(run: RunFiles, prompts: Sequence[list[int]]) -> list[str]:
+    """Texts of prompts, by the tokenizer of the export or, for a run of this user, of the initial model."""
+    folder, model = run.folder, run.config.get("model.path")
+    found = [f"({len(ids)} tokens; no tokenizer.json was found to show them as text)" for ids in prompts]
+    files: list[tuple[Path, ...]] = []
+    with contextlib.suppress(OSError):
+        newest = sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]
+        files += [(file, real_path(folder)) for file in newest]
+    if isinstance(model, str) and folder.stat().st_uid == os.geteuid():  # others' could name any folder
+        files.append((Path(model) / "tokenizer.json",))
+    for file, *inside in files if prompts else ():
+        try:
+            with open_regular(file, *inside) as opened:
+                return decode_foreign(opened, prompts)
+        except OSError:
+            continue
+        except ForeignInputError as e:
+            run.notes.append(f"{file.name}: prompts cannot be shown as text ({e})")
+    return found

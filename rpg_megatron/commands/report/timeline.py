@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
+from typing import Annotated, Any, cast
 
-from rpg_megatron.commands.report.run_files import RunFiles
+import msgspec
+
+from rpg_megatron.commands.report.run_files import Count, RunFiles, note_skipped
+from rpg_megatron.config.files import open_regular, real_path
 from rpg_megatron.system.timeline import EARLIER, TIMELINE
 
 _STEPS = 6
@@ -18,6 +20,27 @@ _POLLS = 600
 _LANES = 16
 """Maximum engines shown separately; with more, the page shows sums."""
 
+_Time = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+
+
+class _Start(msgspec.Struct):
+    start: _Time
+
+
+class _Phase(msgspec.Struct):
+    phase: str
+    step: Count
+    begin: _Time
+    end: _Time
+
+
+class _Poll(msgspec.Struct):
+    time: _Time
+    running: list[Annotated[int, msgspec.Meta(ge=0, lt=10**9)] | None]
+
+
+_DECODERS: list[msgspec.json.Decoder[Any]] = [msgspec.json.Decoder(kind) for kind in (_Start, _Phase, _Poll)]
+
 
 def last_steps(run: RunFiles) -> dict[str, Any] | None:
     """The last steps since the newest start, for JSON; None without a finished phase.
@@ -26,32 +49,34 @@ def last_steps(run: RunFiles) -> dict[str, Any] | None:
     trainer spent in ``collect`` and ``sync``; fraction of polls in which an engine had no running request.
     """
     rows = _read_rows(run)
-    starts = [i for i, row in enumerate(rows) if "start" in row]
+    starts = [i for i, row in enumerate(rows) if isinstance(row, _Start)]
     rows = rows[starts[-1] :] if starts else rows
-    phases = [row for row in rows if "phase" in row]
-    steps = sorted({row["step"] for row in phases if row["step"]})[-_STEPS:]
-    shown = sorted((row for row in phases if row["step"] in steps), key=lambda row: row["begin"])
+    phases = [row for row in rows if isinstance(row, _Phase)]
+    steps = sorted({row.step for row in phases if row.step})[-_STEPS:]
+    shown = sorted((row for row in phases if row.step in steps), key=lambda row: row.begin)
     if not shown:
         return None
-    begin, end = shown[0]["begin"], max(row["end"] for row in shown)
-    polls = [row for row in rows if "running" in row and begin <= row["time"] <= end]
+    begin, end = shown[0].begin, max(row.end for row in shown)
+    polls = [row for row in rows if isinstance(row, _Poll) and begin <= row.time <= end]
+    # The engines of a start stay the same.
+    polls = [row for row in polls if len(row.running) == len(polls[-1].running)]
     polls = polls[:: -(-len(polls) // _POLLS) or 1]
-    engines = max((len(row["running"]) for row in polls), default=0)
-    seen = [n for row in polls for n in row["running"] if n is not None]
+    engines = len(polls[0].running) if polls else 0
+    seen = [n for row in polls for n in row.running if n is not None]
 
     def share(name: str) -> float:
-        spent = math.fsum(row["end"] - row["begin"] for row in shown if row["phase"] == name)
+        spent = math.fsum(row.end - row.begin for row in shown if row.phase == name)
         return spent / (end - begin) if end > begin else 0.0
 
     return {
         "seconds": round(end - begin, 3),
         "steps": steps,
         "phases": [
-            [row["phase"], row["step"], round(row["begin"] - begin, 3), round(row["end"] - begin, 3)]
+            [row.phase, row.step, round(row.begin - begin, 3), round(row.end - begin, 3)]
             for row in shown
-            if row["phase"] != "step"
+            if row.phase != "step"
         ],
-        "polls": [round(row["time"] - begin, 2) for row in polls],
+        "polls": [round(row.time - begin, 2) for row in polls],
         "engines": engines,
         "lanes": _lanes(polls, engines),
         "shares": {
@@ -62,12 +87,12 @@ def last_steps(run: RunFiles) -> dict[str, Any] | None:
     }
 
 
-def _lanes(polls: list[dict[str, Any]], engines: int) -> list[dict[str, Any]]:
+def _lanes(polls: list[_Poll], engines: int) -> list[dict[str, Any]]:
     """The lanes of the engines: name; for each poll a number or None; maximum of the scale."""
-    known = [[n for n in row["running"] if n is not None] for row in polls]
+    known = [[n for n in row.running if n is not None] for row in polls]
     if engines <= _LANES:
         most = max((n for some in known for n in some), default=0)
-        values = [[row["running"][i] for row in polls] for i in range(engines)]
+        values = [[row.running[i] for row in polls] for i in range(engines)]
         return [{"name": f"engine {i}", "values": values[i], "most": most} for i in range(engines)]
     busy = [sum(n > 0 for n in some) if some else None for some in known]
     requests = [sum(some) if some else None for some in known]
@@ -77,11 +102,11 @@ def _lanes(polls: list[dict[str, Any]], engines: int) -> list[dict[str, Any]]:
     ]
 
 
-def _read_rows(run: RunFiles) -> list[dict[str, Any]]:
+def _read_rows(run: RunFiles) -> list[_Start | _Phase | _Poll]:
     room, data = _READ, b""
     for name in (TIMELINE, EARLIER):
         try:
-            with (run.folder / name).open("rb") as file:
+            with open_regular(run.folder / name, real_path(run.folder)) as file:
                 size = file.seek(0, 2)
                 file.seek(max(0, size - room))
                 data = file.read(room) + data
@@ -90,36 +115,18 @@ def _read_rows(run: RunFiles) -> list[dict[str, Any]]:
         except OSError as e:
             run.notes.append(f"{name} cannot be read ({e.strerror})")
         room = _READ - len(data)
-    rows = []
-    for line in data.split(b"\n"):
+    lines = data.split(b"\n")[0 if room else 1 :]  # the first line may be truncated
+    *whole, last = lines or [b""]  # and the last one incomplete
+    found = [_parse(line) for line in whole if line.strip()]
+    note_skipped(run.notes, TIMELINE, sum(row is None for row in found), len(found))
+    return [row for row in [*found, _parse(last)] if row is not None]
+
+
+def _parse(line: bytes) -> _Start | _Phase | _Poll | None:
+    """A row; None if it has another form, which another version may have written."""
+    for decoder in _DECODERS:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # the first line may be truncated, the last one incomplete
-        if _is_row(row):
-            rows.append(row)
-    return rows
-
-
-def _is_row(row: Any) -> bool:
-    """Whether a row has the expected types; another version may have written other rows."""
-    if not isinstance(row, dict):
-        return False
-    if "phase" in row:
-        return (
-            isinstance(row["phase"], str)
-            and isinstance(row.get("step"), int)
-            and all(_is_time(row.get(key)) for key in ("begin", "end"))
-        )
-    if "running" in row:
-        counts = row["running"]
-        return (
-            _is_time(row.get("time"))
-            and isinstance(counts, list)
-            and all(n is None or (isinstance(n, int) and 0 <= n < 10**9) for n in counts)
-        )
-    return "start" in row
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < 1e12  # not NaN
+            return cast(_Start | _Phase | _Poll, decoder.decode(line))
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            continue
+    return None

@@ -21,6 +21,7 @@ from signal import SIGKILL
 from typing import IO, Any
 
 from rpg_megatron.config import Settings
+from rpg_megatron.config.files import open_own
 from rpg_megatron.config.trackers import RESPONSES, MLflowSettings, TensorBoardSettings, WandbSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.parent_death import with_parent_death_signal
@@ -165,7 +166,7 @@ class TrackerClient:
 
     def _open_log(self) -> IO[bytes]:
         try:
-            return self._log.open("ab")
+            return open_own(self._log, "ab")
         except OSError:  # a full disk
             return Path("/dev/null").open("ab")
 

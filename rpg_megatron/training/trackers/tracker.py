@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rpg_megatron.system.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text, read_text
 
 FOLDER = "trackers"
 """Subfolder of the run's folder for the ids of runs, and for files of the trackers."""
@@ -34,7 +34,7 @@ class TrackedRun:
     def known_id(self, where: str = "") -> str | None:
         """The id that an earlier start of this run saved for ``where``; None: this is the first start."""
         try:
-            found = json.loads(self._file.read_text(encoding="utf-8")).get(where)
+            found = json.loads(read_text(self._file)).get(where)
         except (OSError, ValueError, AttributeError):
             return None
         return None if found is None else str(found)
@@ -46,7 +46,7 @@ class TrackedRun:
         """
         self._file.parent.mkdir(exist_ok=True)
         try:
-            kept = dict(json.loads(self._file.read_text(encoding="utf-8")))
+            kept = dict(json.loads(read_text(self._file)))
         except (OSError, ValueError, TypeError):
             kept = {}
         atomic_write_text(self._file, json.dumps(kept | {where: number}) + "\n")

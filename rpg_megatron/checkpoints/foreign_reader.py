@@ -1,0 +1,312 @@
+"""Readers of Megatron checkpoints for ``system/foreign_input.py``: index, objects, and where tensors begin.
+
+They run in a process that can reach nothing. A pickle is interpreted (``pickle_values.py``), never loaded.
+The bytes of tensors stay in their files: the caller reads them from the position that is found here.
+Formats: torch.distributed.checkpoint's ``.metadata``; torch.save's zip archives, stored without compression.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from itertools import batched
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from rpg_megatron.checkpoints.index import MAX_SIZE, Index, Size, Sizes, StoredPart, Tensor
+from rpg_megatron.checkpoints.pickle_values import Name, Pairs, Record, Reference, load_values
+
+_MAX_PICKLE = 64 << 20
+"""Bytes of an object's pickle; those of tensors have a few hundred."""
+_MAX_VALUES, _MAX_LEVELS = 1_000_000, 100
+"""Of an object. A pickle can use one value at many places, and each would be copied."""
+AT_ONCE = 1000
+"""Tensors located in one answer."""
+_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "BFloat16Storage": "bfloat16",
+    "HalfStorage": "float16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "UntypedStorage": "uint8",
+}
+TUPLE, TENSOR, NAME = 1, 2, 3
+"""Extension types of msgpack in the values of objects."""
+
+Slice = tuple[int, int, int]
+"""Part of a file: its number, first byte, and bytes."""
+
+
+class Location(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: str
+    shape: Sizes
+    stride: Sizes
+    """In elements."""
+    offset: Size
+    """Of its first element in the storage, in elements."""
+    begin: Size
+    """Of the storage in the file, in bytes."""
+    bytes: Size
+    """Of the storage."""
+
+
+def prepare() -> None:
+    """Load what is loaded late: encodings of zip archives and of early pickles."""
+    for name in ("cp437", "raw_unicode_escape", "latin-1"):
+        codecs.lookup(name)
+
+
+def read_index(files: Sequence[BinaryIO], _argument: object) -> Iterator[Index]:
+    """The index in a ``.metadata`` file."""
+    metadata = _attributes(load_values(files[0].read()), "Metadata")
+    tensors: dict[str, Tensor] = {}
+    objects: list[str] = []
+    for name, value in _pairs(metadata.get("state_dict_metadata")):
+        if type(value) is Record and _class(value) == "TensorStorageMetadata":
+            tensors[_text(name)] = _tensor(_attributes(value, "TensorStorageMetadata"))
+        else:
+            objects.append(_text(name))
+    yield Index(tensors, objects, [_piece(*pair) for pair in _pairs(metadata.get("storage_data"))])
+
+
+def _tensor(attributes: Pairs) -> Tensor:
+    properties = attributes.get("properties")
+    state = properties.state if type(properties) is Record else None
+    dtype: Any = None
+    if type(state) is Pairs:  # written by earlier versions of torch
+        dtype = state.get("dtype")
+    elif type(state) is tuple and state:
+        dtype = state[0]
+    if type(dtype) is not Name or dtype.module != "torch":
+        raise ValueError("not an index of tensors: a tensor without dtype")
+    chunks = []
+    for chunk in _list(attributes.get("chunks")):
+        found = _attributes(chunk, "ChunkStorageMetadata")
+        chunks.append((_sizes(found.get("offsets")), _sizes(found.get("sizes"))))
+    return Tensor(dtype.name, _sizes(attributes.get("size")), chunks)
+
+
+def _piece(key: Any, value: Any) -> StoredPart:
+    index, info = _attributes(key, "MetadataIndex"), _attributes(value, "_StorageInfo")
+    if _list(info.get("transform_descriptors") or ()):
+        raise ValueError("its files are encoded by an extension of torch")
+    offset, number = index.get("offset"), index.get("index")
+    return StoredPart(
+        _text(index.get("fqn")),
+        None if offset is None else _sizes(offset),
+        None if number is None else _size(number),
+        _text(info.get("relative_path")),
+        _size(info.get("offset")),
+        _size(info.get("length")),
+    )
+
+
+def locate_tensors(files: Sequence[BinaryIO], slices: list[Slice]) -> Iterator[list[Location]]:
+    """Where the tensors in these slices begin, some at a time."""
+    for some in batched(slices, AT_ONCE):
+        found = []
+        for number, begin, length in some:
+            archive = _Archive(files[number], begin, length)
+            found.append(archive.locate(archive.value()))
+        yield found
+
+
+def read_objects(files: Sequence[BinaryIO], slices: list[Slice]) -> Iterator[Any]:
+    """The objects in these slices, one at a time; length -1: the rest of the file.
+
+    Values of torch's and Python's own classes are plain values, or extension types; what else a pickle may
+    create becomes None.
+    """
+    for number, begin, length in slices:
+        archive = _Archive(files[number], begin, length)
+        yield _plain(archive.value(), archive)
+
+
+class _Archive:
+    """A file of torch.save, in a slice of a file."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        size = os.lseek(file.fileno(), 0, os.SEEK_END)
+        length = size - begin if length < 0 else length
+        if begin + length > size:
+            raise ValueError("a file is truncated")
+        self._begin = begin
+        self._file = _Slice(file.fileno(), begin, length)
+        try:
+            self._zip = zipfile.ZipFile(self._file)
+            self._members = {m.filename.partition("/")[2]: m for m in self._zip.infolist()}
+        except (zipfile.BadZipFile, NotImplementedError, OSError) as e:
+            raise ValueError(f"not a file of torch.save ({e})") from None
+
+    def value(self) -> Any:
+        """The interpreted pickle."""
+        if "byteorder" in self._members and self._read("byteorder", 16) != b"little":
+            raise ValueError("written on a big-endian machine")
+        return load_values(self._read("data.pkl", _MAX_PICKLE))
+
+    def _read(self, name: str, limit: int) -> bytes:
+        begin, size = self._find(name)
+        if size > limit:
+            raise ValueError(f"{name} has {size:,} bytes")
+        return self._file.read_at(begin, size)
+
+    def _find(self, name: str) -> tuple[int, int]:
+        """First byte, in the slice, and bytes of a member."""
+        member = self._members.get(name)
+        if member is None or member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"not a file of torch.save: no uncompressed {name}")
+        header = self._file.read_at(member.header_offset, 30)
+        begin = member.header_offset + 30 + int.from_bytes(header[26:28], "little")
+        begin += int.from_bytes(header[28:30], "little")
+        if begin + member.file_size > self._file.size:
+            raise ValueError("a file is truncated")
+        return begin, member.file_size
+
+    def locate(self, value: Any) -> Location:
+        """The location of an interpreted tensor."""
+        while type(value) is Record and _class(value) == "_rebuild_parameter":
+            value = value.arguments[0] if type(value.arguments) is tuple and value.arguments else None
+        if type(value) is not Record or _class(value) not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            raise ValueError("not a tensor")
+        if type(value.arguments) is not tuple or len(value.arguments) < 6 + (_class(value)[-1] == "3"):
+            raise ValueError("not a tensor")
+        storage, offset, shape, stride = value.arguments[:4]
+        key = storage.key if type(storage) is Reference else None
+        if type(key) is not tuple or len(key) != 5 or type(key[1]) is not Name or type(key[2]) is not str:
+            raise ValueError("a tensor without storage")
+        dtype = _DTYPES.get(key[1].name, "")
+        if _class(value) == "_rebuild_tensor_v3":
+            dtype = value.arguments[6].name if type(value.arguments[6]) is Name else ""
+        begin, size = self._find(f"data/{key[2]}")
+        return Location(dtype, _sizes(shape), _sizes(stride), _size(offset), self._begin + begin, size)
+
+
+class _Slice:
+    """A part of a file, as a file: position and reads are its own."""
+
+    def __init__(self, descriptor: int, begin: int, size: int) -> None:
+        self._descriptor, self._begin, self.size, self._at = descriptor, begin, size, 0
+
+    def read_at(self, position: int, count: int) -> bytes:
+        """Bytes from a position. Raises ValueError at the end."""
+        if position < 0 or count < 0 or position + count > self.size:
+            raise ValueError("a file is truncated")
+        found = os.pread(self._descriptor, count, self._begin + position)
+        if len(found) != count:
+            raise ValueError("a file is truncated")
+        return found
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence] + offset)
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self.size - self._at)
+        found = self.read_at(self._at, left if count is None or count < 0 else min(count, left))
+        self._at += len(found)
+        return found
+
+
+def _plain(value: Any, archive: _Archive) -> Any:
+    budget = iter(range(_MAX_VALUES))
+
+    def extension(code: int, content: Any) -> msgspec.msgpack.Ext:
+        return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
+
+    def walk(found: Any, level: int) -> Any:
+        if next(budget, None) is None or level > _MAX_LEVELS:
+            raise ValueError("its values are nested too deeply or too many")
+        if type(found) is list:
+            return [walk(each, level + 1) for each in found]
+        if type(found) is tuple:
+            return extension(TUPLE, [walk(each, level + 1) for each in found])
+        if type(found) is Pairs:
+            return {k: walk(v, level + 1) for k, v in found.items if type(k) in (str, int)}
+        if type(found) is Name:
+            return extension(NAME, str(found))
+        if type(found) is Record:
+            kind = str(found.maker)
+            if kind == "collections.OrderedDict":
+                return walk(Pairs(_pairs(found)), level + 1)
+            if kind.startswith("torch._utils._rebuild_"):
+                return extension(TENSOR, archive.locate(found))
+            if kind == "_codecs.encode":
+                return _bytes(found)
+            return None
+        if type(found) is int and not -(2**63) <= found < 2**64:
+            return None
+        return found if found is None or type(found) in (bool, int, float, str, bytes) else None
+
+    return walk(value, 0)
+
+
+# -- interpreted values --------------------------------------------------------------------------------------
+
+
+def _class(value: Record) -> str:
+    return value.maker.name if type(value.maker) is Name else ""
+
+
+def _attributes(value: Any, name: str) -> Pairs:
+    if type(value) is not Record or _class(value) != name or type(value.state) is not Pairs:
+        raise ValueError(f"not an index of tensors: no {name}")
+    return value.state
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    ordered = type(value) is Record and _class(value) == "OrderedDict"
+    if type(value) is not Pairs and not (ordered and all(type(pair) is tuple for pair in value.items)):
+        raise ValueError("not an index of tensors: no dictionary")
+    items: list[tuple[Any, Any]] = value.items
+    return items
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if type(value) not in (list, tuple):
+        raise ValueError("not an index of tensors: no list")
+    return value  # type: ignore[no-any-return]
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Of a tuple or torch.Size."""
+    if type(value) is Record and _class(value) == "Size" and len(_list(value.arguments)) == 1:
+        value = value.arguments[0]
+    return tuple(map(_size, _list(value)))
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_SIZE:
+        raise ValueError("not an index of tensors: a size is no number")
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    """Bytes; before protocol 3, they are stored as text to encode."""
+    if type(value) is Record and str(value.maker) == "_codecs.encode" and type(value.arguments) is tuple:
+        text = value.arguments[0] if value.arguments else None
+        value = text.encode("latin-1") if type(text) is str else None
+    if type(value) is not bytes:
+        raise ValueError("bytes of another form")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > 10_000:
+        raise ValueError("not an index of tensors: a name is no text")
+    return value

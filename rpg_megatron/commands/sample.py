@@ -1,0 +1,74 @@
+"""``rpg-megatron sample``: prints responses of a run, with their rewards, from its saved rollouts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rpg_megatron.commands.report.run_files import read_run
+from rpg_megatron.commands.report.samples import decode_prompts
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.terminal import one_line, printable
+
+if TYPE_CHECKING:
+    from rpg_megatron.data.trajectory import Trajectory
+
+
+def print_samples(folder: Path, step: int | None, prompt: str | None, count: int) -> None:
+    """Print responses of a step, grouped by prompt, at most ``count``.
+
+    step: None: the newest one that is saved. prompt: only prompts that contain this text. Raises UserError if
+    there is no such run, step or prompt.
+    """
+    from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts  # numpy and pyarrow
+    from rpg_megatron.data.rollout_files import list_rollouts, step_of
+
+    run = read_run(folder)
+    files = {step_of(file): file for file in list_rollouts(folder)}
+    if not files:
+        raise UserError(f"{folder}: has no rollouts yet; they are saved after each step")
+    if step is not None and step not in files:
+        raise UserError(f"{folder}: has no rollouts of step {step}, but of {min(files)} to {max(files)}")
+    file = files[step or max(files)]
+
+    def trajectories() -> Iterator[Trajectory]:
+        for _, t in iter_foreign_rollouts([file], folder):
+            if isinstance(t, UserError):
+                raise t
+            if t is not None:
+                yield t
+
+    prompts = {t.group: t.prompt.tolist() for t in trajectories()}
+    texts = dict(zip(prompts, decode_prompts(run, list(prompts.values())), strict=True))
+    shown = found = 0
+    group: int | None = None
+    for t in trajectories():
+        if prompt is not None and prompt not in texts[t.group]:
+            continue
+        found += 1
+        if shown == count:
+            continue
+        shown += 1
+        if t.group != group:
+            group = t.group
+            print(f"step {step_of(file)}, prompt {t.prompt_id}, answer {one_line(t.answer)}")
+            print(textwrap.indent(printable(texts[group].rstrip("\n")), "  "))
+        print(f"-- response {t.sample}: {_describe(t)}")
+        print(textwrap.indent(printable(t.text), "  "))
+    if not found:
+        raise UserError(f"{file}: no prompt contains {prompt!r}; give another text, or another --step")
+    print(f"{shown} of {found} responses" + ("; raise --count for more" if shown < found else ""))
+
+
+def _describe(t: Trajectory) -> str:
+    parts = ", ".join(f"{one_line(name)} {value:.4g}" for name, value in t.parts.items())
+    several = f" ({parts})" if len(t.parts) > 1 else ""
+    words = [
+        f"reward {t.reward:.4g}{several}",
+        "correct" if t.correct else "wrong",
+        f"{t.response.size} tokens" + (", truncated" if t.finish == "length" else ""),
+        one_line(t.reason),
+    ]
+    return ", ".join(filter(None, words))

@@ -1,0 +1,116 @@
+"""Renders chats with a model's chat template, which is a program, in a process that can reach nothing.
+
+Jinja's sandbox limits what a template may call, but neither its time nor its memory, and its guards have been
+passed before. The environment is that of transformers (``render_jinja_template``), without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import batched
+from typing import Annotated, Any, BinaryIO, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import msgspec
+
+from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
+
+_READER = "rpg_megatron.data.chat_template:render"
+_AT_ONCE = 100
+_SECONDS, _MEMORY = 60.0, 1 << 30
+"""Limits: for a hundred chats, each of which takes less than a millisecond."""
+
+_LONGEST, _EXPANSION = 1 << 16, 10
+"""A template may add this many characters to a message, and repeat it so often."""
+Rendered = tuple[str, Annotated[str, msgspec.Meta(max_length=1000)]]
+"""A text, and empty; or empty, and why the template fails."""
+
+
+def render_chats(
+    template: str, variables: dict[str, Any], chats: Sequence[list[dict[str, str]]]
+) -> Iterator[Rendered]:
+    """Render each chat. variables: of the template, besides ``messages``.
+
+    Raises ForeignInputError if the template is not valid, or takes too long or too much memory.
+    """
+    argument = [template, variables, chats]
+    limit = sum(_LONGEST + _EXPANSION * len(m["content"]) for chat in chats for m in chat)
+    count, left = math.ceil(len(chats) / _AT_ONCE), len(chats)
+    for some in read_foreign(
+        _READER, [], argument, list[Rendered], memory=_MEMORY, seconds=_SECONDS, values=count
+    ):
+        limit -= sum(len(text) for text, _ in some)
+        left -= len(some)
+        if limit < 0:
+            raise ForeignInputError("its texts are far longer than the messages")
+        if left < 0:
+            break
+        yield from some
+    if left:
+        raise ForeignInputError("its texts are not as many as the chats")
+
+
+# -- in the child process ------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Load what rendering loads late."""
+    source = "{{ strftime_now('%d %b') }}{{ messages | tojson }}{% generation %}{% endgeneration %}"
+    list(render([], (source, {}, [[]])))
+    list(render([], ("{{ raise_exception('') }}", {}, [[]])))
+
+
+def render(
+    _files: Sequence[BinaryIO], argument: tuple[str, dict[str, Any], list[list[dict[str, str]]]]
+) -> Iterator[list[Rendered]]:
+    """Reader of ``render_chats``."""
+    source, variables, chats = argument
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _fail, "strftime_now": datetime.now().strftime}
+    try:
+        template = environment.from_string(source)
+    except Exception as e:  # a template may raise any exception
+        raise ValueError(_describe(e)) from None
+    for some in batched(chats, _AT_ONCE):
+        rendered: list[Rendered] = []
+        for messages in some:
+            try:
+                rendered.append((template.render(messages=messages, **variables), ""))
+            except MemoryError:
+                raise
+            except Exception as e:
+                rendered.append(("", _describe(e)))
+        yield rendered
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``, by which templates mark the model's answers: its content is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  as in Jinja
+
+    def parse(self, parser: Any) -> Any:
+        """The nodes between the tags."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _fail(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500].encode("utf-8", "replace").decode()

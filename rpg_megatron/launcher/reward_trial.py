@@ -1,0 +1,143 @@
+"""Calls the reward once for each data set before a run: on a row, with its reference answer as response.
+
+What the reward returns does not matter, only that it fails on no row. It runs as in training: in its worker
+processes, with their limits. Needs no torch in this process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.data import DataSettings
+from rpg_megatron.config.reward import RewardSettings
+from rpg_megatron.data.problems import Problem, first_problems
+from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.rewards.failures import RewardFailure, first_of_each
+
+if TYPE_CHECKING:
+    from rpg_megatron.rewards.reward import Response, Scorer
+
+_ADVICE = "correct it, or set guards.reward_failures=warn to start anyway"
+
+
+class _TrialSet(NamedTuple):
+    """A data set, and how its responses are scored."""
+
+    name: str
+    """Of a held-out set; empty: the training set."""
+    where: str
+    """Its key in the settings."""
+    data: DataSettings
+    samples: int
+    """Size of a group."""
+
+
+def try_reward(settings: Settings, *, offline: bool = False, training: bool = True) -> list[str]:
+    """Import the functions of the reward, call them once for each source of data, and ask judges once.
+
+    offline: ask no server, call no async function, and leave out data that are not on this machine. training:
+    whether the training set counts. Data that cannot be read are left out; ``check_data`` reports them.
+
+    Returns warnings. Raises UserError, one line for each problem: if a function cannot be imported, and, with
+    ``guards.reward_failures`` stop, if it fails or a judge gives no answer.
+    """
+    reward, guard = settings.reward, settings.guards.reward_failures
+    if not reward.has_custom:
+        return []
+    from rpg_megatron.rewards.reward import Scorer  # imports asyncio
+
+    scorer = Scorer(reward, settings.rollout.max_response_tokens, share=reward.workers)
+    try:
+        if guard == "off":
+            return []
+        failures = first_of_each(_try_sets(settings, scorer, offline=offline, training=training))
+    finally:
+        scorer.close()
+    problems = [f"{failure}; {_ADVICE}" for failure in failures]
+    notes: list[str] = []
+    if offline:
+        notes = [
+            f"{term.where}.type {term.type} was not called: it may need a server; train and doctor call it"
+            for name, term in reward.all_terms.items()
+            if name in scorer.async_terms
+        ]
+    else:
+        problems += _ask_judges(reward)
+    if problems and guard == "stop":
+        raise UserError("\n".join(problems))
+    return problems + notes
+
+
+def _try_sets(
+    settings: Settings, scorer: Scorer, *, offline: bool, training: bool
+) -> Iterator[RewardFailure]:
+    import asyncio
+
+    sets = [_TrialSet("", "data", settings.data, settings.rollout.samples_per_prompt)] if training else []
+    if (evaluation := settings.evaluation) is not None:
+        sets += [
+            _TrialSet(part.name, part.where, part.data, evaluation.samples) for part in evaluation.heldout
+        ]
+    for part in sets:
+        if offline and not part.data.is_local:
+            continue
+        try:
+            for problem in first_problems(part.data, part.where):
+                text, response, context = _first_response(settings, part, problem)
+                found = asyncio.run(
+                    scorer.try_once(
+                        response,
+                        problem.answer,
+                        context,
+                        samples=part.samples,
+                        first_only=bool(part.name),
+                        offline=offline,
+                    )
+                )
+                yield from (failure.at(part.name, problem.id, text) for failure in found)
+        except UserError:  # of the data
+            continue
+
+
+def _first_response(settings: Settings, part: _TrialSet, problem: Problem) -> tuple[str, Response, str]:
+    """The prompt's text, the reference answer as a response, and ``Prompt.context``.
+
+    Without a tokenizer that can be read here, the text lacks the chat template.
+    """
+    data, answer, ids = part.data, problem.answer, []
+    text = data.template.replace("{prompt}", problem.text)
+    messages = [{"role": "user", "content": text}]
+    context = json.dumps({"prompt": text, "messages": messages, "row": problem.row}, default=str)
+    from rpg_megatron.rewards.reward import Response
+
+    try:
+        from rpg_megatron.data.prompts import fit_prompts  # needs numpy, which a login node may lack
+
+        tokenizer = open_tokenizer(settings.model.path, chat=data.chat)
+        if tokenizer is not None:
+            whole = data.model_copy(update={"too_long": "cut"})
+            prompts, _ = fit_prompts([problem], whole, tokenizer, part.where)
+            text, context = prompts[0].text, prompts[0].context
+            ids = tokenizer([answer], add_special_tokens=False)["input_ids"][0]
+    except ImportError:
+        pass
+    tokens: Sequence[int] = ids or [0]  # a response has at least one
+    return text, Response(answer, cast(Any, tokens), "stop"), context
+
+
+def _ask_judges(reward: RewardSettings) -> Iterator[str]:
+    import asyncio
+
+    for term in reward.all_terms.values():
+        if term.is_judge:
+            from rpg_megatron.rewards.judge import Judge, JudgeSettings  # aiohttp
+
+            judge = Judge(JudgeSettings.model_validate(term.settings))
+            if problem := asyncio.run(judge.find_problem()):
+                yield (
+                    f"{term.where}.url: the judge at {judge.server} {problem}; start it, correct the "
+                    "settings, or set guards.reward_failures=warn to start anyway"
+                )

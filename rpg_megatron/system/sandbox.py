@@ -1,0 +1,171 @@
+"""Limits of a process that reads foreign input: it can then only compute, read open files and write to pipes.
+
+Two means of Linux, each enough to protect files: a seccomp filter with a list of allowed system calls (no
+file can be opened, no socket, process or signal created), and Landlock without any rule (no access to the
+file system, no TCP, no signals to processes outside). ``enter`` uses those that the kernel has. Both last
+until the process ends. Sources: man pages seccomp(2), landlock(7), and bpf filters in linux/filter.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_NO_NEW_PRIVILEGES = 38
+_SET_FILTER, _ACTION_AVAILABLE, _ALL_THREADS = 1, 2, 1
+_ALLOW, _DENY = 0x7FFF0000, 0x00050000 | 1  # errno EPERM
+_KILL = 0x80000000
+# machine -> audit architecture, number of seccomp(2)
+_MACHINES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # the same on both
+_VERSION = 1
+
+# name -> numbers on x86_64 and aarch64. Memory, time, open files, and what threads and exits need. Not fstat:
+# C libraries call newfstatat for it, which also tells of files by path.
+_ALLOWED = {
+    "read": (0, 63),
+    "write": (1, 64),
+    "close": (3, 57),
+    "poll": (7, None),
+    "lseek": (8, 62),
+    "mmap": (9, 222),
+    "mprotect": (10, 226),
+    "munmap": (11, 215),
+    "brk": (12, 214),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "pread64": (17, 67),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "sched_yield": (24, 124),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "nanosleep": (35, 101),
+    "getpid": (39, 172),
+    "exit": (60, 93),
+    "gettimeofday": (96, 169),
+    "getrusage": (98, 165),
+    "sigaltstack": (131, 132),
+    "gettid": (186, 178),
+    "futex": (202, 98),
+    "sched_getaffinity": (204, 123),
+    "restart_syscall": (219, 128),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115),
+    "exit_group": (231, 94),
+    "ppoll": (271, 73),
+    "set_robust_list": (273, 99),
+    "getrandom": (318, 278),
+    "rseq": (334, 293),
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def means() -> list[str]:
+    """What this kernel has of the two, by name; empty if foreign input cannot be confined."""
+    found = []
+    if _filter_available():
+        found.append("seccomp")
+    if version := _landlock_version():
+        found.append(f"Landlock {version}")
+    return found
+
+
+def enter(memory: int) -> None:
+    """Confine this process for good. Call it with one thread only: Landlock holds for the calling thread.
+
+    memory: address space that it may use in addition to the present one, bytes. Also sets limits for core
+    files and for the size of files that are written (none).
+    """
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    for kind, limit in (
+        (resource.RLIMIT_AS, pages * resource.getpagesize() + memory),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+    if _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS) failed")
+    if version := _landlock_version():
+        _enter_landlock(version)
+    if _filter_available():
+        _enter_filter()
+
+
+def _landlock_version() -> int:
+    """Version of Landlock's interface; 0 if the kernel has none."""
+    return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)))
+
+
+def _enter_landlock(version: int) -> None:
+    files = (1 << 13) - 1  # the rights of version 1
+    for since, right in ((2, 13), (3, 14), (5, 15)):  # refer, truncate, ioctl of devices
+        files |= (version >= since) << right
+    network = 0b11 if version >= 4 else 0  # bind and connect TCP
+    scope = 0b11 if version >= 6 else 0  # abstract Unix sockets and signals
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    attributes = struct.pack("=QQQ", files, network, scope)[:size]
+    ruleset = int(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
+    if ruleset < 0 or _libc.syscall(_RESTRICT_SELF, ruleset, 0) != 0:
+        raise OSError(ctypes.get_errno(), "Landlock failed")
+    os.close(ruleset)
+
+
+def _filter_available() -> bool:
+    machine = _MACHINES.get(platform.machine())
+    action = ctypes.c_uint32(_DENY & 0xFFFF0000)
+    return machine is not None and _libc.syscall(machine[1], _ACTION_AVAILABLE, 0, ctypes.byref(action)) == 0
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def _enter_filter() -> None:
+    column = list(_MACHINES).index(platform.machine())
+    architecture, seccomp = _MACHINES[platform.machine()]
+    numbers = [found for each in _ALLOWED.values() if (found := each[column]) is not None]
+    load, equal, answer = 0x20, 0x15, 0x06
+    program = [
+        (load, 0, 0, 4),  # the architecture: on x86_64, programs can also use 32-bit calls
+        (equal, 1, 0, architecture),
+        (answer, 0, 0, _KILL),
+        (load, 0, 0, 0),  # the system call's number
+        *((equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),
+        (answer, 0, 0, _DENY),
+        (answer, 0, 0, _ALLOW),
+    ]
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    described = _Program(len(program), code)
+    if _libc.syscall(seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(described)) != 0:
+        raise OSError(ctypes.get_errno(), "seccomp failed")
+
+
+def find_reachable(_files: object, parent: int) -> Iterator[list[str]]:
+    """A reader for ``foreign_input.py`` that tries what it should not be able to do; returns what succeeds.
+
+    parent: process id to send a signal to, of number 0, which has no effect.
+    """
+    attempts: dict[str, Callable[[], object]] = {
+        "write files": lambda: os.open(os.devnull, os.O_WRONLY),
+        "open connections": socket.socket,
+        "signal other processes": lambda: os.kill(parent, 0),
+    }
+    found = []
+    for name, attempt in attempts.items():
+        with suppress(OSError):
+            attempt()
+            found.append(name)
+    yield found

@@ -1,0 +1,123 @@
+"""Rollouts of others: read with the same bits in a process that can reach nothing; damage is one message.
+
+Why: a report and a start from another user's run read files that anybody may have made, and Arrow's decoders
+trust them. Not covered: that the process can reach nothing (test_foreign_input), and faults of the decoders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rpg_megatron.config import UserError
+from rpg_megatron.data import foreign_rollouts
+from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+from rpg_megatron.data.rollout_files import iter_rollouts, part_file, write_rollouts
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.system.encoding import decode
+from rpg_megatron.system.foreign_input import read_foreign
+
+
+def one(group: int, **fields: Any) -> Trajectory:
+    """A trajectory with NaNs of several bits, a negative zero and routes."""
+    floats = np.array([0x7FC00001, 0xFFC12345, 0x80000000], np.uint32).view(np.float32)
+    tokens = np.arange(3, dtype=np.int32)
+    t = Trajectory(7, 0, tokens[:2], tokens, floats, tokens, "stop", "é\u2028", parts={"a": -0.0})
+    t = dataclasses.replace(t, old=floats, anchor=floats, group=group, extracted=None, advantage=float("nan"))
+    t.routes = np.arange(4 * 2 * 2, dtype=np.int16).reshape(4, 2, 2)
+    return dataclasses.replace(t, **fields)
+
+
+def bits(trajectory: Trajectory) -> list[Any]:
+    values = vars(trajectory).values()
+    return [(v.dtype, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else repr(v) for v in values]
+
+
+def test_steps_arrive_with_the_same_bits_through_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(
+        foreign_rollouts, "read_foreign", lambda *a, **k: (started.append(a), read_foreign(*a, **k))[1]
+    )
+    single, parts, long = (tmp_path / "rollouts" / f"step_00000{n}.parquet" for n in (1, 2, 3))
+    write_rollouts(single, [one(0), one(1, anchor=np.zeros(3, np.float32))])
+    for number in range(2):
+        write_rollouts(part_file(parts, number, 2), [one(group) for group in (number, number + 2)])
+    write_rollouts(long, [one(0), one(1, text="x" * 5000), one(2)])
+    found = list(iter_foreign_rollouts([single, parts, long], tmp_path, 4000))
+    for file in (single, parts):
+        ours = [t for f, t in found if f == file]
+        assert [bits(t) for t in ours if isinstance(t, Trajectory)] == list(map(bits, iter_rollouts(file)))
+        assert all(isinstance(t, Trajectory) for t in ours)
+    first, end = [t for f, t in found if f == long]
+    assert isinstance(first, Trajectory)
+    assert end is None  # more than the limit
+    assert len(started) == 1
+
+
+def _changed(name: str, change: Callable[[pa.Table], pa.Array]) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        write_rollouts(file, [one(0, routes=np.zeros((0, 0, 0), np.uint8))])
+        table = pq.read_table(file)
+        pq.write_table(table.set_column(table.schema.get_field_index(name), name, change(table)), file)
+
+    return write
+
+
+def test_a_malformed_step_is_one_message_and_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_rollouts, "_LARGEST", 20_000)
+    cases: dict[str, Callable[[Path], Any]] = {
+        "reward is double with 1 nulls": _changed("reward", lambda t: pa.nulls(1, pa.float64())),
+        "prompt_id is string": _changed("prompt_id", lambda t: pa.array(["a"])),
+        "prompt is list<element: string>": _changed("prompt", lambda t: pa.array([["a"]])),
+        "magic bytes not found": lambda file: file.write_bytes(b"no parquet at all"),
+        "larger than": lambda file: write_rollouts(file, [one(0, text="x" * 30_000)]),  # ends the process
+        "versions of group 0": lambda file: write_rollouts(file, [one(0, versions=np.zeros(2, np.int32))]),
+    }
+    files = [tmp_path / "rollouts" / f"step_{n:06d}.parquet" for n in range(len(cases) + 1)]
+    for file, make in zip(files, cases.values(), strict=False):
+        file.parent.mkdir(exist_ok=True)
+        make(file)
+    write_rollouts(files[-1], [one(0)])
+    *errors, (_, last) = iter_foreign_rollouts(files, tmp_path)
+    assert [file for file, _ in errors] == files[:-1]
+    for (file, error), told in zip(errors, cases, strict=True):
+        assert isinstance(error, UserError)
+        assert str(error).startswith(f"{file}: damaged (")
+        assert told in str(error)
+    assert isinstance(last, Trajectory)
+
+
+def test_only_runs_of_ones_own_are_decoded_without_that_process() -> None:
+    """Reports, and groups that a step carried over, which ``--from`` copies, are decoded in it."""
+    package = Path(foreign_rollouts.__file__).parents[1]
+
+    def users(names: str) -> set[str]:
+        files = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
+        return {str(f.relative_to(package)) for f, text in files.items() if re.search(rf"\b{names}\(", text)}
+
+    commands = {"commands/replay/compare_steps.py", "commands/audit/compare_engines.py"}
+    assert users("(iter|read)_rollouts") == {"data/rollout_files.py"} | commands
+    confined = {f"commands/{name}.py" for name in ("report/samples", "grade", "sample")} | {
+        "rollout/worker.py"
+    }
+    assert users("iter_foreign_rollouts") == {"data/foreign_rollouts.py"} | confined
+
+
+def test_types_of_arrays_are_not_parsed() -> None:
+    for dtype in ("," * 100, "f16", ">f4", "O", "(2,)f4"):
+        packed = msgspec.msgpack.encode((dtype, b"\0" * 16, (1,)))
+        with pytest.raises(msgspec.DecodeError, match="extension 1 of type"):
+            decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, packed)), np.ndarray)

@@ -1,0 +1,109 @@
+"""Limits of the shell that are too low for a run are told before anything starts.
+
+Why: with too few open files or too little address space, a run ends in the traceback of a library after it
+has loaded the model. Not covered: whether the numbers suffice for large runs; real limits of a real launcher
+are in tests/integration/test_launcher.py.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.commands.doctor.machine import probe_limits
+from rpg_megatron.commands.doctor.probe import Subject
+from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.launcher.preflight import check
+from rpg_megatron.system.limits import check_address_space, check_files, check_limits, explain_limits
+
+NONE = resource.RLIM_INFINITY
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
+    """Limits that seem to be those of this process; not set: none."""
+    found: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: found.get(limit, (NONE, NONE)))
+    monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "after", "told"),
+    [
+        (96, 100_000, 65536, "up to 65536"),
+        (96, NONE, 65536, "up to 65536"),
+        (96, 2000, 2000, "up to 2000"),
+        (70_000, 100_000, 70_000, "up to 70000"),
+        (NONE, NONE, NONE, "unlimited"),
+    ],
+)
+def test_the_soft_limit_of_open_files_is_raised(
+    limits: dict[int, tuple[int, int]], soft: int, hard: int, after: int, told: str
+) -> None:
+    limits[resource.RLIMIT_NOFILE] = soft, hard
+    assert check_files(2, 512) == (told, "")
+    assert limits[resource.RLIMIT_NOFILE] == (after, hard)
+
+
+def test_a_low_hard_limit_is_a_warning_or_an_error(limits: dict[int, tuple[int, int]]) -> None:
+    limits[resource.RLIMIT_NOFILE] = 96, 400
+    told = "open files are limited to 400, up to 1024 are needed; raise the hard limit"
+    assert [text.startswith(told) for text in check_limits(2, 512)] == [True]
+    for ranks, hard in ((2, 96), (64, 400)):
+        limits[resource.RLIMIT_NOFILE] = 96, hard
+        with pytest.raises(
+            UserError, match=f"open files are limited to {hard}, up to .*; raise the hard limit"
+        ):
+            check_limits(ranks, 512)
+
+
+def test_little_address_space_is_refused_before_all_else(
+    limits: dict[int, tuple[int, int]], config_file: Path
+) -> None:
+    settings = load_settings(config_file)  # its model does not exist
+    limits[resource.RLIMIT_AS] = 3 * 1024**3, NONE
+    told = r"limited to 3\.0 GiB, ranks and engines need 6 GiB or more; run ulimit -v unlimited"
+    with pytest.raises(UserError, match=told):
+        check(settings)
+    limits[resource.RLIMIT_AS] = 100 * 1024**3, NONE
+    assert check_address_space() == "up to 100.0 GiB"
+
+
+def test_doctor_has_a_row_for_each_limit(limits: dict[int, tuple[int, int]], config_file: Path) -> None:
+    def rows() -> list[tuple[str, str, str]]:
+        subject = Subject(load_settings(config_file, ["engine.max_sequences=512"]), None)
+        return [(check.name, check.verdict, check.found) for check in probe_limits(subject)]
+
+    assert rows() == [("open files", "ok", "unlimited"), ("address space", "ok", "unlimited")]
+    limits[resource.RLIMIT_NOFILE] = 96, 400
+    limits[resource.RLIMIT_AS] = 3 * 1024**3, 3 * 1024**3
+    few, little = rows()
+    assert few == ("open files", "warning", "limited to 400, up to 1024 are needed")
+    assert little[:2] == ("address space", "failed")
+    limits[resource.RLIMIT_NOFILE] = 96, 96
+    assert rows()[0][:2] == ("open files", "failed")
+
+
+@pytest.mark.parametrize(
+    ("log", "limit", "told"),
+    [
+        ("MemoryError", resource.RLIMIT_AS, "ulimit -v is 4"),
+        (
+            "terminate called after 'std::bad_alloc'",
+            resource.RLIMIT_AS,
+            "ulimit -v is 4",
+        ),
+        ("OSError: [Errno 24] Too many open files", resource.RLIMIT_NOFILE, "ulimit -n is 4096"),
+        ("RuntimeError: can't start new thread", resource.RLIMIT_NPROC, "ulimit -u is 4096"),
+    ],
+)
+def test_the_limit_that_a_log_speaks_of_is_named(
+    limits: dict[int, tuple[int, int]], log: str, limit: int, told: str
+) -> None:
+    assert explain_limits(log) == "", "there is no limit"
+    limits[limit] = 4096, 4096
+    assert told in explain_limits(log)
+    assert explain_limits("ValueError") == ""

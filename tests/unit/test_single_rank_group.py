@@ -1,0 +1,140 @@
+"""The process group of a rank alone does what gloo's of one rank does, without gloo's port.
+
+Why: a rank alone had a port on loopback for each of Megatron's process groups, without authentication.
+Proved: each collective that Megatron and torch call leaves the same bytes in the same tensors as gloo,
+reductions that scale and messages to other ranks are errors, and no port is open. Not covered: GPUs, and a
+whole rank (tests/distributed/test_control_group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rpg_megatron.system.single_rank_group import SINGLE_RANK
+from tests.support.sockets import listening_ports
+
+ODD = torch.tensor([[1.5, -0.0], [torch.nan, torch.inf]])
+
+
+@contextmanager
+def process_group(backend: str) -> Iterator[None]:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def into(collective: Callable[[Tensor, Tensor], Any]) -> Callable[[], list[Tensor]]:
+    """A collective of an output and an input; both are compared."""
+
+    def call() -> list[Tensor]:
+        out, given = torch.zeros_like(ODD), ODD.clone()
+        collective(out, given)
+        return [out, given]
+
+    return call
+
+
+def coalesced(collective: Callable[[Tensor, Tensor], Any]) -> Callable[[], list[Tensor]]:
+    """As Megatron calls it for the buckets of gradients and parameters: together, waiting for them later."""
+
+    def call(out: Tensor, given: Tensor) -> None:
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as handle:
+            collective(out, given)
+        handle.wait()
+
+    return into(call)
+
+
+def objects() -> list[Any]:
+    gathered: list[Any] = [None]
+    dist.all_gather_object(gathered, {"key": (1, 2)})
+    dist.gather_object({"key": (1, 2)}, gathered)
+    dist.broadcast_object_list(gathered, src=0)
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, gathered, src=0)
+    return gathered + scattered
+
+
+def in_place() -> list[Tensor]:
+    """Megatron's buffers: the output is a view of the input."""
+    buffer = ODD.clone().view(-1)
+    dist.reduce_scatter_tensor(buffer[:], buffer)
+    dist.all_gather_into_tensor(buffer, buffer[:])
+    return [buffer]
+
+
+REDUCTIONS = {
+    f"all_reduce {op}": into(lambda out, given, op=op: dist.all_reduce(given, op=op, async_op=True).wait())
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+}
+COLLECTIVES = REDUCTIONS | {
+    "reduce": into(lambda out, given: dist.reduce(given, 0)),
+    "broadcast": into(lambda out, given: dist.broadcast(given, 0)),
+    "all_gather": into(lambda out, given: dist.all_gather([out], given)),
+    "all_gather_into_tensor": into(dist.all_gather_into_tensor),
+    "gather": into(lambda out, given: dist.gather(given, [out], dst=0)),
+    "scatter": into(lambda out, given: dist.scatter(out, [given], src=0)),
+    "reduce_scatter": into(lambda out, given: dist.reduce_scatter(out, [given])),
+    "reduce_scatter_tensor": into(dist.reduce_scatter_tensor),
+    "all_to_all_single": into(dist.all_to_all_single),
+    "all_to_all_single, sizes": into(lambda out, given: dist.all_to_all_single(out, given, [2], [2])),
+    "coalesced all_reduce": coalesced(lambda out, given: dist.all_reduce(given)),
+    "coalesced all_gather": coalesced(dist.all_gather_into_tensor),
+    "coalesced reduce_scatter": coalesced(dist.reduce_scatter_tensor),
+    "objects": objects,
+    "in place": in_place,
+}
+
+
+def outcomes(backend: str) -> tuple[dict[str, list[Any]], list[int]]:
+    """What each collective leaves, in the default group and in a group of its own, and the open ports."""
+    with process_group(backend):
+        dist.barrier()
+        found = {name: call() for name, call in COLLECTIVES.items()}
+        dist.barrier(group=dist.new_group([0]))
+        return found, listening_ports()
+
+
+def test_collectives_leave_what_gloo_leaves_without_a_port() -> None:
+    before = listening_ports()
+    (wanted, ports), (found, ours) = outcomes("gloo"), outcomes(SINGLE_RANK)
+    assert len(ports) > len(before), "gloo's ports are not seen"
+    assert ours == before
+    for name, values in wanted.items():
+        for value, own in zip(values, found[name], strict=True):
+            if isinstance(value, Tensor):
+                value, own = value.numpy().tobytes(), own.numpy().tobytes()
+            assert own == value, name
+
+
+def test_gradients_and_later_changes_stay_apart() -> None:
+    """Outputs are copies that autograd does not follow, as gloo's are."""
+    with process_group(SINGLE_RANK):
+        given, out = torch.ones(2, requires_grad=True), torch.zeros(2)
+        dist.all_gather_into_tensor(out, given * 2)
+        assert not out.requires_grad
+        out += 1
+        assert given.tolist() == [1, 1]
+        dist.all_to_all([out], [given])  # which gloo does not have
+        assert out.tolist() == [1, 1]
+        with pytest.raises(RuntimeError, match="shape"):
+            dist.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
+
+
+def test_what_it_cannot_do_is_an_error() -> None:
+    with process_group(SINGLE_RANK):
+        with pytest.raises(NotImplementedError, match="scales its input"):
+            dist.all_reduce(torch.ones(1), op=dist._make_nccl_premul_sum(2.0))
+        with pytest.raises(RuntimeError, match="No backend"):
+            dist.recv(torch.ones(1))
+    with pytest.raises(ValueError, match="rank 0 of 2: the backend single_rank is for one rank"):
+        dist.init_process_group(SINGLE_RANK, store=dist.HashStore(), rank=0, world_size=2)
