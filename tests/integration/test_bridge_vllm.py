@@ -275,9 +275,7 @@ def test_every_route_asks_for_the_token(rig, engines):
     assert rig.engine.call("GET", "/health")[0] == 200
     assert rig.engine.token not in rig.engine.process.log.read_text()
     for engine in engines:  # unix sockets, and gloo; vLLM's own store would listen everywhere
-        found = engine.listens_at()
-        assert set(found) == {"127.0.0.1"}
-        assert engine.tensor > 1 or len(found) == 13, f"docs/security.md says 13 ports: {len(found)}"
+        assert set(engine.listens_at()) == {"127.0.0.1"}
         assert {Path(file).parent for file in engine.unix_sockets()} == {engine.process.socket.parent}
 
 

@@ -223,7 +223,8 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
     browser.mouse("mousePressed", middle, y, button="left", buttons=1, clickCount=1)
     browser.mouse("mouseMoved", middle + 60, y, button="left", buttons=1)
     browser.mouse("mouseReleased", middle + 60, y, button="left", clickCount=1)
-    assert browser.run("view.to - view.from") == pytest.approx(60 / (width - 64) * STEPS, abs=3)
+    margins = browser.run("MARGIN.left + MARGIN.right")
+    assert browser.run("view.to - view.from") == pytest.approx(60 / (width - margins) * STEPS, abs=3)
     assert browser.run("document.querySelector('[aria-label=\"first step\"]').value") == str(
         browser.run("view.from")
     )

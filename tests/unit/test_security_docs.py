@@ -218,7 +218,6 @@ integration/test_bridge_vllm.py::test_every_route_asks_for_the_token
   unix sockets in the work folder, or in `$TMPDIR`
   file in the bridge folder
   none: mode 0700
-  13 on a CPU
 integration/test_slurm.py::test_two_nodes
   TCP at the first node's address, where leaders fetch
   TCP at the cluster addresses
@@ -262,6 +261,7 @@ distributed/test_weight_fan_out.py::test_links_are_made_at_the_same_time
 unit/test_shared_memory_transport.py::test_folder_must_be_private_and_memory_must_suffice
 integration/test_rollout_engine.py::test_every_route_asks_for_the_token_and_errors_name_the_engine
   On a single node they **cannot**
+  13 on a CPU
 unit/test_scratch_dirs.py::test_folders_of_dead_runs_go_and_those_of_living_ones_stay
   need a shorter path | 0700; removed at the end
   `/dev/shm/rpg-*` | 0700; removed in the same way
