@@ -35,6 +35,9 @@ _REFUSED = re.compile(r"^api_server\.py: error: (.+)$", re.MULTILINE)
 _ERROR_LINE = re.compile(
     r"^(?:\([^()]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
 )
+# Pydantic says what is wrong below the line of its exception.
+_DETAIL = re.compile(r"validation errors? for \w+\n((?:.*\n)??.*) \[type=")
+_PREFIX = re.compile(r"^(?:\([^()]*\) )?\s*", re.MULTILINE)
 
 
 def engine_socket(work: Path, index: int) -> Path:
@@ -148,7 +151,12 @@ def first_error(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> s
     except OSError:
         return None
     match = _ERROR_LINE.search(text)
-    return match[1].strip() if match else None
+    if match is None:
+        return None
+    cause = match[1].strip()
+    if "validation error" in cause and (detail := _DETAIL.search(text, match.start(1))):
+        cause += f": {' '.join(_PREFIX.sub('', detail[1]).splitlines())}"
+    return cause
 
 
 class EngineProcess:

@@ -184,6 +184,12 @@ def test_the_first_error_of_a_log_is_the_cause(tmp_path: Path) -> None:
     log.write_text("\n".join(lines))
     assert first_error(log) == "rust.SafetensorError: incomplete: 3"
     assert first_error(log, start=log.read_text().index("ValueError")) == "ValueError: later"
+    log.write_text(
+        "(APIServer pid=3) core.ValidationError: 1 validation error for VllmConfig\n"
+        "(APIServer pid=3)   Value error, no config file [type=value_error, input_type=ArgsKwargs]\n"
+    )
+    says = "core.ValidationError: 1 validation error for VllmConfig: Value error, no config file"
+    assert first_error(log) == says
     log.write_text(lines[0])
     assert first_error(log) is None
 
