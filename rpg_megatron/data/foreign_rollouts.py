@@ -63,7 +63,9 @@ def iter_foreign_rollouts(
                 file = left.pop(0)
                 try:
                     parts, inside = files_of(file), real_path(run)
-                    added = [stack.enter_context(open_regular(part, inside)) for part in parts]
+                    with ExitStack() as of_step:  # if one cannot be opened, those before it are closed
+                        added = [of_step.enter_context(open_regular(part, inside)) for part in parts]
+                        stack.push(of_step.pop_all())
                     stored = [os.fstat(each.fileno()) for each in added]
                     size = sum(min(each.st_size, 512 * each.st_blocks) for each in stored)  # without holes
                     steps.append((file, list(map(os.fsencode, parts)), size))

@@ -72,6 +72,10 @@ def read_foreign(
     ``plain_value``. The calling thread must live as long as the generator. Raises ForeignInputError.
     """
     numbers = [file.fileno() for file in files]
+    try:
+        sent = msgspec.msgpack.encode(argument)
+    except UnicodeEncodeError as e:  # JSON's escapes can make half a surrogate pair
+        raise ForeignInputError(f"it has text that is not Unicode ({e.reason})") from None
     process = subprocess.Popen(
         [
             sys.executable,
@@ -95,7 +99,7 @@ def read_foreign(
     assert process.stdout is not None
     try:
         with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code tells why
-            process.stdin.write(msgspec.msgpack.encode(argument))
+            process.stdin.write(sent)
             process.stdin.close()
         frames = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
         decoder = msgspec.msgpack.Decoder(kind)

@@ -190,6 +190,11 @@ def test_every_end_is_one_message(how: str, told: str) -> None:
         read("misbehave", [], how, seconds=seconds)
 
 
+def test_an_argument_that_is_not_unicode_is_one_message() -> None:
+    with pytest.raises(ForeignInputError, match="text that is not Unicode"):
+        read("echo", [], "a template with \ud800")
+
+
 def test_values_of_another_type_are_refused() -> None:
     with pytest.raises(ForeignInputError, match="its values have another form"):
         read("echo", [], {"a": 1}, kind=list[int])

@@ -7,6 +7,7 @@ trust them. Not covered: that the process can reach nothing (test_foreign_input)
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,24 @@ def test_a_malformed_step_is_one_message_and_the_next_is_read(
         assert str(error).startswith(f"{file}: damaged (")
         assert told in str(error)
     assert isinstance(last, Trajectory)
+
+
+def test_parts_of_a_step_that_is_refused_are_closed(tmp_path: Path) -> None:
+    outside, step = tmp_path / "outside", tmp_path / "run" / "rollouts" / "step_000001.parquet"
+    write_rollouts(outside, [one(0)])
+    step.parent.mkdir(parents=True)
+    for number in range(2):
+        write_rollouts(part_file(step, number, 3), [one(number)])
+    part_file(step, 2, 3).symlink_to(outside)
+    before = set(os.listdir("/proc/self/fd"))
+    seen = [
+        (error, set(os.listdir("/proc/self/fd")))
+        for _, error in iter_foreign_rollouts([step], tmp_path / "run")
+    ]
+    (error, opened) = seen[0]
+    assert len(seen) == 1
+    assert "replace the link" in str(error)
+    assert opened == before
 
 
 def test_only_runs_of_ones_own_are_decoded_without_that_process() -> None:
