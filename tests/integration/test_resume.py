@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
 from rpg_megatron.system import process_groups
-from tests.support.runs import QUICKSTART, STEPS, Run, flip, kill, kill_at_work
+from tests.support.runs import QUICKSTART, STEPS, Run, cores_of, flip, kill, signal_all
 
 # A busy machine takes minutes to start an engine.
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_engines")]
@@ -74,8 +74,8 @@ def test_a_run_that_meets_with_everything(
     runs: list[Run], disturbed: Run, request: pytest.FixtureRequest
 ) -> None:
     run = disturbed
-    lose_engine_twice_and_a_rank(run)
-    run.start().wait_for_output(f"resuming {run.folder} from step 2;", 60)
+    step = lose_engine_twice_and_a_rank(run)
+    run.start().wait_for_output(f"resuming {run.folder} from step {step + 1};", 60)
     run.wait_in_step(5, most=2.0)
     run.warn(signal.SIGTERM, everyone=False)
     run.start().wait_for_output(f"resuming {run.folder} from step ", 60)
@@ -88,36 +88,41 @@ def test_a_run_that_meets_with_everything(
     run.finish()
     # Killed in step 8, early in which the save of step 6 may still be under way, or soon after it.
     assert any(f"resuming {run.folder} from step {step};" in run.told() for step in range(5, 10)), run.told()
-    run.assert_like(request.getfixturevalue("straight"), lost_sync=1)
+    run.assert_like(request.getfixturevalue("straight"), lost_sync=step)
     rows = run.rows()
-    assert [row["engine/restarts"] for row in rows[:4]] == [0, 1, 1, 0]
-    assert rows[1]["engine/requests_resent"] > 0
+    assert [row["engine/restarts"] for row in rows[step - 1 : step + 3]] == [0, 1, 1, 0]
+    assert rows[step]["engine/requests_resent"] > 0
     assert all(row["mismatch/logp_max"] < 1e-3 for row in rows[1:])
 
 
-def lose_engine_twice_and_a_rank(run: Run) -> None:
+def lose_engine_twice_and_a_rank(run: Run) -> int:
+    """The step in which the engine is lost first; the run ends two steps later."""
     one = run.start()
     one.wait_for_engine()
-    engine = one.engine()  # the search takes a while, and the first rollout may be over in less than a second
-    one.wait(lambda: len(run.rows()) == 1)  # of step 0: now the first rollout begins
-    kill_at_work(engine)
+    one.wait_for_first_rollout()  # or the evaluation before it: now the engine is complete
+    engine = one.engine()
+    step = one.hold_rollout(engine)
+    kill(engine)
     one.wait_for_restart(1)
     engine = one.wait_for_engine()
-    one.wait_for_rollouts(1)
-    process_groups.send([engine], signal.SIGSTOP)
-    one.wait(lambda: one.published() == 1)
+    one.wait(lambda: bool(cores_of(engine)))
+    stopped = [engine, *cores_of(engine)]  # the search may take as long as the update
+    one.wait_for_rollouts(step)
+    signal_all(stopped, signal.SIGSTOP)
+    one.wait(lambda: one.published() == step)
     time.sleep(1.0)  # the sampler has begun the sync and waits for an answer
     kill(engine)
     one.wait_for_restart(2)
     # With the distributed optimizer shared memory holds a copy, so a second publication mends it.
-    one.wait_for_sync(2)
+    one.wait_for_sync(step + 1)
     flip(one.bridge / "shard-00001.bin")
     os.kill(one.sampler(), signal.SIGCONT)
-    one.wait_for_sync(4)
+    one.wait_for_sync(step + 3)
     said = (one.run / "logs" / "rank_0.log").read_text()
-    assert "publishing again: engine 0: version 2 refused" in said
+    assert f"publishing again: engine 0: version {step + 1} refused" in said
     assert "damaged: shard-00001.bin of trainer rank 1" in said
     one.lose_rank_in_a_sync()
+    return step
 
 
 def test_the_run_that_was_left_alone(straight: Run) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -152,6 +153,26 @@ class TrainCommand(Command):
         assert self.published() < version, "the sync began before the sampler was held"
         self.wait(lambda: self.published() == version)
 
+    def hold_rollout(self, engine: int, steps: Iterable[int] = (1, 3)) -> int:
+        """Stop an engine in the rollout of the first of the steps in which that succeeds: that step.
+
+        Whether the moment was met is read when nothing moves any more: ranks and sampler wait for the engine.
+        """
+        stopped = process_groups.members(engine)  # the search may take as long as a rollout
+        others = [self.rank(0), self.rank(1), self.sampler()]
+        metrics = self.run / "metrics.jsonl"
+        for step in steps:
+            self.wait(lambda n=step: metrics.exists() and metrics.read_bytes().count(b"\n") >= n)
+            signal_all(stopped, signal.SIGSTOP)
+            quiet = 0
+            while quiet < 20:
+                quiet = quiet + 1 if all(is_asleep(pid) for pid in others) else 0
+                time.sleep(0.05)
+            if not rollouts_complete(rollouts_file(self.run, step)):
+                return step
+            signal_all(stopped, signal.SIGCONT)
+        raise AssertionError(f"the rollouts of steps {steps} were over before the engine was stopped")
+
     def wait_for_restart(self, number: int, of: int = 3) -> None:
         self.wait(lambda: f"restart {number} of {of}" in self.out.read_text())
 
@@ -172,9 +193,26 @@ class TrainCommand(Command):
 
 def find_core(engine: int) -> int:
     """The process that computes (here with its only worker), of a server that is up."""
-    titles = {pid: read_proc_file(pid, "cmdline") for pid in process_groups.members(engine)}
-    (core,) = [pid for pid, title in titles.items() if b"EngineCore" in title]
+    (core,) = cores_of(engine)
     return core
+
+
+def cores_of(engine: int) -> list[int]:
+    """The process that computes, once it is there."""
+    titles = {pid: read_proc_file(pid, "cmdline") for pid in process_groups.members(engine)}
+    return [pid for pid, title in titles.items() if b"EngineCore" in title]
+
+
+def is_asleep(pid: int) -> bool:
+    """Whether all threads of a process wait for something else than a core."""
+    states = [psutil.Process(int(t)).status() for t in os.listdir(f"/proc/{pid}/task")]
+    return psutil.STATUS_RUNNING not in states and psutil.STATUS_DISK_SLEEP not in states
+
+
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def kill(leader: int) -> None:
