@@ -40,7 +40,13 @@ class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         with _message_on_interrupt():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except Exception as e:
+                name = getattr(e, "option_name", None) or ""  # of Click's error, whose class Typer hides
+                if "." in name:
+                    setattr(e, "message", f"No such option: {name}; write {name.lstrip('-')}=...")  # noqa: B010
+                raise
 
 
 @contextmanager

@@ -32,6 +32,8 @@ CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
 
 MAX_DIMENSIONS = 64
 """Maximum dimensions of a tensor, as in torch."""
+_POINTER = b"version "
+"""How a file begins that Git LFS has left in place of weights."""
 MAX_HEADER_BYTES = 100_000_000
 """Maximum of the safetensors format; a larger number means that the file has another format."""
 
@@ -55,6 +57,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         with open_regular(file) as f:
             size = os.fstat(f.fileno()).st_size
             prefix = f.read(8)
+            if prefix == _POINTER:
+                raise UserError(f"{file}: a pointer of Git LFS, not the weights; run git lfs pull there")
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise _corrupt(file, f"{size} bytes are fewer than its header")

@@ -152,6 +152,9 @@ def _explain(settings: type[BaseModel], error: Any) -> str:
 def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list[str]) -> str:
     keys = list(valid_keys(settings))
     key, parent, last = ".".join(parts), ".".join(parts[:-1]), parts[-1]
+    if "." in last and key in keys:
+        nested = "{".join(f"{part}: " for part in last.split("."))
+        return f"{key!r} is one key with dots; in a file, write {nested}...{'}' * last.count('.')}"
     if key in keys and last not in siblings:
         kind, block = (
             (f"{parent}.type", f", as in {parent}='{{type: ...}}'") if parent else ("the others", "")

@@ -31,6 +31,8 @@ _ROW, _NUMBER = 64, 8
 """A row counts as this many bytes more, and a number as so many: a file can have any number of them."""
 _LONGEST_LINE = 256 * 1024**2
 """Of JSON lines, in bytes."""
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PK\x03\x04")
+"""First bytes of gzip, zstd, xz and zip."""
 
 
 def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") -> Iterator[Row]:
@@ -117,6 +119,8 @@ def _json_rows(path: Path, key: str) -> Iterator[Row]:
                     raise UserError(
                         f"{where}: longer than {_LONGEST_LINE:,} bytes; give one JSON object a line"
                     )
+                if index == 0 and raw.startswith(_COMPRESSED):
+                    raise UserError(f"{path}: compressed; decompress it (gunzip, unzstd, unxz, unzip)")
                 if raw.strip():
                     yield index, where, _parse_json(raw, where, index == 0)
     except FileNotFoundError:

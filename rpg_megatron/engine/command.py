@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.system.dtypes import ITEM_BYTES
 
 SERVED_NAME = "policy"
 """Name under which an engine serves the model."""
@@ -29,6 +30,12 @@ _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _GIB = 1024**3
 _KEPT_BYTES = 4 << 30
 """Maximum freed memory that an engine on a CPU keeps for its next sync."""
+
+
+def kv_bytes_per_token(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of a token's keys and values in one engine worker."""
+    heads = max(1, shape.num_kv_heads // settings.engine.tensor)
+    return 2 * shape.num_layers * heads * shape.head_dim * ITEM_BYTES[settings.precision.dtype]
 
 
 def context_length(settings: Settings) -> int:

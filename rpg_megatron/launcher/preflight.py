@@ -21,6 +21,7 @@ from pathlib import Path
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.engine.arguments import check_engine_arguments
+from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.input_checks import (
     check_custom_code,
     check_data,
@@ -69,6 +70,7 @@ def check(
     check_expert_columns(settings, shape)
     check_precision(settings, shape)
     check_batch(settings, shape)
+    check_kv_cache(settings, shape)
     if settings.device == "cuda":
         check_gpus(settings, assignment)
     else:
@@ -237,6 +239,21 @@ def check_batch(settings: Settings, shape: ModelShape) -> None:
             f"a mini-batch holds {share} responses (rollout.prompts_per_step x rollout.samples_per_prompt / "
             f"training.minibatches), fewer than parallel.data ({settings.parallel.data}); "
             "lower training.minibatches"
+        )
+
+
+def check_kv_cache(settings: Settings, shape: ModelShape) -> None:
+    """Check that ``engine.kv_cache_gib`` holds a sequence of full length: vLLM does not start with less."""
+    engine, tokens = settings.engine, context_length(settings)
+    if settings.device == "cuda" and not engine.colocated:
+        return
+    if any(argument.startswith(("--kv-cache-", "--kv_cache_")) for argument in engine.arguments):
+        return
+    held = int(engine.kv_cache_gib * 1024**3) // kv_bytes_per_token(settings, shape)
+    if held < tokens:
+        raise UserError(
+            f"engine.kv_cache_gib ({engine.kv_cache_gib:g}) holds {held:,} tokens, and one sequence may have "
+            f"{tokens:,}; raise it"
         )
 
 

@@ -216,3 +216,10 @@ def test_options_have_a_short_spelling_too(capsys: pytest.CaptureFixture[str]) -
         mappings.append(capsys.readouterr().out)
     assert "tensor 1 of 2, stage 1 of 2" in mappings[0]
     assert mappings[0] == mappings[1]
+
+
+def test_a_setting_written_as_an_option_is_explained(config_file: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", str(config_file), "--training.steps=5"])
+    assert stopped.value.code == 2
+    assert "No such option: --training.steps; write training.steps=..." in capsys.readouterr().err

@@ -119,6 +119,12 @@ def test_bad_values_are_explained(config_file: Path, override: str, message: str
         load_settings(config_file, [override])
 
 
+def test_a_key_with_dots_in_a_file_is_explained(config_file: Path):
+    config_file.write_text(config_file.read_text() + "objective.clip.low: 0.1\n")
+    with pytest.raises(UserError, match=re.escape("write objective: {clip: {low: ...}}")):
+        load_settings(config_file)
+
+
 def test_paths_are_relative_to_the_file_in_yaml_and_to_the_working_directory_in_overrides(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -8,6 +8,7 @@ no network: the hub's loader is shown a local folder instead.
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -157,6 +158,13 @@ def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"d\.parquet: row 2: 'prompt' is not UTF-8 \(byte 1\)"):
         read_problems(DataSettings(path=file))
     assert pairs(DataSettings(path=file, malformed="skip")) == [("1+1", "2")]
+
+
+def test_compressed_lines_are_named_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"prompt": "1+1", "answer": "2"}\n'))
+    with pytest.raises(UserError, match=r"d\.jsonl\.gz: compressed; decompress it"):
+        read_problems(DataSettings(path=file))
 
 
 def test_truncated_and_damaged_files(tmp_path: Path) -> None:

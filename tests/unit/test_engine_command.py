@@ -14,10 +14,15 @@ import pytest
 from rpg_megatron.commands.eval.settings import EvalModel, check_request
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.engine.arguments import check_engine_arguments, option_names
-from rpg_megatron.engine.command import context_length, engine_command, engine_environment
+from rpg_megatron.engine.command import (
+    context_length,
+    engine_command,
+    engine_environment,
+    kv_bytes_per_token,
+)
 from rpg_megatron.engine.process import first_error, tail_of
 from rpg_megatron.launcher.nodes import assign_node
-from rpg_megatron.launcher.preflight import check, check_expert_columns, check_head_dim
+from rpg_megatron.launcher.preflight import check, check_expert_columns, check_head_dim, check_kv_cache
 from tests.support.tiny_models import TINY, TINY_MOE
 
 
@@ -208,6 +213,24 @@ def test_a_head_size_that_engines_on_a_cpu_do_not_have_is_refused(
             checked(settings)
     check_head_dim(settings.model_copy(update={"device": "cuda"}), read_model_shape(model))
     check_head_dim(load_settings(config_file), read_model_shape(load_settings(config_file).model.path))
+
+
+def test_a_kv_cache_smaller_than_a_sequence_is_refused(config_file: Path) -> None:
+    settings = load_settings(config_file)
+    tokens = context_length(settings)
+    held = kv_bytes_per_token(settings, TINY) * tokens / 2**30
+
+    def with_cache(gib: float, **changes: object) -> Settings:
+        engine = settings.engine.model_copy(update={"kv_cache_gib": gib, **changes})
+        return settings.model_copy(update={"engine": engine})
+
+    check_kv_cache(with_cache(held), TINY)
+    with pytest.raises(
+        UserError, match=rf"engine.kv_cache_gib .* holds {tokens - 1:,} tokens, .* {tokens:,}"
+    ):
+        check_kv_cache(with_cache(held * (1 - 1 / (2 * tokens))), TINY)
+    check_kv_cache(with_cache(held / 2, arguments=["--kv-cache-dtype=fp8"]), TINY)  # half the bytes
+    check_kv_cache(with_cache(held / 2).model_copy(update={"device": "cuda"}), TINY)  # vLLM takes the rest
 
 
 @pytest.mark.parametrize(("columns", "tensor", "fits"), [(64, 2, True), (96, 2, False), (48, 1, False)])

@@ -263,6 +263,12 @@ def test_headers_beyond_the_format_are_refused(tmp_path: Path, header: object, t
     assert time.monotonic() - began < 30
 
 
+def test_a_pointer_of_git_lfs_says_so(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(UserError, match="a pointer of Git LFS, not the weights; run git lfs pull"):
+        read_header(tmp_path / "model.safetensors")
+
+
 def test_tensors_in_any_order_and_without_elements_are_read(tmp_path: Path) -> None:
     header = {
         "b": entry([1], 4, 8),

@@ -34,6 +34,7 @@ from rpg_megatron.launcher.input_checks import (
 from rpg_megatron.launcher.preflight import (
     check_batch,
     check_head_dim,
+    check_kv_cache,
     check_model,
     check_parallel,
     check_routers,
@@ -69,6 +70,7 @@ def probe_model(subject: Subject) -> Iterator[Check]:
         ("routers", check_routers),
         ("head size", check_head_dim),
         ("batch", check_batch),
+        ("KV cache", check_kv_cache),
     ):
         try:
             check(settings, shape)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Literal
 
 from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.engine.command import kv_bytes_per_token
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -66,8 +67,7 @@ def engine_memory(
     Raises UserError if engine.arguments has an option whose value is not a number.
     """
     engine, item = settings.engine, ITEM_BYTES[settings.precision.dtype]
-    heads = max(1, shape.num_kv_heads // engine.tensor)
-    kv_bytes = 2 * shape.num_layers * heads * shape.head_dim * item
+    kv_bytes = kv_bytes_per_token(settings, shape)
     weights = item * worker_parameters(shape, engine.tensor)
     buckets = settings.bridge.bucket_mib * 1024**2 if settings.bridge.transport == "process_group" else 0
     if device == "cuda" and engine.colocated:
