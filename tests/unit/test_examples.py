@@ -137,7 +137,8 @@ def test_a_row_is_what_the_paper_says(file: Path) -> None:
     assert settings.evaluation is not None
     assert (settings.evaluation.samples, settings.evaluation.temperature) == (32, 1.0)
     assert settings.evaluation.every == 10
-    assert [part.name for part in settings.evaluation.heldout] == ["aime24", "aime25", "amc23"]
+    heldout = {part.name: part.samples for part in settings.evaluation.heldout}
+    assert heldout == {"aime24": 32, "aime25": 32, "amc23": 32, "minerva": 1, "olympiadbench": 1}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
