@@ -179,6 +179,11 @@ def warn(one: Launch, number: signal.Signals) -> None:
     one.process.send_signal(number)
 
 
+def wait_until_told(one: Launch, text: str) -> None:
+    log = one.folder / "runs" / "tiny-001" / "logs" / "launcher.log"
+    wait_for(lambda: log.exists() and text in log.read_text(), 60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_warned_run_is_saved_and_asks_to_be_queued_again(launch, number: signal.Signals):
     saves = SAVES + "print('saved', flush=True); os._exit(75)"
@@ -204,15 +209,15 @@ def test_the_first_ctrl_c_saves_and_the_second_ends(launch, presses: int):
     one = launch(rank_0=saves.replace("asked = False", ONE_STEP + "asked = False"), rank_1=saves)
     one.wait_until_up()
     wait_for(lambda: all((one.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
-    time.sleep(1.0)  # the launcher reads the step's row
+    wait_until_told(one, "step ")  # the launcher has read the step's row
     one.process.send_signal(signal.SIGINT)
+    told = "warning: Ctrl-C: saving, then exiting; press Ctrl-C again to stop without saving"
     if presses == 2:
-        time.sleep(0.5)
+        wait_until_told(one, told)
         assert one.process.poll() is None
         one.process.send_signal(signal.SIGINT)
     code, out, err = one.finish()
     assert code == 130, err
-    told = "warning: Ctrl-C: saving, then exiting; press Ctrl-C again to stop without saving"
     assert told in out.splitlines()
     end = "rerun the same command to resume from" if presses == 1 else "the run's folder is kept"
     assert err.startswith(f"stopped: Ctrl-C; {end}"), err
@@ -223,7 +228,8 @@ def test_a_second_signal_and_a_time_limit_end_a_run_that_cannot_save(launch, tmp
     hangs = SAVES + "time.sleep(600)"
     one = launch(rank_0=hangs, rank_1=hangs)
     warn(one, signal.SIGTERM)
-    time.sleep(1.5)
+    wait_until_told(one, "saving, then exiting")
+    time.sleep(1.5)  # signals within a second count as one
     assert one.process.poll() is None
     one.process.send_signal(signal.SIGUSR1)
     code, _, err = one.finish()
