@@ -389,14 +389,23 @@ def sample(
         str | None, typer.Option(metavar="TEXT", help="Only prompts that contain this text.")
     ] = None,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Maximum number of responses.")] = 20,
+    live: Annotated[
+        bool, typer.Option("--live", help="New responses of a checkpoint, sampled by a vLLM engine.")
+    ] = False,
 ) -> None:
-    """Print responses of a run with their rewards, from its saved rollouts."""
+    """Print responses of a run with their rewards, from its saved rollouts or live from a checkpoint."""
     with exit_on_interrupt():
+        from rpg_megatron.commands.exit_codes import exit_codes
         from rpg_megatron.commands.sample import print_samples
         from rpg_megatron.launcher.nodes import leave_to_first_node
 
     leave_to_first_node("sample")
-    print_samples(run, step, prompt, count)
+    if not live:
+        return print_samples(run, step, prompt, count)
+    with exit_on_interrupt():
+        from rpg_megatron.commands.sample_live import print_live_samples
+    with exit_codes():
+        print_live_samples(run, step, prompt, count)
 
 
 @app.command()

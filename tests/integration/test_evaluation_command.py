@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import time
@@ -20,6 +21,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rpg_megatron.commands.sample_live import print_live_samples
+from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.rewards import grade
 from tests.support.commands import Command, read_proc_file
 from tests.support.run_checkpoints import write_step
@@ -157,6 +161,41 @@ def test_ended_in_the_middle_it_goes_on_and_its_figures_are_right(
         assert_graded(out, name, tmp_path / data)
         assert all(row in found for row in before[name]), "what was graded is kept, not sampled again"
     assert summary["sets"]["a"]["metrics"][f"avg@{N}"]["value"] > 0.1, "it has learnt some sums"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (None, r"prompt 0, answer \d+\n  Compute .*\n-- response 0: (correct|wrong), \d+ tokens"),
+        ("Compute 1+1+1", r"prompt 0, no answer\n  Compute 1\+1\+1\n-- response 0: \d+ tokens"),
+    ],
+)
+def test_new_responses_of_a_run_are_sampled_and_graded(tmp_path: Path, prompt: str | None, told: str) -> None:
+    run = tmp_path / "runs" / "a-001"
+    shutil.copytree(QUICKSTART / "model", run / "hf" / "step_000002")
+    (run / "config.yaml").write_text(resolved_yaml(load_settings(QUICKSTART.with_suffix(".yaml"))))
+    text = [] if prompt is None else ["--prompt", prompt]
+    one = Command(tmp_path, "sample", str(run), "--live", "--step", "2", "-n", "3", *text)
+    code, err = one.finish(600)
+    assert code == 0, err
+    assert re.search(told, one.out.read_text())
+    assert one.out.read_text().count("-- response") == 3
+    one.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("step", "told"), [(7, "no checkpoint of step 7; there are: step_000002"), (None, "is not")]
+)
+def test_what_cannot_be_sampled_is_one_message(tmp_path: Path, step: int | None, told: str) -> None:
+    run = tmp_path / "a-001"
+    (run / "hf" / "step_000002").mkdir(parents=True)
+    if step is not None:
+        (run / "config.yaml").write_text(resolved_yaml(load_settings(QUICKSTART.with_suffix(".yaml"))))
+    else:
+        (run / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=told):
+        print_live_samples(run, step, None, 3)
 
 
 @pytest.mark.long
