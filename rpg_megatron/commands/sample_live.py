@@ -14,6 +14,7 @@ from rpg_megatron.commands.eval.command import run_evaluation
 from rpg_megatron.commands.eval.output_dir import open_output_dir
 from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.files import atomic_write_text, read_text
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.evaluation.results_file import results_file
 from rpg_megatron.launcher.run_dir import CONFIG
@@ -38,7 +39,7 @@ def print_live_samples(run: Path, step: int | None, prompt: str | None, count: i
     rows = rows or [{"prompt": prompt, "answer": "-"}]
     with tempfile.TemporaryDirectory(prefix="rpg-sample-") as work, StopSignals() as signals:
         problems = Path(work) / f"{_NAME}.jsonl"
-        problems.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        atomic_write_text(problems, "".join(json.dumps(row) + "\n" for row in rows))
         request = EvalRequest(
             model=_checkpoint(run, step),
             files=(f"{_NAME}={problems}",),
@@ -57,7 +58,7 @@ def print_live_samples(run: Path, step: int | None, prompt: str | None, count: i
             raise
         finally:
             folder.close()
-        for line in results_file(folder.path, _NAME).read_text(encoding="utf-8").splitlines():
+        for line in read_text(results_file(folder.path, _NAME)).splitlines():
             _print_problem(json.loads(line), graded)
 
 
