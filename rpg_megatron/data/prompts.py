@@ -22,6 +22,7 @@ from rpg_megatron.config.errors import shorten
 from rpg_megatron.data.chat_template import render_chats
 from rpg_megatron.data.problems import Message, Problem, read_problems
 from rpg_megatron.data.trajectory import Tokens
+from rpg_megatron.data.vocabulary import check_ids
 from rpg_megatron.system.foreign_input import ForeignInputError
 
 logger = logging.getLogger(__name__)
@@ -125,15 +126,23 @@ def _backend(tokenizer: Any) -> Any | None:
 
 
 def load_prompts(
-    settings: DataSettings, tokenizer: Any, key: str = "data", *, rows: bool = False
+    settings: DataSettings,
+    tokenizer: Any,
+    key: str = "data",
+    *,
+    rows: bool = False,
+    vocab: int | None = None,
 ) -> list[Prompt]:
     """Read the data and tokenize it with a Hugging Face tokenizer.
 
     key: of ``settings`` in the configuration, for messages. rows: keep the rows, for ``Prompt.context``.
+    vocab: see ``fit_prompts``.
     Prompts that are too long are left out or truncated (``data.too_long``); a warning gives their number.
     Raises UserError as ``read_problems`` and ``fit_prompts`` do.
     """
-    prompts, too_long = fit_prompts(read_problems(settings, key, rows=rows), settings, tokenizer, key)
+    prompts, too_long = fit_prompts(
+        read_problems(settings, key, rows=rows), settings, tokenizer, key, vocab=vocab
+    )
     if too_long:
         cut = settings.too_long == "cut"
         logger.warning(
@@ -148,13 +157,19 @@ def load_prompts(
 
 
 def fit_prompts(
-    problems: list[Problem], settings: DataSettings, tokenizer: Any, key: str = "data"
+    problems: list[Problem],
+    settings: DataSettings,
+    tokenizer: Any,
+    key: str = "data",
+    *,
+    vocab: int | None = None,
 ) -> tuple[list[Prompt], int]:
     """Render and tokenize problems; returns prompts of at most ``max_prompt_tokens`` tokens, and the number
     of longer ones, which are left out or truncated to their last tokens.
 
+    vocab: rows of the model's embedding, if known.
     Raises UserError if ``chat`` is on and the tokenizer has no chat template or the template fails on a
-    problem, if a problem has no tokens, and if no prompt is short enough.
+    problem, if a problem has no tokens or one that the model does not have, and if no prompt is short enough.
     """
     if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{key}.chat: the model's tokenizer has no chat template; set {key}.chat to false")
@@ -177,6 +192,7 @@ def fit_prompts(
             messages = [message._asdict() for message in chat]
             context = json.dumps({"prompt": text, "messages": messages, "row": problem.row}, default=str)
         tokens = np.asarray(ids, np.int32)
+        check_ids(tokens, vocab, problem.where, tokenizer)
         prompts.append(Prompt(problem.id, text, problem.answer, tokens, problem.source, context))
     if not prompts:
         raise UserError(

@@ -16,11 +16,22 @@ _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls
 
 
 class FileTokenizer:
-    """The part of a Hugging Face tokenizer that ``fit_prompts`` uses."""
+    """The part of a Hugging Face tokenizer that ``fit_prompts`` and ``stop_tokens`` use."""
 
     def __init__(self, tokenizer: Any, chat_template: Any = None, special: dict[str, str] | None = None):
         """tokenizer: of the ``tokenizers`` library. special: name -> special token, for the template."""
         self._tokenizer, self.chat_template, self.special_tokens_map = tokenizer, chat_template, special or {}
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end-of-sequence token; None if ``tokenizer_config.json`` names none."""
+        found: int | None = self._tokenizer.token_to_id(self.special_tokens_map.get("eos_token", ""))
+        return found
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of its tokens, added ones included; -1 without any."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         """Token ids of each text. Encodes one by one, because the library starts threads for a batch."""
@@ -43,11 +54,10 @@ def open_tokenizer(model: Path, *, chat: bool) -> FileTokenizer | None:
         tokenizer = Tokenizer.from_str(read_text(model / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        if not chat:
-            return FileTokenizer(tokenizer)
-        config = json.loads(read_text(model / "tokenizer_config.json"))
+        file = model / "tokenizer_config.json"
+        config = json.loads(read_text(file)) if chat or file.is_file() else {}
         special = {key: _text(config[key]) for key in _SPECIAL if config.get(key)}
-        return FileTokenizer(tokenizer, _template(model, config), special)
+        return FileTokenizer(tokenizer, _template(model, config) if chat else None, special)
     except Exception:  # the Rust library raises plain Exception
         return None
     except BaseException as e:

@@ -159,6 +159,13 @@ def first_error(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> s
     return cause
 
 
+def cause_of_death(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> str | None:
+    """``first_error`` of an engine that died; None if its log does not tell why, as when it was killed."""
+    cause = first_error(log, start, opened)
+    # What the server says when its core is gone, whatever the reason.
+    return None if cause is None or cause.partition(":")[0].endswith("EngineDeadError") else cause
+
+
 class EngineProcess:
     """Starts, watches and stops one engine. Used by the launcher.
 
@@ -197,7 +204,8 @@ class EngineProcess:
             self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
-        self._log_start = 0
+        self.log_start = 0
+        """Bytes that its log had before its start."""
         self._answered = False
         self._segments: set[Path] = set()
 
@@ -213,7 +221,7 @@ class EngineProcess:
         _check_socket_path(self.index, self.socket)
         self._answered = False
         self._segments.clear()
-        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
         with open_own(self.log, "ab", permissions=0o600) as log:
             self.opened = open_own(self.log)
@@ -262,7 +270,7 @@ class EngineProcess:
                 break
             time.sleep(0.2)
         self.stop(grace=2.0)
-        cause = first_error(self.log, self._log_start, self.opened)
+        cause = first_error(self.log, self.log_start, self.opened)
         cause = f": {cause}" if cause else ""
         tail = tail_of(self.log, opened=self.opened)
         if refused := _REFUSED.search(tail):  # after a page of usage

@@ -5,13 +5,21 @@ Slow operations run on all engines at the same time: there may be hundreds, and 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import open_own
-from rpg_megatron.engine.process import EngineProcess, call_all, note_segments, stop_engines, tail_of
+from rpg_megatron.engine.process import (
+    EngineProcess,
+    call_all,
+    cause_of_death,
+    note_segments,
+    stop_engines,
+    tail_of,
+)
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
     has_answered,
@@ -29,6 +37,8 @@ _PROBE_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 _LONG_ANSWER_SECONDS = 5.0
 """Time limit for the answer of an engine that may be dying."""
+_VARIES = re.compile(r"(?:0x)?[0-9a-f]*\d[0-9a-f]*", re.IGNORECASE)
+"""What may differ in two messages of the same error: process ids, addresses, sizes, ids of requests."""
 
 
 class Engines:
@@ -56,6 +66,10 @@ class Engines:
         self._deferred: set[int] = set()
         """Engines that are restarted when the ranks release the shared GPUs."""
         self._started: dict[int, float] = {}
+        self._log_starts: dict[int, int] = {}
+        """Where in its log an engine's last start begins, in bytes; once it is up, where its work begins."""
+        self._deaths: dict[int, tuple[str, int]] = {}
+        """How and after which step an engine died last, if its log tells how."""
         self._probed = time.monotonic()
 
     @property
@@ -65,6 +79,7 @@ class Engines:
 
     def start(self, engine: EngineProcess | RemoteEngine) -> None:
         """Start an engine, without waiting for it."""
+        self._log_starts[engine.index] = _size(engine.log)
         engine.start()
         if isinstance(engine, EngineProcess):
             self._supervisor.adopt(engine)
@@ -128,13 +143,15 @@ class Engines:
 
     def _restart(self, failed: dict[int, str]) -> None:
         """Restart engines, which append to their logs. failed: index -> reason. Raises RunFailed if the limit
-        of restarts is reached.
+        of restarts is reached, or if an engine died twice of the same error without a step in between.
         """
         engines = [engine for engine in self._engines if engine.index in failed]
         was_up = set()
         for engine in engines:
             index, reason, most = engine.index, failed[engine.index], self._max_restarts
             done = self._restarts[index]
+            if (cause := self._note_death(engine)) is not None and cause not in reason:
+                reason = failed[index] = f"{reason}: {cause}"
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
                 raise RunFailed(f"{reason}{limit}; {_end_of(engine)}")
@@ -158,6 +175,25 @@ class Engines:
             else:
                 self._start_incarnation(engine)
 
+    def _note_death(self, engine: EngineProcess | RemoteEngine) -> str | None:
+        """What an engine died of, if its log tells. Raises RunFailed if the one before died of the same and
+        no step was completed since: then the next would die of it too.
+        """
+        index, step = engine.index, self._progress.step
+        cause = cause_of_death(engine.log, self._log_starts[index], engine.opened)
+        before = self._deaths.pop(index, None)
+        if cause is None:
+            return None
+        self._deaths[index] = (_VARIES.sub("#", cause), step)
+        if before == self._deaths[index] and self._max_restarts:
+            limits = explain_limits(tail_of(engine.log, opened=engine.opened))
+            raise RunFailed(
+                f"engine {index} died twice of the same error, without a step in between, and is not "
+                f"restarted again: {cause}; a new engine would get the same requests: correct what the error "
+                f"names (model, prompts, engine.arguments); log: {display_path(engine.log)}{limits}"
+            )
+        return cause
+
     def _start_incarnation(self, engine: EngineProcess | RemoteEngine) -> None:
         self._deferred.discard(engine.index)
         begin_incarnation(self._work, engine.index, self._restarts[engine.index])
@@ -176,6 +212,7 @@ class Engines:
         starting = [e for e in self._engines if e.index not in self._healthy | self._deferred]
         since = {e.index: time.monotonic() - self._started[e.index] for e in starting}
         probed = [e for e in starting if since[e.index] <= self._start_timeout and e.alive()]
+        sizes = {e.index: _size(e.log) for e in probed}
         answers = call_all(probed, lambda e: e.healthy(_ANSWER_SECONDS))
         note_segments(e for e in probed if isinstance(e, EngineProcess))
         up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
@@ -188,6 +225,7 @@ class Engines:
                     up.append(engine)
         for engine in up:
             self._healthy.add(engine.index)
+            self._log_starts[engine.index] = sizes.get(engine.index, self._log_starts[engine.index])
             self._progress.status(f"engine {engine.index} is up after {since[engine.index]:.0f} s")
         self._supervisor.guard_shared_memory([e for e in up if isinstance(e, EngineProcess)])
         if failed:
@@ -208,6 +246,11 @@ class Engines:
                 raise
             return str(e).partition("; the end of")[0]
         return None
+
+
+def _size(log: Path) -> int:
+    """Bytes of a log; 0 without one."""
+    return log.stat().st_size if log.exists() else 0
 
 
 def _end_of(engine: EngineProcess | RemoteEngine) -> str:

@@ -15,11 +15,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import gib
@@ -30,9 +30,11 @@ from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
 from rpg_megatron.data.problems import Problem, read_problems_with_counts
 from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.data.vocabulary import check_stops, warn_of_unused
 from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.launcher.reward_trial import try_reward
 from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.system.custom_code import CustomCode
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -54,14 +56,15 @@ def check_data(settings: Settings) -> list[str]:
                 f"there, or set {where}.chat to false"
             )
         problems, *_ = read_problems_with_counts(data, where)
-        warnings += check_prompt_lengths(problems, data, settings.model.path, where)
+        stops = settings.rollout.stop_token_ids
+        warnings += check_prompts(problems, data, settings.model.path, where, stops)
         wanted = settings.rollout.prompts_per_step
         if where == "data" and len(problems) < wanted:
             warnings.append(
                 f"data: {len(problems)} problems, fewer than the {wanted} of a step "
                 "(rollout.prompts_per_step): some come more than once in a step"
             )
-    return warnings + _group_warnings(settings)
+    return [*dict.fromkeys(warnings), *_group_warnings(settings)]
 
 
 def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
@@ -82,10 +85,14 @@ def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
     return found
 
 
-def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Path, where: str) -> list[str]:
-    """Check that not all prompts are too long; returns a warning if many are.
+def check_prompts(
+    problems: list[Problem], data: DataSettings, model: Path, where: str, stops: Sequence[int]
+) -> list[str]:
+    """Check that not all prompts are too long, and that the model has their tokens and one that ends a
+    response; returns a warning if many are too long, or if the tokenizer declares tokens beyond the model's.
 
-    where: key of ``data`` in the settings. Does nothing if the tokenizer needs transformers.
+    where: key of ``data`` in the settings. stops: ``rollout.stop_token_ids``. Does nothing if the
+    tokenizer needs transformers.
     """
     from rpg_megatron.data.prompts import fit_prompts  # needs numpy, which a login node may lack
 
@@ -93,13 +100,23 @@ def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Pat
     if tokenizer is None:
         return []
     measured = problems[:: math.ceil(len(problems) / _MAX_MEASURED)]
-    _, too_long = fit_prompts(measured, data, tokenizer, where)
+    try:
+        vocab = read_model_shape(model).vocab_size
+    except UserError:  # check_model tells
+        vocab = None
+    _, too_long = fit_prompts(measured, data, tokenizer, where, vocab=vocab)
+    warnings = []
+    if vocab is not None:
+        if tokenizer.eos_token_id is not None:  # else it may stand in a file that only transformers reads
+            check_stops(stop_tokens(model, tokenizer, stops), vocab)
+        warnings = warn_of_unused(tokenizer.largest_id, vocab)
     if too_long < _MANY * len(measured):
-        return []
+        return warnings
     what = "are left out" if data.too_long == "drop" else "lose their beginning"
     return [
+        *warnings,
         f"{where}: {too_long} of {len(measured)} prompts are longer than {data.max_prompt_tokens} tokens and "
-        f"{what} ({where}.max_prompt_tokens, too_long)"
+        f"{what} ({where}.max_prompt_tokens, too_long)",
     ]
 
 

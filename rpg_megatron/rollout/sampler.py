@@ -15,11 +15,12 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from rpg_megatron.data.prompts import (
     decoder_of,
@@ -28,6 +29,7 @@ from rpg_megatron.data.prompts import (
     save_decoder,
     without_torch,
 )
+from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.carried_groups import CarriedGroups
@@ -75,7 +77,9 @@ class Sampler:
         self._settings, self._pool, self._events = settings, pool, events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
-        prompts = load_prompts(settings.data, tokenizer, rows=settings.reward.has_custom)
+        vocab = read_model_shape(settings.model.path).vocab_size
+        load = partial(load_prompts, rows=settings.reward.has_custom, vocab=vocab)
+        prompts = load(settings.data, tokenizer)
         self._stream = TaskStream(settings, prompts)
         ahead = settings.rollout.ahead > 0
         self.dispatcher = Dispatcher(
@@ -103,8 +107,7 @@ class Sampler:
         self._heldout: HeldOut | None = None
         if settings.evaluation is not None:
             heldout = {
-                part.name: load_prompts(part.data, tokenizer, part.where, rows=settings.reward.has_custom)
-                for part in settings.evaluation.heldout
+                part.name: load(part.data, tokenizer, part.where) for part in settings.evaluation.heldout
             }
             self._heldout = HeldOut(settings, self.dispatcher, heldout)
 
@@ -312,6 +315,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     with without_torch():
         tokenizer = load_tokenizer(settings.model.path)
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
+    check_stops(stops, read_model_shape(settings.model.path).vocab_size)
     save_decoder(tokenizer, work / DECODER)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers

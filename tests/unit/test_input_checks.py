@@ -20,7 +20,7 @@ from rpg_megatron.commands.doctor.run_inputs import probe_data, probe_reward
 from rpg_megatron.commands.plan.command import run_plan
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.data.problems import read_problems
-from rpg_megatron.data.prompts import fit_prompts
+from rpg_megatron.data.prompts import fit_prompts, load_prompts
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.launcher.input_checks import check_data, check_disk, check_reward, disk_bytes
 
@@ -175,3 +175,47 @@ def test_the_checks_import_no_torch(config_file: Path) -> None:
         [sys.executable, "-c", code, str(config_file)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def copy_with_tokens(checkpoint: Path, folder: Path, *added: str, **config: object) -> Path:
+    """The model with more tokens in its tokenizer, and a changed config.json."""
+    from tokenizers import AddedToken, Tokenizer
+
+    model = shutil.copytree(checkpoint, folder)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+    tokenizer.save(str(model / "tokenizer.json"))
+    described = json.loads((model / "config.json").read_text()) | config
+    (model / "config.json").write_text(json.dumps(described))
+    return model
+
+
+def test_tokens_that_the_model_does_not_have(config_file: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """An embedding of 258 rows: of the added tokens 257, 258 and 259 the first is its last row."""
+    model = copy_with_tokens(checkpoint, tmp_path / "model", "<a>", "<b>", "<c>", vocab_size=258)
+    settings = load_settings(config_file, [f"model.path={model}"])
+    data = config_file.parent / "train.jsonl"
+    for declared in ("<a>", "<a> again"):
+        data.write_text(json.dumps({"prompt": declared, "answer": "1"}) + "\n")
+        odd, few = check_data(settings)
+        assert odd.startswith(
+            "model.path: the tokenizer declares tokens up to 259, but the model's embedding"
+        )
+        assert few.startswith("data: 1 problems")
+    data.write_text(json.dumps({"prompt": "1+1 <b>", "answer": "1"}) + "\n")
+    with pytest.raises(UserError, match=r"train\.jsonl:1: its token 258 \('<b>'\) is beyond .* of 258 rows"):
+        check_data(settings)
+    with pytest.raises(UserError, match="its token 258"):  # as the sampler does, which sees every prompt
+        load_prompts(settings.data, open_tokenizer(model, chat=False), vocab=258)
+    assert check_data(load_settings(config_file, [f"model.path={checkpoint}"]))[1:] == []
+
+
+def test_responses_that_cannot_end(config_file: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """The only token that ends a response is one that the model cannot give; others may be odd."""
+    model = copy_with_tokens(checkpoint, tmp_path / "model", vocab_size=256)
+    (config_file.parent / "train.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "1"}) + "\n")
+    with pytest.raises(UserError, match=r"no response can end, .* \(256\) is beyond .* of 256 rows"):
+        check_data(load_settings(config_file, [f"model.path={model}"]))
+    check_data(load_settings(config_file, [f"model.path={model}", "rollout.stop_token_ids=[10]"]))
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 300]}')
+    check_data(load_settings(config_file, [f"model.path={model}"]))

@@ -16,7 +16,14 @@ from rpg_megatron.commands.eval.output_dir import OutputDir
 from rpg_megatron.commands.eval.settings import EvalModel
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import remove
-from rpg_megatron.engine.process import EngineProcess, call_all, engine_socket, note_segments, tail_of
+from rpg_megatron.engine.process import (
+    EngineProcess,
+    call_all,
+    cause_of_death,
+    engine_socket,
+    note_segments,
+    tail_of,
+)
 from rpg_megatron.engine.restarts import take_request
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
@@ -133,9 +140,11 @@ class Evaluation:
                     continue
                 time.sleep(1.0)  # the cause may be a signal to all processes
                 self._signals.check()
+                cause = cause_of_death(engine.log, engine.log_start, engine.opened)
                 tail = tail_of(engine.log, opened=engine.opened)
                 log = f"the end of {display_path(engine.log)}:\n{tail}{explain_limits(tail)}"
-                raise RunFailed(self._keep(f"{hung or f'engine {engine.index} died'}; {log}"))
+                why = f": {cause}" if cause else ""
+                raise RunFailed(self._keep(f"{hung or f'engine {engine.index} died'}{why}; {log}"))
             if not engine.alive():
                 time.sleep(1.0)
                 self._signals.check()

@@ -17,12 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.data.prompts import Prompt, decoder_of, fit_prompts, load_tokenizer, without_torch
+from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.engine.client import EngineError
 from rpg_megatron.evaluation.metrics import describe_set, write_results
 from rpg_megatron.evaluation.results import EvalResult
@@ -40,14 +41,16 @@ from rpg_megatron.system.tasks import run_all
 PHASE = "evaluation"
 
 
-def load_set(part: HeldOutSet, tokenizer: Any, *, rows: bool) -> tuple[list[Prompt], dict[str, int]]:
+def load_set(
+    part: HeldOutSet, tokenizer: Any, vocab: int, *, rows: bool
+) -> tuple[list[Prompt], dict[str, int]]:
     """The prompts of a set, and the number of rows dropped or cut, by reason.
 
-    rows: whether to keep the rows, for ``Prompt.context``.
+    vocab: rows of the model's embedding. rows: whether to keep the rows, for ``Prompt.context``.
     Raises UserError as ``data.problems`` and ``data.prompts`` do.
     """
     problems, counts, _ = read_problems_with_counts(part.data, rows=rows)
-    prompts, too_long = fit_prompts(problems, part.data, tokenizer)
+    prompts, too_long = fit_prompts(problems, part.data, tokenizer, vocab=vocab)
     if too_long:
         counts["too long" if part.data.too_long == "drop" else "cut"] = too_long
     return prompts, counts
@@ -58,8 +61,10 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     assert evaluation is not None
     with without_torch():
         tokenizer = load_tokenizer(settings.model.path)
+    vocab = read_model_shape(settings.model.path).vocab_size
     loaded = {
-        part.name: load_set(part, tokenizer, rows=settings.reward.has_custom) for part in evaluation.heldout
+        part.name: load_set(part, tokenizer, vocab, rows=settings.reward.has_custom)
+        for part in evaluation.heldout
     }
     prompts = {name: found for name, (found, _) in loaded.items()}
     done = {  # without those for which the reward failed: it may have been corrected
@@ -75,6 +80,7 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     events = EventSender(work / EVENTS)
     engines = engine_clients(settings, work, token)
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
+    check_stops(stops, vocab)
     worker = Worker(settings, decoder_of(tokenizer), engines, work, stops)
 
     def keep(result: EvalResult) -> None:

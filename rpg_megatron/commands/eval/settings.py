@@ -26,7 +26,7 @@ from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_problems_with_counts
-from rpg_megatron.launcher.input_checks import check_prompt_lengths
+from rpg_megatron.launcher.input_checks import check_prompts
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.launcher.preflight import (
     check_expert_columns,
@@ -251,14 +251,15 @@ def check_request(settings: Settings, model: EvalModel) -> None:
     if settings.device == "cuda":
         check_gpus(settings, NodeAssignment(range(0), range(settings.engine.replicas)))
     assert settings.evaluation is not None
+    warnings = []
     for part in settings.evaluation.heldout:
         try:
             problems, *_ = read_problems_with_counts(part.data)
         except UserError as e:  # KEY=VALUE sets keys of data, but not its path
             raise UserError(str(e).replace("data.path: ", "--data: ", 1)) from None
-        for text in check_prompt_lengths(problems, part.data, model.config, "data"):
-            print(f"warning: {text}", file=sys.stderr, flush=True)
-    for text in try_reward(settings, training=False):
+        warnings += check_prompts(problems, part.data, model.config, "data", settings.rollout.stop_token_ids)
+    warnings += try_reward(settings, training=False)
+    for text in dict.fromkeys(warnings):
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,0 +1,96 @@
+"""An engine that dies twice of the same error, with no step between, is not restarted a third time.
+
+Why: a request that kills an engine kills each new one too, and each takes a minute to start. Stand-ins say
+what the test gives them and end; process, log and restart are real. Not covered: the whole launcher
+(test_launcher.py), vLLM's own messages (test_engine_command.py).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rpg_megatron.config import load_settings
+from rpg_megatron.engine.process import EngineProcess
+from rpg_megatron.launcher import engines as module
+from rpg_megatron.launcher.engines import Engines
+from rpg_megatron.launcher.supervisor import RunFailed
+from tests.support.launcher import wait_for
+
+SAYS_AND_ENDS = (
+    'echo "ImportError: of no importance"; while [ ! -e "$0" ]; do sleep 0.01; done; cat "$0"; rm "$0"'
+)
+LINE = "(EngineCore pid={}) ERROR 01-02 03:04:05 [core.py:6] {}\n"
+OUT_OF_RANGE = "IndexError: request 5f{0}e: index {0} is out of range at 0x7f{0}"
+DEAD = LINE.format(1, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue")
+
+
+class StandIn(EngineProcess):
+    """Up as soon as the test says so."""
+
+    up = False
+
+    def start(self) -> None:
+        self.up = False
+        super().start()
+
+    def healthy(self, timeout: float = 5.0) -> bool:
+        return self.up
+
+    def has_begun(self) -> bool:
+        return "no importance" in self.log.read_text()[self.log_start :]
+
+
+def test_an_engine_that_dies_twice_in_the_same_way(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic))
+    words, log = tmp_path / "words", tmp_path / "engine_0.log"
+    places: Any = {"log": log, "bridge_dir": tmp_path, "token": "secret", "socket": tmp_path / "0.sock"}
+    engine = StandIn(load_settings(config_file), 0, **places)
+    engine._command = ["sh", "-c", SAYS_AND_ENDS, str(words)]
+    said: list[str] = []
+    shown: Any = SimpleNamespace(
+        status=said.append, step=0, adopt=lambda engine: None, guard_shared_memory=lambda engines: None
+    )
+    engines = Engines(load_settings(config_file), tmp_path, shown, shown, restarts=99)
+
+    def die(message: str, step: int) -> str:
+        """What is shown when it dies after a step with a message in its log."""
+        wait_for(engine.has_begun, 30)
+        engine.up = True
+        engines.check(lambda: False)
+        assert engines.all_up
+        shown.step = step
+        (tmp_path / "w").write_text(message)
+        (tmp_path / "w").rename(words)
+        wait_for(lambda: not engine.alive(), 30)
+        engines.check(lambda: False)
+        return next(text for text in reversed(said) if "restart" in text)
+
+    engines.start(engine)
+    try:
+        first = die(LINE.format(10, OUT_OF_RANGE.format(10)), step=0)
+        assert first.startswith(f"warning: engine 0 died: {OUT_OF_RANGE.format(10)}; restart 1 of 99; log: ")
+        die(LINE.format(11, OUT_OF_RANGE.format(11)), step=1)  # a step was completed
+        for _ in range(2):
+            assert "engine 0 died; restart" in die("", step=1)  # killed: nothing tells why
+            assert "engine 0 died; restart" in die(DEAD, step=1)
+        die(LINE.format(12, OUT_OF_RANGE.format(12)), step=1)
+        die(LINE.format(13, "ValueError: another"), step=1)
+        die(LINE.format(14, OUT_OF_RANGE.format(14)), step=1)
+        with pytest.raises(RunFailed) as error:
+            die(LINE.format(15, OUT_OF_RANGE.format(15)), step=1)
+    finally:
+        engines.stop(0.0)
+    assert str(error.value).startswith(
+        "engine 0 died twice of the same error, without a step in between, and is not restarted again: "
+        f"{OUT_OF_RANGE.format(15)}; a new engine would get the same requests: "
+    )
+    assert str(error.value).endswith("engine_0.log")
+    assert len([text for text in said if "; restart " in text]) == 9
