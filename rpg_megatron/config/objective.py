@@ -15,14 +15,44 @@ class CorrectionSettings(Section):
     engine/trainer mismatch.
     """
 
-    type: Literal["truncate", "icepop"]
-    """truncate: at most ``high``; icepop: 0 outside [low, high]."""
+    type: Literal["truncate", "icepop", "geometric"]
+    """truncate: at most ``high``; icepop: 0 outside [low, high]; geometric: a mask, 1 for sequences whose
+    geometric mean of the tokens' ratios lies in [low, high], 0 for the others. geometric needs bounds near 1,
+    such as 0.99 and 1.01."""
     level: Literal["token", "sequence"] = "token"
-    """One ratio per token, or the product over the sequence."""
+    """One ratio per token, or the product over the sequence (truncate, icepop)."""
     low: float = Field(0.5, ge=0, lt=1)
-    """Lower bound (icepop)."""
+    """Lower bound (icepop, geometric)."""
     high: float = Field(2.0, gt=1)
     """Upper bound."""
+    token_high: float | None = Field(None, gt=1)
+    """geometric: the factor of a kept sequence's tokens is their own ratio, at most this; null: 1."""
+    denominator: Literal["all", "kept"] = "all"
+    """What the mean over tokens or sequences counts. all: those that icepop or geometric reject too, with a
+    loss of 0; kept: the others only."""
+
+    def problems(self) -> Iterator[str]:
+        """Values that do not fit ``type``."""
+        default = {name: field.default for name, field in type(self).model_fields.items()}
+        if self.type == "truncate" and self.low != default["low"]:
+            yield "correction.low has no effect with type truncate; remove it, or use icepop"
+        if self.type == "truncate" and self.denominator != "all":
+            yield (
+                "correction.denominator has no effect with type truncate, which rejects nothing; remove it, "
+                "or use icepop or geometric"
+            )
+        if self.type != "geometric" and self.token_high is not None:
+            yield f"correction.token_high has no effect with type {self.type}; remove it, or use geometric"
+        if self.type == "geometric":
+            if self.level != "token":
+                yield "correction.level has no effect with type geometric, which masks sequences; remove it"
+            for name in ("low", "high"):
+                if getattr(self, name) == default[name]:
+                    yield (
+                        f"correction.{name} must be set for type geometric: a geometric mean hardly leaves "
+                        f"{default['low']} to {default['high']}; use bounds near 1, such as low 0.99 and "
+                        "high 1.01"
+                    )
 
 
 class AggregationSettings(Section):
@@ -149,6 +179,11 @@ class GuardSettings(Section):
                 f"rollout.{restricted} excludes correction.level sequence: the ratio of a long response goes "
                 "to 0, since each token is sampled from a part of the distribution; set correction.level to "
                 "token"
+            )
+        if restricted and correction is not None and correction.type == "geometric":
+            yield (
+                f"rollout.{restricted} excludes correction.type geometric: it would reject responses by how "
+                "much of the distribution was kept for their tokens; use truncate or icepop"
             )
         if self.uncorrected and (correction is not None or not (ahead or restricted)):
             why = "correction is set" if ahead or restricted else "rollout.ahead is 0"

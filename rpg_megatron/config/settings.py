@@ -192,10 +192,8 @@ class Settings(Section):
                     yield f"bridge.{key} has no effect unless bridge.transport is process_group"
         if self.memory.offload_optimizer:
             yield from self._offloading_problems()
-        correction = self.correction
-        unused = CorrectionSettings.model_fields["low"].default
-        if correction is not None and correction.type == "truncate" and correction.low != unused:
-            yield "correction.low has no effect with type truncate; remove it, or use icepop"
+        if self.correction is not None:
+            yield from self.correction.problems()
 
     def _problems_of_keep_best(self, best: KeepBestSettings) -> Iterator[str]:
         if self.evaluation is None:

@@ -13,9 +13,12 @@ from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, seque
 
 @dataclass(frozen=True)
 class Correction:
-    """``factor``: what each token's loss is multiplied by. ``metrics``: of the same shape. All detached."""
+    """``factor``: what each token's loss is multiplied by. ``kept``: bool, False where a mask rejected the
+    token. ``metrics``. All have the shape of the log-probs, without gradient.
+    """
 
     factor: Tensor
+    kept: Tensor
     metrics: dict[str, Tensor]
 
 
@@ -24,35 +27,46 @@ def rollout_correction(
     behaviour_logp: Tensor,
     sequences: Tensor,
     *,
-    kind: Literal["truncate", "icepop"],
+    kind: Literal["truncate", "icepop", "geometric"],
     level: Literal["token", "sequence"] = "token",
     low: float = 0.5,
     high: float = 2.0,
+    token_high: float | None = None,
     sequence_count: int | None = None,
 ) -> Correction:
     """Importance factor exp(old - behaviour) of each token, or of its whole sequence, kept within bounds.
 
     Shapes: all [tokens]; log-probs in nats, ``sequences`` integer labels. ``truncate`` (truncated importance
-    sampling): the ratio, at most ``high``. ``icepop``: the ratio where it lies in [low, high], 0 elsewhere. A
-    token with factor 0 stays in the loss's denominator. At sequence level the ratio is the product over the
-    sequence's tokens. ``sequence_count``: as in ``sequence_lengths``.
+    sampling): the ratio, at most ``high``. ``icepop``: the ratio where it lies in [low, high], 0 elsewhere.
+    At sequence level the ratio is the product over the sequence's tokens. ``geometric``: the ratio is their
+    geometric mean, ``level`` is ignored, and a sequence outside [low, high] gets 0; the tokens of the others
+    get 1, or their own ratio, at most ``token_high``. ``sequence_count``: as in ``sequence_lengths``.
     Metrics: ``correction_ratio`` (before bounds) and ``correction_hit`` (1 where a bound acted).
     Raises ValueError as ``rpg_loss`` does, or if the bounds are not 0 <= low < 1 < high.
-    Source: truncated importance sampling as in arXiv 1802.01561; IcePop as its authors describe it (token
-    masking).
+    Sources: truncated importance sampling as in arXiv 1802.01561; IcePop as its authors describe it (token
+    masking); the geometric mean as the ratio of a sequence: arXiv 2507.18071, as a mask: verl.
     """
     if not 0 <= low < 1 < high:
         raise ValueError(f"correction bounds need 0 <= low < 1 < high; got low {low}, high {high}")
     require_alike(old_logp, behaviour_logp=behaviour_logp)
     with torch.no_grad():
         gap = old_logp - behaviour_logp
-        if level == "sequence":
+        own = clamp_log_ratio(gap)[0].exp()
+        if kind == "geometric":
+            total, length = sequence_sum(gap, sequences, sequence_count)
+            gap = total / length
+        elif level == "sequence":
             gap, _ = sequence_sum(gap, sequences, sequence_count)
         ratio = clamp_log_ratio(gap)[0].exp()
         if kind == "truncate":
             hit = ratio > high
-            factor = ratio.clamp(max=high)
+            factor, kept = ratio.clamp(max=high), torch.ones_like(hit)
         else:
             hit = (ratio < low) | (ratio > high)
-            factor = torch.where(hit, 0.0, ratio)
-    return Correction(factor, {"correction_ratio": ratio, "correction_hit": hit.to(ratio.dtype)})
+            kept = ~hit
+            if kind == "geometric":
+                ones = torch.ones_like(own)
+                factor = kept * (ones if token_high is None else own.clamp(max=token_high))
+            else:
+                factor = torch.where(hit, 0.0, ratio)
+    return Correction(factor, kept, {"correction_ratio": ratio, "correction_hit": hit.to(ratio.dtype)})

@@ -46,9 +46,9 @@ from rpg_megatron.system.collectives import gather_objects
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
 """(log-probs [n], other inputs of these n response tokens) -> loss of each token."""
-Aggregator = Callable[[Tensor, Tensor, int | None], tuple[Tensor, Tensor]]
-"""(loss of each token [n], ``sequences`` [n] and ``sequence_count`` of ResponseTokens) -> (sum, count), which
-are summed over micro-batches and ranks.
+Aggregator = Callable[[Tensor, ResponseTokens], tuple[Tensor, Tensor]]
+"""(loss of each token [n], other inputs of these tokens) -> (sum, count), which are summed over micro-batches
+and ranks.
 """
 
 
@@ -317,7 +317,7 @@ class Policy:
         if self._head.entropy_gradient:
             tokens = replace(tokens, entropy=at_responses(1))
         out = loss(at_responses(0), tokens)
-        total, count = aggregator(out.per_token, tokens.sequences, tokens.sequence_count)
+        total, count = aggregator(out.per_token, tokens)
         report = _report(out, total, count)
         # int: Megatron sums the counts in an integer tensor.
         return total, count.int() * (self.mesh.context_rank == 0), report

@@ -58,7 +58,7 @@ class RouterAuxLoss:
         sums = torch.zeros(2, dtype=torch.int64, device=self._sum.device)
         for micro_batch in micro_batches:
             given = micro_batch.response_tokens()
-            _, count = aggregator(given.old, given.sequences, given.sequence_count)
+            _, count = aggregator(given.old, given)
             tokens = sum(t.length - 1 for t in micro_batch.trajectories)
             sums += torch.stack([count.long(), torch.full_like(count, tokens, dtype=torch.int64)])
         dist.all_reduce(sums, group=mpu.get_data_parallel_group())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -29,11 +28,19 @@ def build_aggregator(settings: Settings) -> Aggregator:
     aggregation = settings.aggregation
     constant = float(aggregation.constant or settings.rollout.max_response_tokens)
 
-    def aggregator(
-        per_token: Tensor, sequences: Tensor, sequence_count: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    correction = settings.correction
+    correct = None
+    if correction is not None and correction.denominator == "kept":
+        correct = build_correction(correction)
+
+    def aggregator(per_token: Tensor, tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
         return aggregate(
-            per_token, sequences, kind=aggregation.type, constant=constant, sequence_count=sequence_count
+            per_token,
+            tokens.sequences,
+            kind=aggregation.type,
+            constant=constant,
+            sequence_count=tokens.sequence_count,
+            kept=None if correct is None else correct(tokens).kept,
         )
 
     return aggregator
@@ -74,11 +81,23 @@ def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
     return checked
 
 
-def build_correction(settings: CorrectionSettings) -> Callable[..., Correction]:
-    """``rollout_correction`` as configured; called with (old, behaviour, sequences, sequence_count=)."""
-    return partial(
-        rollout_correction, kind=settings.type, level=settings.level, low=settings.low, high=settings.high
-    )
+def build_correction(settings: CorrectionSettings) -> Callable[[ResponseTokens], Correction]:
+    """``rollout_correction`` as configured."""
+
+    def correct(tokens: ResponseTokens) -> Correction:
+        return rollout_correction(
+            tokens.old,
+            tokens.behaviour,
+            tokens.sequences,
+            kind=settings.type,
+            level=settings.level,
+            low=settings.low,
+            high=settings.high,
+            token_high=settings.token_high,
+            sequence_count=tokens.sequence_count,
+        )
+
+    return correct
 
 
 def _corrected(loss: TokenLoss, settings: CorrectionSettings) -> TokenLoss:
@@ -86,9 +105,7 @@ def _corrected(loss: TokenLoss, settings: CorrectionSettings) -> TokenLoss:
 
     def corrected(logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         out = loss(logp, tokens)
-        correction = correct(
-            tokens.old, tokens.behaviour, tokens.sequences, sequence_count=tokens.sequence_count
-        )
+        correction = correct(tokens)
         return LossOutput(out.per_token * correction.factor, out.metrics | correction.metrics)
 
     return corrected

@@ -46,8 +46,8 @@ from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.advantages import build_advantages
 from rpg_megatron.training.batch_scatter import BatchScatter, ReplicaBatch, iter_trajectories
 from rpg_megatron.training.checkpoint_saver import load_run
-from rpg_megatron.training.correction_by_lag import correction_by_lag
 from rpg_megatron.training.loss import build_aggregator, build_loss
+from rpg_megatron.training.off_policy import correction_by_lag, off_policy_metrics
 
 _SHOWN = 3  # maximum parameters listed in a message
 
@@ -307,6 +307,7 @@ class Trainer:
         if self.anchor and done:
             self.anchor.after_step(len(done), _mean_kl(done, self.settings))
         batch.metrics |= self._summarise(updates) | {"lr": lr}
+        batch.metrics |= off_policy_metrics(batch.mine, self.settings)
         if self.settings.rollout.ahead and self.settings.correction is not None:
             batch.metrics |= correction_by_lag(batch.mine, step - 1, self.settings)
 

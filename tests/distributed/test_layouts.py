@@ -65,6 +65,15 @@ SEQUENCES = ("TP2+SP", "DP2, 7 micro-batches", "CP2")
 """What whole sequences could break."""
 ENTROPIES = ("TP1, 2 micro-batches", "TP2+SP", "CP2")
 """What the entropy's gradient could break: a vocabulary and a sequence that are split over ranks."""
+REJECTED = (
+    "TP1",
+    "TP1, 3 micro-batches",
+    "PP2",
+    "DP2, 7 micro-batches",
+    "CP2",
+    "CP2xDP2, packed to a budget",
+)
+"""What denominators without rejected tokens could break: micro-batches and ranks with different counts."""
 
 
 @pytest.mark.parametrize(
@@ -76,8 +85,10 @@ ENTROPIES = ("TP1, 2 micro-batches", "TP2+SP", "CP2")
         # Each layout below is also part of a larger layout, or another number of micro-batches.
         pytest.param(False, "rpg", REPEATED, marks=pytest.mark.long),
         pytest.param(False, "rpg, entropy bonus", ENTROPIES, marks=pytest.mark.long),
+        pytest.param(False, "rejected tokens", REJECTED, marks=pytest.mark.long),
+        pytest.param(False, "rejected sequences", REJECTED, marks=pytest.mark.long),
     ],
-    ids=["untied", "tied", "gspo", "untied, repeated", "entropy bonus"],
+    ids=["untied", "tied", "gspo", "repeated", "entropy bonus", "rejected tokens", "rejected sequences"],
 )
 def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str, names: Sequence[str]) -> None:
     model = make_layout_model(tmp_path / "model", tied=tied)

@@ -117,5 +117,13 @@ def test_the_correction_by_lag(results: dict, layout: str) -> None:
             assert row[f"correction/lag_{lag}/{key}"] == pytest.approx(part.mean(), abs=1e-5)
         together = sum(row[f"correction/lag_{lag}/{key}"] * len(part) for lag, part in enumerate(parts))
         assert together / len(old) == pytest.approx(row[f"correction/{key}"], abs=1e-6)
+    log_r = np.concatenate([np.subtract(t[0], t[1]) for t in mine])
+    whole = np.exp([np.subtract(t[0], t[1]).sum() for t in mine])
+    for key, w in (("token", np.exp(log_r)), ("sequence", whole)):
+        assert row[f"off_policy/ess_{key}"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), abs=1e-5)
+    assert row["off_policy/kl_k1"] == pytest.approx(-log_r.mean(), abs=1e-5)
+    assert row["off_policy/kl_k3"] == pytest.approx((np.exp(log_r) - 1 - log_r).mean(), abs=1e-5)
+    hit = [bool((np.exp(np.subtract(t[0], t[1])) > 1.5).any()) for t in mine]
+    assert row["correction/sequences_hit_frac"] == pytest.approx(np.mean(hit), abs=1e-9)
     assert row["correction/lag_0/hit_frac"] == 0 < row["correction/lag_1/hit_frac"]
     assert "correction/lag_3/ratio_mean" not in row

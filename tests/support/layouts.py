@@ -30,6 +30,17 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "advantage": {"type": "grpo"},
         "aggregation": {"type": "sequence_mean"},
     },
+    "rejected tokens": {
+        "objective": {"beta": 0.05},
+        "anchor": {"type": "fixed"},
+        "correction": {"type": "icepop", "low": 0.8, "high": 1.1, "denominator": "kept"},
+    },
+    "rejected sequences": {
+        "objective": {"beta": 0.05, "entropy_bonus": 0.3},
+        "anchor": {"type": "fixed"},
+        "aggregation": {"type": "sequence_mean"},
+        "correction": {"type": "geometric", "low": 0.98, "high": 1.02, "denominator": "kept"},
+    },
 }
 
 
@@ -103,12 +114,13 @@ def score_batch(model: PreTrainedModel, batch: list[Trajectory]) -> list[tuple[A
         random = np.random.default_rng(t.prompt_id)
         t.old = (logp + random.normal(0, 0.15, len(logp))).astype(np.float32)
         t.anchor = (logp + random.normal(0, 0.3, len(logp))).astype(np.float32)
+        t.behaviour = (t.old + random.normal(0, 0.15, len(logp))).astype(np.float32)
     return rows
 
 
 def reference_update(model: PreTrainedModel, batch: list[Trajectory], kind: str) -> dict[str, Any]:
     """In float64, with the losses written out anew: loss, mean |loss| of a token, and every gradient."""
-    per_token, per_sequence = [], []
+    whole, per_token, per_sequence = [], [], []
     bonus = OBJECTIVES[kind]["objective"].get("entropy_bonus", 0.0)
     for t, (logp, entropy) in zip(batch, reference_logprobs(model, batch), strict=True):
         log_w, log_u = logp - torch.tensor(t.old).double(), logp - torch.tensor(t.anchor).double()
@@ -116,14 +128,24 @@ def reference_update(model: PreTrainedModel, batch: list[Trajectory], kind: str)
             w = log_w.detach().exp()
             weight = w * t.advantage - 0.05 * w * log_u.detach()
             keep = torch.where(weight >= 0, w < 1.28, (w > 0.8) & (w < 10))
-            per_token.append(-(keep * weight) * logp - bonus * entropy)
+            off = torch.tensor(t.old).double() - torch.tensor(t.behaviour).double()
+            factor, kept = torch.ones_like(off), torch.ones_like(off, dtype=torch.bool)
+            if kind == "rejected tokens":
+                factor, kept = off.exp(), (off.exp() >= 0.8) & (off.exp() <= 1.1)
+            elif kind == "rejected sequences":
+                kept &= bool(0.98 <= off.mean().exp() <= 1.02)
+            whole.append(-(keep * weight) * logp * factor * kept - bonus * entropy)
+            per_token.append(whole[-1][kept])
+            if kept.any():
+                per_sequence.append(per_token[-1].mean())
         else:  # GSPO
             s = log_w.mean().exp()
             loss = torch.maximum(-s * t.advantage, -s.clamp(0.9, 1.1) * t.advantage)
             per_sequence.append(loss - bonus * entropy.mean())
-            per_token.append((loss - bonus * entropy).detach())
-    flat = torch.cat(per_token)
-    loss = flat.mean() if kind != "gspo" else torch.stack(per_sequence).mean()
+            whole.append((loss - bonus * entropy).detach())
+    by_sequence = kind in ("gspo", "rejected sequences")
+    loss = torch.stack(per_sequence).mean() if by_sequence else torch.cat(per_token).mean()
+    flat = torch.cat(whole)
     loss.backward()
     gradients = split_experts({name: p.grad for name, p in model.named_parameters()})
     norm = torch.sqrt(sum(g.square().sum() for g in gradients.values()))

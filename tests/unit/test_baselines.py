@@ -173,6 +173,11 @@ def test_corrections() -> None:
     assert factor(kind="icepop", level="sequence") == pytest.approx([0.0] * 4)
     hit = rollout_correction(old, behaviour, sequences, kind="icepop").metrics["correction_hit"]
     assert hit.tolist() == [0, 1, 1, 0]
+    # Geometric means: 3^(1/2) and (0.2 x 1.9)^(1/2).
+    assert factor(kind="geometric", low=0.6) == pytest.approx([1.0] * 4)
+    assert factor(kind="geometric", low=0.62) == pytest.approx([1.0, 1.0, 0.0, 0.0])
+    assert factor(kind="geometric", low=0.6, high=1.7) == pytest.approx([0.0, 0.0, 1.0, 1.0])
+    assert factor(kind="geometric", low=0.6, token_high=1.5) == pytest.approx([1.0, 1.5, 0.2, 1.5])
     with pytest.raises(ValueError, match="0 <= low < 1 < high"):
         factor(kind="icepop", low=1.5)
 

@@ -210,6 +210,17 @@ def test_every_key_is_read_somewhere():
         ("objective={type: reinforce_plus_plus}", "set advantage.type to reinforce_plus_plus"),
         ("aggregation.constant=5", "no effect unless aggregation.type is constant"),
         ("correction={type: truncate, low: 0.1}", "correction.low has no effect"),
+        ("correction={type: truncate, denominator: kept}", "correction.denominator has no effect"),
+        ("correction={type: icepop, token_high: 2}", "correction.token_high has no effect"),
+        ("correction={type: geometric, high: 1.01}", "correction.low must be set for type geometric"),
+        (
+            "correction={type: geometric, low: 0.99, high: 1.01, level: sequence}",
+            "correction.level has no effect with type geometric",
+        ),
+        (
+            "rollout.top_p=0.9; correction={type: geometric, low: 0.99, high: 1.01}",
+            "rollout.top_p excludes correction.type geometric",
+        ),
         ("rollout.top_p=0.9", "rollout.top_p needs a correction, since responses are sampled from a part"),
         ("rollout={top_k: 5, min_p: 0.1}", "rollout.top_k needs a correction"),
         (

@@ -155,10 +155,82 @@ def test_a_correction_multiplies_the_loss(kind: str, level: str) -> None:
 )
 def test_aggregation(block: dict[str, Any], wanted: int) -> None:
     _, t = tokens()
-    total, count = build_aggregator(settings(aggregation=block))(torch.ones(24), t.sequences)
+    total, count = build_aggregator(settings(aggregation=block))(torch.ones(24), t)
     assert int(count) == wanted
     sums = {"token_mean": 24.0, "sequence_mean": 5.0, "constant": 24 / (block.get("constant") or 2048)}
     assert float(total) == pytest.approx(sums[block.get("type", "token_mean")])
+
+
+REJECTIONS: dict[str, dict[str, Any]] = {
+    "tokens": {"type": "icepop", "low": 0.7, "high": 1.4},
+    "sequences": {"type": "icepop", "level": "sequence", "low": 0.3, "high": 3.0},
+    "geometric": {"type": "geometric", "low": 0.9, "high": 1.2},
+    "geometric, weighted": {"type": "geometric", "low": 0.9, "high": 1.2, "token_high": 1.3},
+}
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("rejection", REJECTIONS)
+@pytest.mark.parametrize("cut", [24, 10, 5])
+def test_rejected_tokens_leave_the_denominator(kind: str, rejection: str, cut: int) -> None:
+    """Loss and gradient of any cut into micro-batches, against those of a loop over what is kept; float64."""
+    _, t = tokens()
+    t = ResponseTokens(t.old.double(), t.anchor.double(), t.behaviour.double(), t.advantages, t.sequences)
+    logp = (t.old + 0.1).requires_grad_()
+    block = REJECTIONS[rejection]
+    how = settings(
+        objective={"type": "cispo"},
+        advantage={"type": "grpo"},
+        aggregation={"type": kind, **({"constant": 7} if kind == "constant" else {})},
+        correction=block | {"denominator": "kept"},
+    )
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for start in range(0, 24, cut):
+        part = slice(start, start + cut)
+        fields = {k: getattr(t, k)[part] for k in ("old", "anchor", "behaviour", "advantages", "sequences")}
+        some = ResponseTokens(**fields)
+        found, number = build_aggregator(how)(build_loss(how)(logp[part], some).per_token, some)
+        total, count = total + found, count + int(number)
+    (gradient,) = torch.autograd.grad(total / count, logp)
+
+    plain = build_loss(how.model_copy(update={"correction": None}))(logp, t).per_token
+    kept: dict[int, list[torch.Tensor]] = {}
+    low, high = block["low"], block["high"]
+    for i, label in enumerate(t.sequences.tolist()):
+        gaps = (t.old - t.behaviour)[t.sequences == label]
+        own = float((t.old - t.behaviour)[i].exp())
+        judged = {"tokens": own, "sequences": float(gaps.sum().exp())}.get(
+            rejection, float(gaps.mean().exp())
+        )
+        factor = {"geometric": 1.0, "geometric, weighted": min(own, 1.3)}.get(rejection, judged)
+        if low <= judged <= high:
+            kept.setdefault(label, []).append(plain[i] * factor)
+    assert 0 < sum(map(len, kept.values())) < 24
+    sums = [torch.stack(each).sum() for each in kept.values()]
+    if kind == "token_mean":
+        wanted = torch.stack(sums).sum() / sum(map(len, kept.values()))
+    elif kind == "sequence_mean":
+        wanted = torch.stack([torch.stack(each).mean() for each in kept.values()]).mean()
+    else:
+        wanted = torch.stack(sums).mean() / 7
+    torch.testing.assert_close(total / count, wanted, rtol=1e-12, atol=0)
+    (reference,) = torch.autograd.grad(wanted, logp)
+    torch.testing.assert_close(gradient, reference, rtol=1e-12, atol=1e-15)
+
+
+def test_rejected_tokens_take_their_entropy_with_them() -> None:
+    logp, t = tokens()
+    entropy = torch.linspace(0.1, 2.0, len(logp))
+    how = settings(
+        objective={"entropy_bonus": 0.3}, correction=REJECTIONS["tokens"] | {"denominator": "kept"}
+    )
+    out = build_loss(how)(logp, replace(t, entropy=entropy)).per_token
+    kept = rollout_correction(t.old, t.behaviour, t.sequences, kind="icepop", low=0.7, high=1.4).kept
+    total, count = build_aggregator(how)(out, t)
+    assert 0 < int(count) == int(kept.sum()) < 24
+    torch.testing.assert_close(total, out[kept].sum())
+    nothing = build_aggregator(how)(out, replace(t, behaviour=t.old + 5))
+    assert [float(x) for x in nothing] == [0, 0]
 
 
 def held(**block: Any) -> tuple[HeldAnchor, torch.nn.Parameter]:

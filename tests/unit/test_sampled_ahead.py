@@ -18,8 +18,8 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.objectives import rollout_correction
-from rpg_megatron.training.correction_by_lag import correction_by_lag
 from rpg_megatron.training.mismatch import compare_probes, describe_mismatch, find_worst, out_of_bounds
+from rpg_megatron.training.off_policy import correction_by_lag, off_policy_metrics
 
 VERSION = 7
 
@@ -124,6 +124,37 @@ def test_the_correction_is_counted_by_lag(level: Any, kind: Any) -> None:
         for key, column in (("ratio_mean", "correction_ratio"), ("hit_frac", "correction_hit")):
             wanted = found[column].double().numpy()[versions == VERSION - lag].mean()
             assert row[f"correction/lag_{lag}/{key}"] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_off_policy_metrics_are_their_formulas() -> None:
+    draw = np.random.default_rng(0)
+    gaps = [draw.normal(0, 0.3, n) for n in (1, 7, 5, 20, 9)]
+    batch = [trajectory(gap.tolist(), [VERSION] * len(gap)) for gap in gaps]
+    gaps = [t.old.astype(np.float64) - t.behaviour for t in batch]
+    cut = replace(trajectory([3.0], [VERSION]), finish="length")
+    correction = {"type": "geometric", "low": 0.9, "high": 1.1}
+    masked = {"mask_truncated": True}
+    row = off_policy_metrics([*batch, cut], lag_settings(correction=correction, training=masked))
+    log_r, sums = np.concatenate(gaps), np.array([g.sum() for g in gaps])
+    r, s = np.exp(log_r), np.exp(sums)
+    means = np.exp([g.mean() for g in gaps])
+    outside = ((means < 0.9) | (means > 1.1)).mean()
+    assert 0 < outside < 1
+    assert row == pytest.approx(
+        {
+            "off_policy/kl_k1": -log_r.mean(),
+            "off_policy/kl_k3": (r - 1 - log_r).mean(),
+            "off_policy/ess_token": r.sum() ** 2 / (len(r) * (r**2).sum()),
+            "off_policy/ess_sequence": s.sum() ** 2 / (len(s) * (s**2).sum()),
+            "correction/sequences_hit_frac": outside,
+        },
+        rel=1e-9,
+    )
+    same = off_policy_metrics(
+        [trajectory([0.0] * 9, [VERSION] * 9)], lag_settings(guards={"uncorrected": True})
+    )
+    assert list(same.values()) == [0.0, 0.0, 1.0, 1.0]
+    assert off_policy_metrics([], lag_settings(correction=correction)) == {}
 
 
 def test_only_lags_and_tokens_that_are_learnt_count() -> None:

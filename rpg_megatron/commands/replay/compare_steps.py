@@ -24,7 +24,7 @@ from rpg_megatron.system.collectives import gather_on_first
 from rpg_megatron.system.events import EventSender
 from rpg_megatron.training.trainer import Trainer
 
-_COMPARED = ("policy/", "kl/", "ratio/", "correction/", "lr")
+_COMPARED = ("policy/", "kl/", "ratio/", "correction/", "off_policy/", "lr")
 
 
 @dataclass(frozen=True)
