@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,7 +28,8 @@ from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
-from rpg_megatron.data.problems import Problem, read_problems_with_counts
+from rpg_megatron.data.problems import read_problems_with_counts
+from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.launcher.reward_trial import try_reward
@@ -53,7 +54,8 @@ def check_data(settings: Settings) -> list[str]:
                 f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
-        problems, *_ = read_problems_with_counts(data, where)
+        # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
+        problems, *_ = read_problems_with_counts(data, where, rows=settings.reward.has_custom)
         warnings += check_prompt_lengths(problems, data, settings.model.path, where)
         wanted = settings.rollout.prompts_per_step
         if where == "data" and len(problems) < wanted:
@@ -82,7 +84,9 @@ def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
     return found
 
 
-def check_prompt_lengths(problems: list[Problem], data: DataSettings, model: Path, where: str) -> list[str]:
+def check_prompt_lengths(
+    problems: Sequence[Problem], data: DataSettings, model: Path, where: str
+) -> list[str]:
     """Check that not all prompts are too long; returns a warning if many are.
 
     where: key of ``data`` in the settings. Does nothing if the tokenizer needs transformers.

@@ -28,6 +28,7 @@ from rpg_megatron.data.prompts import (
     save_decoder,
     without_torch,
 )
+from rpg_megatron.data.stored_prompts import open_prompts
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.carried_groups import CarriedGroups
@@ -75,7 +76,7 @@ class Sampler:
         self._settings, self._pool, self._events = settings, pool, events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
-        prompts = load_prompts(settings.data, tokenizer, rows=settings.reward.has_custom)
+        prompts = open_prompts(settings.data, tokenizer, rows=settings.reward.has_custom)
         self._stream = TaskStream(settings, prompts)
         ahead = settings.rollout.ahead > 0
         self.dispatcher = Dispatcher(
@@ -180,10 +181,12 @@ class Sampler:
 
         Groups that are sampled ahead come after the position, so a resumed run samples them again.
         """
-        return self._position | self._carried.state()
+        await self._stream.ready()
+        return self._stream.sign(self._position) | self._carried.state()
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state()`` returned. Raises UserError if the file of a surplus group is missing."""
+        await self._stream.ready()
         self._stream.restore(state)
         used, self._used = self._used, []
         await self.dispatcher.forget(used)
