@@ -493,3 +493,80 @@ def test_a_checkpoint_waits_for_the_fingerprints(config_file: Path) -> None:
     state = asyncio.run(run())
     assert state["stream"]["taken"] == [2]
     assert (state["stream"]["prompts"], state["stream"]["rows"]) == known
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [8, 40])  # in memory, in a file
+def test_prompts_may_keep_the_order_of_the_rows_or_of_a_column(tmp_path: Path, rows: int) -> None:
+    rng, levels = random.Random(rows), []
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for index in range(rows):
+            levels.append(rng.choice([3, 1, 2.5, -4]))
+            row = {"prompt": f"p{index}", "answer": "1", "extra": {"level": levels[-1]}}
+            file.write(json.dumps(row) + "\n")
+    plain = DataSettings(path=tmp_path / "a.jsonl", shuffle=False)
+
+    def ids(data: DataSettings) -> list[int]:
+        stream = PromptStream(open_prompts(data, byte_level()), 1, data.weights, shuffle=data.shuffle)
+        found = [p.id for p in stream.take(3)]
+        stream.restore(json.loads(json.dumps(stream.state())))
+        return found + [p.id for p in stream.take(2 * rows - 3)]
+
+    assert ids(plain) == [*range(rows), *range(rows)]
+    ordered = plain.model_copy(update={"order_by": "extra.level"})
+    assert ids(ordered) == 2 * sorted(range(rows), key=lambda i: (levels[i], i))
+    mixture = [{"path": tmp_path / "a.jsonl", "weight": w} for w in (1, 3)]
+    mixed = DataSettings.model_validate({"mixture": mixture, "shuffle": False, "order_by": "extra.level"})
+    stream = PromptStream(open_prompts(mixed, byte_level()), 1, mixed.weights, shuffle=False)
+    taken = [p for p in stream.take(4 * rows) if p.source == 1]
+    assert [p.id - rows for p in taken[:rows]] == ids(ordered)[:rows]
+
+
+def test_a_resumed_run_with_another_order_is_refused(data: DataSettings) -> None:
+    def stream(shuffle: bool, order_by: str | None = None) -> PromptStream:
+        changed = data.model_copy(update={"order_by": order_by})
+        return PromptStream(open_prompts(changed, byte_level()), 1, shuffle=shuffle)
+
+    shuffled, plain = stream(True).state(), stream(False).state()
+    assert "shuffle" not in shuffled  # as in checkpoints of earlier versions
+    with pytest.raises(UserError, match=r"written with data\.shuffle true; set it to that"):
+        stream(False).restore(shuffled)
+    with pytest.raises(UserError, match=r"written with data\.shuffle false; set it to that"):
+        stream(True).restore(plain)
+    with pytest.raises(UserError, match="the training prompts have changed"):
+        stream(False, "level").restore(plain)
+    stream(False).restore(plain)
+
+
+@pytest.mark.parametrize(
+    ("level", "says"),
+    [
+        ('"hard"', "'level' is a text, and the prompts are to be ordered by it (data.order_by)"),
+        ("true", "'level' is a true/false value"),
+        ("null", "'level' is a null"),
+        ("1e999", "'level' is inf"),
+        ("1" + "0" * 400, "'level' is a number too large to order by (data.order_by)"),
+        (
+            None,
+            "the key 'level' is missing (keys of this line: 'prompt', 'answer'); add it or set data.order_by",
+        ),
+    ],
+)
+def test_a_column_to_order_by_must_have_numbers(tmp_path: Path, level: str | None, says: str) -> None:
+    column = "" if level is None else f', "level": {level}'
+    text = '{"prompt": "1", "answer": "1", "level": 1}\n{"prompt": "1", "answer": "1"' + column + "}\n"
+    (tmp_path / "a.jsonl").write_text(text)
+    data = DataSettings(path=tmp_path / "a.jsonl", shuffle=False, order_by="level")
+    with pytest.raises(UserError) as error:
+        read_problems_with_counts(data)
+    assert str(error.value).startswith(f"{data.path}:2: {says}")
+    problems, left_out, _ = read_problems_with_counts(data.model_copy(update={"malformed": "skip"}))
+    assert (len(problems), left_out) == (1, {"malformed": 1})
+
+
+def test_an_order_needs_shuffle_to_be_off(config_file: Path) -> None:
+    with pytest.raises(UserError, match="order_by has no effect while prompts are shuffled; set shuffle"):
+        load_settings(config_file, ["data.order_by=level"])
+    load_settings(config_file, ["data.order_by=level", "data.shuffle=false"])
