@@ -87,6 +87,12 @@ class DataSettings(SourceSettings):
     malformed: Literal["stop", "skip"] = "stop"
     """Rows with a missing, empty or wrongly typed field. stop: end with an error that names the row; skip:
     drop and count them."""
+    shuffle: bool = True
+    """Training: shuffle the prompts anew in each epoch. false: take them in the order of the rows, in a
+    mixture in that of each source."""
+    order_by: str | None = None
+    """Training without shuffle: order the prompts by this column of numbers, small ones first, as for a
+    curriculum; a.b is b within a. Rows with equal numbers stay in their order."""
     template: str = "{prompt}"
     """Prompt text; {prompt} is replaced by the problem. With chat, it is the user message."""
     chat: bool = False
@@ -107,6 +113,8 @@ class DataSettings(SourceSettings):
             raise ValueError("mixture replaces path, hub, source and preset; move them into its sources")
         if not self.mixture and not self.named:
             raise ValueError("has no prompts; set path (a file), hub, preset, mixture or source (your code)")
+        if self.shuffle and self.order_by is not None:
+            raise ValueError("order_by has no effect while prompts are shuffled; set shuffle to false")
         if not self.chat and (self.system is not None or self.thinking is not None):
             raise ValueError("system and thinking have no effect unless chat is on")
         return self

@@ -22,6 +22,8 @@ import msgspec
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
 
 _READER = "rpg_megatron.data.chat_template:render"
+_STARTED = datetime.now()
+"""The time that templates get, so that a process renders a chat to the same text each time."""
 _AT_ONCE = 100
 _SECONDS, _MEMORY = 60.0, 1 << 30
 """Limits: for a hundred chats, each of which takes less than a millisecond."""
@@ -39,7 +41,7 @@ def render_chats(
 
     Raises ForeignInputError if the template is not valid, or takes too long or too much memory.
     """
-    argument = [template, variables, chats]
+    argument = [template, variables, chats, _STARTED.isoformat()]
     limit = sum(_LONGEST + _EXPANSION * len(m["content"]) for chat in chats for m in chat)
     count, left = math.ceil(len(chats) / _AT_ONCE), len(chats)
     for some in read_foreign(
@@ -62,20 +64,21 @@ def render_chats(
 def prepare() -> None:
     """Load what rendering loads late."""
     source = "{{ strftime_now('%d %b') }}{{ messages | tojson }}{% generation %}{% endgeneration %}"
-    list(render([], (source, {}, [[]])))
-    list(render([], ("{{ raise_exception('') }}", {}, [[]])))
+    now = _STARTED.isoformat()
+    list(render([], (source, {}, [[]], now)))
+    list(render([], ("{{ raise_exception('') }}", {}, [[]], now)))
 
 
 def render(
-    _files: Sequence[BinaryIO], argument: tuple[str, dict[str, Any], list[list[dict[str, str]]]]
+    _files: Sequence[BinaryIO], argument: tuple[str, dict[str, Any], list[list[dict[str, str]]], str]
 ) -> Iterator[list[Rendered]]:
     """Reader of ``render_chats``."""
-    source, variables, chats = argument
+    source, variables, chats, now = argument
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _fail, "strftime_now": datetime.now().strftime}
+    environment.globals |= {"raise_exception": _fail, "strftime_now": datetime.fromisoformat(now).strftime}
     try:
         template = environment.from_string(source)
     except Exception as e:  # a template may raise any exception

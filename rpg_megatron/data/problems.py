@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rpg_megatron.config.data import DataSettings, SourceSettings
@@ -14,42 +14,14 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.data.boxed import last_box
 from rpg_megatron.data.presets import Preset, find_preset
 from rpg_megatron.data.rows import read_rows, source_name, type_name
+from rpg_megatron.data.stored_problems import LeftOut, Message, Problem, keep_problems
 
 logger = logging.getLogger(__name__)
 
 _CHINESE = re.compile("[\u3400-\u9fff]")
 
 
-class Message(NamedTuple):
-    """One message of a chat."""
-
-    role: str
-    content: str
-
-
-class Problem(NamedTuple):
-    """One row of a data set, not yet tokenized."""
-
-    id: int
-    """Index of its row; in a mixture, plus the number of rows of all earlier sources."""
-    prompt: str | tuple[Message, ...]
-    """The problem as in the data, before the template is applied: text or a chat."""
-    answer: str
-    """The reference answer."""
-    source: int
-    """Index of its source in the mixture."""
-    where: str
-    """File and row, for messages."""
-    row: dict[str, Any] | None = None
-    """All columns, if ``rows`` was set."""
-
-    @property
-    def text(self) -> str:
-        """The problem as one text."""
-        return self.prompt if isinstance(self.prompt, str) else "\n".join(m.content for m in self.prompt)
-
-
-def read_problems(settings: DataSettings, key: str = "data", *, rows: bool = False) -> list[Problem]:
+def read_problems(settings: DataSettings, key: str = "data", *, rows: bool = False) -> Sequence[Problem]:
     """Read and validate all sources; a warning says how many rows were left out.
 
     key: of ``settings`` in the configuration, for messages. rows: keep all columns.
@@ -66,46 +38,51 @@ def read_problems(settings: DataSettings, key: str = "data", *, rows: bool = Fal
 
 def read_problems_with_counts(
     settings: DataSettings, key: str = "data", *, rows: bool = False
-) -> tuple[list[Problem], dict[str, int], UserError | None]:
+) -> tuple[Sequence[Problem], dict[str, int], UserError | None]:
     """The problems, the number of rows left out by reason, and the error of the first malformed row.
 
-    Parameters and errors are those of ``read_problems``.
+    Parameters and errors are those of ``read_problems``. The problems are a list, or for more than
+    ``IN_MEMORY`` a ``RowStore``. They are in the order of the rows, or of ``data.order_by``.
     """
     if "{prompt}" not in settings.template:
         raise UserError(
             f"{key}.template: {settings.template!r} has no placeholder for the problem; add {{prompt}}"
         )
-    problems: list[Problem] = []
-    left_out: Counter[str] = Counter()
-    first_bad: UserError | None = None
-    seen: set[str] = set()
+    return keep_problems(settings, key, rows, lambda left_out: _iterate(settings, key, rows, left_out))
+
+
+def _iterate(settings: DataSettings, key: str, rows: bool, left_out: LeftOut) -> Iterator[Problem]:
+    """Yield the problems, and count the rows that are left out."""
+    seen: set[bytes] = set()
     offset = 0
     for number, source in enumerate(settings.sources):
         at = f"{key}.mixture[{number}]" if settings.mixture else key
         preset = find_preset(source.preset, at) if source.preset is not None else None
-        before, total = len(problems), 0
-        for count, found in _read_source(source, preset, number, offset, at, rows):
+        used, total = False, 0
+        order = None if settings.order_by is None else (settings.order_by, f"{key}.order_by")
+        for count, found in _read_source(source, preset, number, offset, at, rows, order):
             total = count
             if isinstance(found, UserError):
                 if settings.malformed == "stop":
                     raise found
-                first_bad = first_bad or found
-                left_out["malformed"] += 1
-            elif found is None:
-                left_out["filtered"] += 1
-            elif settings.deduplicate or (preset is not None and preset.repeated):
+                left_out.first_bad = left_out.first_bad or found
+                left_out.counts["malformed"] += 1
+                continue
+            if found is None:
+                left_out.counts["filtered"] += 1
+                continue
+            if settings.deduplicate or (preset is not None and preset.repeated):
                 text = " ".join(found.text.split())
-                if text in seen:
-                    left_out["duplicate"] += 1
-                else:
-                    seen.add(text)
-                    problems.append(found)
-            else:
-                problems.append(found)
-        if len(problems) == before:
-            raise _no_problems(source, preset, total, first_bad, key, at)
+                digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+                if digest in seen:
+                    left_out.counts["duplicate"] += 1
+                    continue
+                seen.add(digest)
+            used = True
+            yield found
+        if not used:
+            raise _no_problems(source, preset, total, left_out.first_bad, key, at)
         offset += total
-    return problems, dict(left_out), first_bad
 
 
 def first_problems(settings: DataSettings, key: str) -> Iterator[Problem]:
@@ -116,7 +93,7 @@ def first_problems(settings: DataSettings, key: str) -> Iterator[Problem]:
     for number, source in enumerate(settings.sources):
         at = f"{key}.mixture[{number}]" if settings.mixture else key
         preset = find_preset(source.preset, at) if source.preset is not None else None
-        for _, found in _read_source(source, preset, number, 0, at, rows=True):
+        for _, found in _read_source(source, preset, number, 0, at, True):
             if isinstance(found, Problem):
                 yield found
                 break
@@ -137,9 +114,18 @@ def _no_problems(
 
 
 def _read_source(
-    source: SourceSettings, preset: Preset | None, number: int, offset: int, key: str, rows: bool
+    source: SourceSettings,
+    preset: Preset | None,
+    number: int,
+    offset: int,
+    key: str,
+    rows: bool,
+    order: tuple[str, str] | None = None,
 ) -> Iterator[tuple[int, Problem | UserError | None]]:
-    """Yield, for each row, the number of rows so far and: its problem, its error, or None if filtered out."""
+    """Yield, for each row, the number of rows so far and: its problem, its error, or None if filtered out.
+
+    order: the column ``order_by``, and the key of that setting.
+    """
     fields: Fields | None = None
     for index, where, row in read_rows(source, preset, key):
         if isinstance(row, UserError):
@@ -151,7 +137,8 @@ def _read_source(
                 prompt, answer = fields.read(row, where)
                 chinese = fields.english and _CHINESE.search(str(prompt))
                 kept = row if rows else None
-                problem = Problem(offset + index, prompt, answer, number, where, kept)
+                rank = 0.0 if order is None or chinese else _rank(row, *order, where)
+                problem = Problem(offset + index, prompt, answer, number, where, kept, rank)
                 yield index + 1, None if chinese else problem
             else:
                 yield index + 1, None
@@ -262,6 +249,20 @@ def _answer(value: Any, key: str, where: str) -> str:
         return str(value)
     except ValueError:  # an integer with more digits than Python converts
         raise UserError(f"{where}: {key!r} is a number too long to print; put it in quotes") from None
+
+
+def _rank(row: dict[str, Any], column: str, setting: str, where: str) -> float:
+    value = _field(row, column, setting, where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        told = str(value) if isinstance(value, float) else f"a {type_name(value)}"
+        raise UserError(
+            f"{where}: {column!r} is {told}, and the prompts are to be ordered by it ({setting}); give every "
+            "row a number there"
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        raise UserError(f"{where}: {column!r} is a number too large to order by ({setting})") from None
 
 
 def _find(row: dict[str, Any], key: str) -> Any:

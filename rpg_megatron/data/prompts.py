@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,16 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.data.chat_template import render_chats
-from rpg_megatron.data.problems import Message, Problem, read_problems
+from rpg_megatron.data.problems import read_problems
+from rpg_megatron.data.stored_problems import Message, Problem
 from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.data.vocabulary import check_ids
 from rpg_megatron.system.foreign_input import ForeignInputError
 
 logger = logging.getLogger(__name__)
+
+_AT_ONCE = 1000
+"""Texts tokenized at a time: the tokenizer's own results are far larger than the tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,24 +144,27 @@ def load_prompts(
     Prompts that are too long are left out or truncated (``data.too_long``); a warning gives their number.
     Raises UserError as ``read_problems`` and ``fit_prompts`` do.
     """
-    prompts, too_long = fit_prompts(
-        read_problems(settings, key, rows=rows), settings, tokenizer, key, vocab=vocab
-    )
-    if too_long:
-        cut = settings.too_long == "cut"
-        logger.warning(
-            "prompts: %s %d of %d prompts, which are longer than %d tokens (%s.max_prompt_tokens)",
-            "cut" if cut else "left out",
-            too_long,
-            len(prompts) + (0 if cut else too_long),
-            settings.max_prompt_tokens,
-            key,
-        )
+    problems = read_problems(settings, key, rows=rows)
+    prompts, too_long = fit_prompts(problems, settings, tokenizer, key, vocab=vocab)
+    warn_too_long(too_long, len(problems), settings, key)
     return prompts
 
 
+def warn_too_long(too_long: int, total: int, settings: DataSettings, key: str) -> None:
+    """Log how many of all prompts are too long, if any."""
+    if too_long:
+        logger.warning(
+            "prompts: %s %d of %d prompts, which are longer than %d tokens (%s.max_prompt_tokens)",
+            "cut" if settings.too_long == "cut" else "left out",
+            too_long,
+            total,
+            settings.max_prompt_tokens,
+            key,
+        )
+
+
 def fit_prompts(
-    problems: list[Problem],
+    problems: Sequence[Problem],
     settings: DataSettings,
     tokenizer: Any,
     key: str = "data",
@@ -171,16 +178,10 @@ def fit_prompts(
     Raises UserError if ``chat`` is on and the tokenizer has no chat template or the template fails on a
     problem, if a problem has no tokens or one that the model does not have, and if no prompt is short enough.
     """
-    if settings.chat and not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"{key}.chat: the model's tokenizer has no chat template; set {key}.chat to false")
-    chats = [_chat(problem, settings, key) for problem in problems]
-    texts = _render(problems, chats, settings, tokenizer, key)
-    # A chat template adds the special tokens itself.
-    encoded = tokenizer(texts, add_special_tokens=not settings.chat)["input_ids"]
+    chats, texts = render_prompts(problems, settings, tokenizer, key)
+    encoded = tokenize(problems, texts, settings, tokenizer)
     prompts, too_long, limit = [], 0, settings.max_prompt_tokens
     for problem, chat, text, ids in zip(problems, chats, texts, encoded, strict=True):
-        if not ids:
-            raise UserError(f"{problem.where}: {text!r} has no tokens; fix or remove the row")
         if len(ids) > limit:
             too_long += 1
             if settings.too_long == "drop":
@@ -195,11 +196,45 @@ def fit_prompts(
         check_ids(tokens, vocab, problem.where, tokenizer)
         prompts.append(Prompt(problem.id, text, problem.answer, tokens, problem.source, context))
     if not prompts:
-        raise UserError(
-            f"{problems[0].where}: all {too_long} prompts are longer than {limit} tokens; "
-            f"raise {key}.max_prompt_tokens"
-        )
+        raise all_too_long(problems, settings, key)
     return prompts, too_long
+
+
+def all_too_long(problems: Sequence[Problem], settings: DataSettings, key: str) -> UserError:
+    """The error if no prompt is short enough."""
+    return UserError(
+        f"{problems[0].where}: all {len(problems)} prompts are longer than {settings.max_prompt_tokens} "
+        f"tokens; raise {key}.max_prompt_tokens"
+    )
+
+
+def tokenize(
+    problems: Sequence[Problem], texts: Sequence[str], settings: DataSettings, tokenizer: Any
+) -> Iterator[list[int]]:
+    """The token ids of each text. Raises UserError for a text without tokens."""
+    for some in batched(zip(problems, texts, strict=True), _AT_ONCE):
+        # A chat template adds the special tokens itself.
+        encoded = tokenizer([text for _, text in some], add_special_tokens=not settings.chat)["input_ids"]
+        for (problem, text), ids in zip(some, encoded, strict=True):
+            if not ids:
+                raise UserError(f"{problem.where}: {text!r} has no tokens; fix or remove the row")
+            yield ids
+
+
+def render_prompts(
+    problems: Sequence[Problem], settings: DataSettings, tokenizer: Any, key: str
+) -> tuple[list[list[Message]], list[str]]:
+    """The messages and the text of each problem's prompt. Raises UserError as ``fit_prompts`` does."""
+    if settings.chat and not getattr(tokenizer, "chat_template", None):
+        raise UserError(f"{key}.chat: the model's tokenizer has no chat template; set {key}.chat to false")
+    chats = [_chat(problem, settings, key) for problem in problems]
+    return chats, _render(problems, chats, settings, tokenizer, key)
+
+
+def chat_template(tokenizer: Any) -> str:
+    """The source of the tokenizer's default chat template."""
+    template = tokenizer.chat_template
+    return str(template.get("default", "") if isinstance(template, dict) else template)  # several with names
 
 
 def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
@@ -219,14 +254,12 @@ def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
 
 
 def _render(
-    problems: list[Problem], chats: list[list[Message]], settings: DataSettings, tokenizer: Any, key: str
+    problems: Sequence[Problem], chats: list[list[Message]], settings: DataSettings, tokenizer: Any, key: str
 ) -> list[str]:
     """The text of each chat."""
     if not settings.chat:
         return [chat[0].content for chat in chats]
-    template = tokenizer.chat_template
-    if isinstance(template, dict):  # several with names
-        template = template.get("default", "")
+    template = chat_template(tokenizer)
     variables = {**getattr(tokenizer, "special_tokens_map", {}), "add_generation_prompt": True}
     variables |= {"tools": None, "documents": None}  # as transformers does
     if settings.thinking is not None:
@@ -249,115 +282,3 @@ def _render(
             "false"
         ) from None
     return texts
-
-
-# -- order ---------------------------------------------------------------------------------------------------
-
-
-class PromptStream:
-    """Endless stream of prompts over shuffled epochs; its position can be saved and restored.
-
-    Each source is reshuffled in each of its epochs. With several sources, the next prompt comes from the
-    source that is furthest behind its weight, so the proportions hold at any time and the state is one count
-    per source. The order depends only on the seed and the data. A batch that spans the end of an epoch, or is
-    larger than the data, may contain a prompt twice.
-    """
-
-    def __init__(self, prompts: list[Prompt], seed: int, weights: Sequence[float] = (1.0,)):
-        """weights: of each source, relative to each other. Raises UserError if one has no prompt."""
-        if not prompts:
-            raise ValueError("a stream needs at least one prompt")
-        self._sources: list[list[Prompt]] = [[] for _ in weights]
-        for prompt in prompts:
-            self._sources[prompt.source].append(prompt)
-        for number, source in enumerate(self._sources):
-            if not source:
-                raise UserError(
-                    f"data.mixture[{number}]: no prompt of this source is left; remove it, or raise "
-                    "data.max_prompt_tokens"
-                )
-        self._weights = [weight / sum(weights) for weight in weights]
-        self._seed = seed
-        self._fingerprint, self._rows = _fingerprint(prompts), _rows_fingerprint(prompts)
-        self._orders: list[tuple[int, Tokens]] = [(-1, np.zeros(0, np.int32)) for _ in weights]
-        self._taken = [0 for _ in weights]
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts."""
-        return [next(self) for _ in range(n)]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
-
-    def __next__(self) -> Prompt:
-        total = sum(self._taken) + 1
-        lags = [w * total - taken for w, taken in zip(self._weights, self._taken, strict=True)]
-        number = max(range(len(lags)), key=lags.__getitem__)
-        source = self._sources[number]
-        epoch, position = divmod(self._taken[number], len(source))
-        self._taken[number] += 1
-        return source[int(self._order(number, epoch)[position])]
-
-    def state(self) -> dict[str, Any]:
-        """Position in the data, JSON-serialisable."""
-        return {
-            "seed": self._seed,
-            "taken": list(self._taken),
-            "weights": list(self._weights),
-            "prompts": self._fingerprint,
-            "rows": self._rows,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the position that ``state()`` returned.
-
-        Raises UserError if the data set, its weights or the seed has changed, because the position then has
-        no meaning; or if columns have changed that reward functions of the user can read.
-        """
-        if state["prompts"] != self._fingerprint or state["weights"] != self._weights:
-            raise UserError(
-                "the training prompts have changed since the checkpoint was written (the files of data.path "
-                "or data.mixture, the rows of data.source, their settings or the tokenizer); restore the old "
-                "ones, or start a new run from the exported model"
-            )
-        if state.get("rows", self._rows) != self._rows:  # earlier versions did not keep it
-            raise UserError(
-                "columns of the training data have changed since the checkpoint was written (those besides "
-                "prompt and answer, which your reward functions can read as `row`); restore the old ones, or "
-                "start a new run from the exported model"
-            )
-        if state["seed"] != self._seed:
-            raise UserError(
-                f"the checkpoint was written with seed {state['seed']}, not {self._seed}; set seed to "
-                f"{state['seed']}"
-            )
-        if len(state["taken"]) != len(self._taken) or min(state["taken"]) < 0:
-            raise ValueError(f"not a position in the data: {state}")
-        self._taken = list(state["taken"])
-
-    def _order(self, number: int, epoch: int) -> Tokens:
-        """Permutation of a source in an epoch, int32 [prompts]."""
-        if self._orders[number][0] != epoch:
-            entropy = [self._seed, epoch] if number == 0 else [self._seed, epoch, number]
-            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
-            self._orders[number] = epoch, rng.permutation(len(self._sources[number])).astype(np.int32)
-        return self._orders[number][1]
-
-
-def _fingerprint(prompts: list[Prompt]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(f"{prompt.source} {prompt.id} {len(prompt.tokens)} ".encode())
-        digest.update(prompt.tokens.tobytes())
-        digest.update(prompt.answer.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _rows_fingerprint(prompts: list[Prompt]) -> str:
-    """Fingerprint of the prompts' ``context``; empty if no rows were kept."""
-    if not any(prompt.context for prompt in prompts):
-        return ""
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(prompt.context.encode() + b"\0")
-    return digest.hexdigest()

@@ -28,7 +28,8 @@ from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
-from rpg_megatron.data.problems import Problem, read_problems_with_counts
+from rpg_megatron.data.problems import read_problems_with_counts
+from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.vocabulary import check_stops, warn_of_unused
 from rpg_megatron.engine.arguments import check_engine_arguments
@@ -55,7 +56,8 @@ def check_data(settings: Settings) -> list[str]:
                 f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
-        problems, *_ = read_problems_with_counts(data, where)
+        # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
+        problems, *_ = read_problems_with_counts(data, where, rows=settings.reward.has_custom)
         stops = settings.rollout.stop_token_ids
         warnings += check_prompts(problems, data, settings.model.path, where, stops)
         wanted = settings.rollout.prompts_per_step
@@ -86,7 +88,7 @@ def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
 
 
 def check_prompts(
-    problems: list[Problem], data: DataSettings, model: Path, where: str, stops: Sequence[int]
+    problems: Sequence[Problem], data: DataSettings, model: Path, where: str, stops: Sequence[int]
 ) -> list[str]:
     """Check that not all prompts are too long, and that the model has their tokens and one that ends a
     response; returns a warning if many are too long, or if the tokenizer declares tokens beyond the model's.

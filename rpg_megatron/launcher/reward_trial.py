@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.reward import RewardSettings
-from rpg_megatron.data.problems import Problem, first_problems
+from rpg_megatron.data.problems import first_problems
+from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.rewards.failures import RewardFailure, first_of_each
 

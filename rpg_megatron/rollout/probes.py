@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from contextlib import suppress
 
 from rpg_megatron.config import Settings
 from rpg_megatron.data.batch_index import BatchIndex
-from rpg_megatron.data.prompts import Prompt
+from rpg_megatron.data.prompt_stream import Prompts
 from rpg_megatron.engine.client import EngineError
 from rpg_megatron.rollout.batch_metrics import index_of_groups
 from rpg_megatron.rollout.dispatcher import Dispatcher
@@ -32,7 +31,7 @@ _FIRST_TICKET = -(1 << 61)
 class Probes:
     """The probes of the current weights. For the dispatcher's event loop."""
 
-    def __init__(self, settings: Settings, dispatcher: Dispatcher, prompts: Sequence[Prompt]):
+    def __init__(self, settings: Settings, dispatcher: Dispatcher, prompts: Prompts):
         """prompts: of the training data; each weight update takes the next few."""
         self._settings, self._dispatcher, self._prompts = settings, dispatcher, prompts
         self._tickets = itertools.count(_FIRST_TICKET)
@@ -87,7 +86,7 @@ class Probes:
         tasks = []
         for i in range(guards.probe_prompts):
             index = version * guards.probe_prompts + i
-            prompt = self._prompts[index % len(self._prompts)]
+            (prompt,) = self._prompts.fetch([index % len(self._prompts)])
             seed = seed_of(self._settings.seed, "probe", version, index, prompt.id)
             max_tokens = min(guards.probe_tokens, rollout.max_response_tokens)
             tasks.append(

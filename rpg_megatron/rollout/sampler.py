@@ -29,6 +29,7 @@ from rpg_megatron.data.prompts import (
     save_decoder,
     without_torch,
 )
+from rpg_megatron.data.stored_prompts import open_prompts
 from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
@@ -79,7 +80,7 @@ class Sampler:
         """The rollout or evaluation in progress."""
         vocab = read_model_shape(settings.model.path).vocab_size
         load = partial(load_prompts, rows=settings.reward.has_custom, vocab=vocab)
-        prompts = load(settings.data, tokenizer)
+        prompts = open_prompts(settings.data, tokenizer, rows=settings.reward.has_custom, vocab=vocab)
         self._stream = TaskStream(settings, prompts)
         ahead = settings.rollout.ahead > 0
         self.dispatcher = Dispatcher(
@@ -183,10 +184,12 @@ class Sampler:
 
         Groups that are sampled ahead come after the position, so a resumed run samples them again.
         """
-        return self._position | self._carried.state()
+        await self._stream.ready()
+        return self._stream.sign(self._position) | self._carried.state()
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state()`` returned. Raises UserError if the file of a surplus group is missing."""
+        await self._stream.ready()
         self._stream.restore(state)
         used, self._used = self._used, []
         await self.dispatcher.forget(used)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 
 from rpg_megatron.config import Settings
-from rpg_megatron.data.prompts import Prompt, PromptStream
+from rpg_megatron.data.prompt_stream import Prompts, PromptStream
+from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.rollout.seeds import seed_of
@@ -16,11 +18,11 @@ from rpg_megatron.rollout.seeds import seed_of
 class TaskStream:
     """Stream of group tasks, in the order of the prompts."""
 
-    def __init__(self, settings: Settings, prompts: list[Prompt]):
+    def __init__(self, settings: Settings, prompts: Prompts):
         """prompts: of the training data."""
         self._settings, self._context = settings, context_length(settings)
-        self._prompts = {prompt.id: prompt for prompt in prompts}
-        self._stream = PromptStream(prompts, settings.seed, settings.data.weights)
+        data = settings.data
+        self._stream = PromptStream(prompts, settings.seed, data.weights, shuffle=data.shuffle)
         self._next_ticket = 0
 
     def take(self, count: int, start: int, step: int, version: int) -> list[GroupTask]:
@@ -40,7 +42,9 @@ class TaskStream:
 
     def carried(self, prompt_id: int, ticket: int) -> GroupTask:
         """The task of a group that was already sampled."""
-        return self._task(self._prompts[prompt_id], ticket, 0, 0, 0)
+        prompts = self._stream.prompts
+        (prompt,) = prompts.fetch([prompts.find(prompt_id)])
+        return self._task(prompt, ticket, 0, 0, 0)
 
     def new_ticket(self) -> int:
         """The next ticket."""
@@ -48,11 +52,19 @@ class TaskStream:
         return self._next_ticket - 1
 
     def position(self) -> dict[str, Any]:
-        """State for a checkpoint, JSON-serialisable."""
-        return {"stream": self._stream.state(), "next_ticket": self._next_ticket}
+        """Position in the data, JSON-serialisable; ``sign`` makes it a state for a checkpoint."""
+        return {"stream": self._stream.position(), "next_ticket": self._next_ticket}
+
+    async def ready(self) -> None:
+        """Wait for ``Prompts.fingerprints``."""
+        await asyncio.shield(asyncio.wrap_future(self._stream.prompts.fingerprints))
+
+    def sign(self, position: dict[str, Any]) -> dict[str, Any]:
+        """A position as a state for a checkpoint. Call ``ready`` before."""
+        return position | {"stream": self._stream.sign(position["stream"])}
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Restore a position. Raises UserError if the data has changed."""
+        """Restore a state. Call ``ready`` before. Raises UserError if the data has changed."""
         self._stream.restore(position["stream"])
         self._next_ticket = position.get("next_ticket", 0)
 

@@ -16,7 +16,8 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.problems import read_problems, read_problems_with_counts
-from rpg_megatron.data.prompts import PromptStream, fit_prompts
+from rpg_megatron.data.prompt_stream import PromptStream
+from rpg_megatron.data.prompts import fit_prompts
 from tests.support.stand_in_engines import ByteTokenizer
 
 MODULE = """

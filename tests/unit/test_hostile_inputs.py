@@ -30,8 +30,9 @@ from rpg_megatron.config import UserError, load_settings, merging, read_model_sh
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.data import chat_template, rows
-from rpg_megatron.data.problems import Problem, read_problems
+from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import fit_prompts, load_tokenizer
+from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.launcher.nodes import find_nodes
 from rpg_megatron.launcher.preflight import check_model
 from rpg_megatron.models.registry import mapping_for

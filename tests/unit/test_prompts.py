@@ -16,7 +16,8 @@ import pytest
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.problems import read_problems
-from rpg_megatron.data.prompts import Prompt, PromptStream, fit_prompts, load_prompts
+from rpg_megatron.data.prompt_stream import PromptStream
+from rpg_megatron.data.prompts import Prompt, fit_prompts, load_prompts
 from rpg_megatron.launcher import preflight
 from rpg_megatron.launcher.preflight import check_data
 

@@ -180,6 +180,13 @@ unit/test_hostile_inputs.py::test_a_flipped_bit_of_an_arrow_file_ends_no_process
   Arrow and Parquet files are read
 unit/test_hostile_inputs.py::test_a_small_file_that_stands_for_gigabytes_is_refused
   a compressed file may hold 100 times
+unit/test_stored_prompts.py::test_what_others_could_have_written_is_not_used
+  its folder must belong to you, with mode 0700
+unit/test_stored_prompts.py::test_a_file_of_another_user_or_a_link_in_the_folder_is_not_used
+  links are not followed; a checksum
+unit/test_stored_prompts.py::test_a_damaged_file_is_made_again
+  a checksum finds damage, and
+  what is not accepted is made again
 unit/test_terminal.py::test_no_command_prints_what_others_wrote_as_it_is
   Control characters in names
 unit/test_foreign_input.py::test_values_of_another_type_are_refused

@@ -23,7 +23,8 @@ from rpg_megatron.commands.audit.trace_megatron import trace_policy
 from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.files import atomic_write_text, read_json, remove
-from rpg_megatron.data.prompts import PromptStream, load_prompts, load_tokenizer
+from rpg_megatron.data.prompt_stream import PromptStream
+from rpg_megatron.data.prompts import load_prompts, load_tokenizer
 from rpg_megatron.data.rollout_files import read_rollouts, step_of
 from rpg_megatron.data.trajectory import Tokens, Trajectory
 from rpg_megatron.engine.client import EngineClient, Sample

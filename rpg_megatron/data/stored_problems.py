@@ -1,0 +1,172 @@
+"""Problems, and where they are kept: a few in memory, many in a file, which later runs use too."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rpg_megatron.config.data import DataSettings, SourceSettings
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.data.cache_files import (
+    CacheWriter,
+    cache_folders,
+    content_digest,
+    digest_of,
+    file_marks,
+    find_cached,
+    new_cached,
+)
+from rpg_megatron.data.row_store import RowStore, StoredRow, write_rows
+
+logger = logging.getLogger(__name__)
+
+IN_MEMORY = 10_000
+"""Data sets of at most this many problems are kept in memory, and nothing is written."""
+_FORM = 1
+"""To be raised when problems are read differently, so that files of earlier versions are not used."""
+
+
+class Message(NamedTuple):
+    """One message of a chat."""
+
+    role: str
+    content: str
+
+
+class Problem(NamedTuple):
+    """One row of a data set, not yet tokenized."""
+
+    id: int
+    """Index of its row; in a mixture, plus the number of rows of all earlier sources."""
+    prompt: str | tuple[Message, ...]
+    """The problem as in the data, before the template is applied: text or a chat."""
+    answer: str
+    """The reference answer."""
+    source: int
+    """Index of its source in the mixture."""
+    where: str
+    """File and row, for messages."""
+    row: dict[str, Any] | None = None
+    """All columns, if ``rows`` was set."""
+    rank: float = 0.0
+    """The value of the column ``data.order_by``."""
+
+    @property
+    def text(self) -> str:
+        """The problem as one text."""
+        return self.prompt if isinstance(self.prompt, str) else "\n".join(m.content for m in self.prompt)
+
+
+class LeftOut:
+    """Rows that were left out."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """By reason."""
+        self.first_bad: UserError | None = None
+        """The error of the first malformed row."""
+
+
+Found = tuple[Sequence[Problem], dict[str, int], UserError | None]
+"""The problems, the number of rows left out by reason, and the error of the first malformed row."""
+
+
+def keep_problems(
+    settings: DataSettings, key: str, rows: bool, read: Callable[[LeftOut], Iterator[Problem]]
+) -> Found:
+    """The problems that ``read`` yields, or that an earlier call has kept: a list or a ``RowStore``.
+
+    settings, key, rows: see ``read_problems``. read: is called again if a file cannot be written.
+    """
+    paths = [source.path for source in settings.sources if source.path is not None]
+    whole = len(paths) == len(settings.sources) and not _is_short(settings)
+    folders = cache_folders(paths[0]) if whole else []
+    name, digest = _cache_name(settings, paths, rows), cache(lambda: content_digest(paths))
+    if found := find_cached(folders, name, digest):
+        file, description, place = found
+        with suppress(ValueError, KeyError, TypeError):
+            return _of_store(RowStore(file, description, _decode, place))
+    for folder in [*folders, None]:
+        left_out = LeftOut()
+        each = read(left_out)
+        marks = _marks(paths) if whole else None
+        problems = list(islice(each, IN_MEMORY + 1))
+        if len(problems) <= IN_MEMORY:
+            if settings.order_by is not None:
+                problems.sort(key=lambda problem: problem.rank)
+            return problems, dict(left_out.counts), left_out.first_bad
+        all_rows = (_encode(problem) for problem in chain(problems, each))
+        del problems
+        try:
+            if folder is None:
+                file = tempfile.TemporaryFile()  # noqa: SIM115  the store keeps it
+                description = _write(CacheWriter(file), all_rows, left_out, "")
+                return _of_store(RowStore(file, description, _decode, None))
+            with new_cached(folder, name) as writer:
+                _write(writer, all_rows, left_out, digest())
+                if marks is None or _marks(paths) != marks:
+                    raise OSError("the data have changed while they were read")
+        except OSError as e:
+            if folder is None:
+                raise UserError(
+                    f"{key}: the problems cannot be kept in {tempfile.gettempdir()} ({e.strerror or e}); "
+                    "free disk space, or set TMPDIR to another folder"
+                ) from None
+            logger.info("%s: not used (%s)", folder, e)
+            continue
+        if found := find_cached([folder], name, digest):
+            file, description, place = found
+            return _of_store(RowStore(file, description, _decode, place))
+    raise AssertionError("not reached")
+
+
+def _is_short(settings: DataSettings) -> bool:
+    """Whether the data are read only in part, and are not large."""
+    limits = [source.limit for source in settings.sources]
+    return sum(limit or IN_MEMORY + 1 for limit in limits) <= IN_MEMORY
+
+
+def _cache_name(settings: DataSettings, paths: Sequence[Path], rows: bool) -> str:
+    """Name of the file of problems; it depends on all settings by which they are read."""
+    sources = [source.model_dump(include=set(SourceSettings.model_fields)) for source in settings.sources]
+    how = (settings.deduplicate, settings.malformed, settings.order_by, rows)
+    return f"{digest_of(_FORM, sources, [str(path.absolute()) for path in paths], how)}.problems"
+
+
+def _marks(paths: Sequence[Path]) -> list[tuple[int, ...]] | None:
+    try:
+        return file_marks(paths)
+    except OSError:  # the reader reports the problem
+        return None
+
+
+def _write(writer: CacheWriter, rows: Iterator[StoredRow], left_out: LeftOut, content: str) -> dict[str, Any]:
+    description = write_rows(writer, rows)
+    first_bad = str(left_out.first_bad) if left_out.first_bad else None
+    description |= {"content": content, "left_out": left_out.counts, "first_bad": first_bad}
+    writer.finish(description)
+    return description
+
+
+def _of_store(store: RowStore[Problem]) -> Found:
+    left_out, bad = store.description["left_out"], store.description["first_bad"]
+    return store, dict(left_out), UserError(bad) if bad else None
+
+
+def _encode(problem: Problem) -> StoredRow:
+    value = [problem.id, problem.prompt, problem.answer, problem.source, problem.where, problem.row]
+    return StoredRow(value, problem.id, problem.source, problem.rank)
+
+
+def _decode(value: Any) -> Problem:
+    number, prompt, answer, source, where, row = value
+    if not isinstance(prompt, str):
+        prompt = tuple(Message(*message) for message in prompt)
+    return Problem(number, prompt, answer, source, where, row)

@@ -1,0 +1,193 @@
+"""The prompts of a large data set: their texts are in a file, and they are tokenized when they are taken.
+
+Only which prompts are too long must be known at the start. Where the tokenizer allows it
+(``token_bound.py``), texts of few bytes are known to be short enough; only the others are tokenized then. A
+pass over all prompts in the background gives the fingerprints, and keeps both for later runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rpg_megatron.config.data import DataSettings
+from rpg_megatron.data.cache_files import digest_of, find_cached, new_cached
+from rpg_megatron.data.problems import read_problems
+from rpg_megatron.data.prompt_stream import FingerprintSum, Numbers, PromptList, Prompts
+from rpg_megatron.data.prompts import (
+    Prompt,
+    all_too_long,
+    chat_template,
+    fit_prompts,
+    render_prompts,
+    tokenize,
+    warn_too_long,
+)
+from rpg_megatron.data.row_store import RowStore
+from rpg_megatron.data.stored_problems import Problem
+from rpg_megatron.data.token_bound import token_bound
+
+logger = logging.getLogger(__name__)
+
+_FORM = 1
+"""To be raised when prompts are tokenized differently."""
+_BLOCK = 10_000
+"""Prompts in memory at a time: a chat template needs a process for each block."""
+_PASS_BLOCK = 1000
+"""Prompts between two looks of the pass at whether the process ends."""
+
+
+def open_prompts(
+    settings: DataSettings,
+    tokenizer: Any,
+    key: str = "data",
+    *,
+    rows: bool = False,
+    vocab: int | None = None,
+) -> Prompts:
+    """The prompts of a data set; parameters, warnings and errors are those of ``load_prompts``."""
+    problems = read_problems(settings, key, rows=rows)
+    if isinstance(problems, RowStore):
+        return StoredPrompts(problems, settings, tokenizer, key, vocab)
+    prompts, too_long = fit_prompts(problems, settings, tokenizer, key, vocab=vocab)
+    warn_too_long(too_long, len(problems), settings, key)
+    return PromptList(prompts)
+
+
+class StoredPrompts:
+    """``Prompts`` of a file of problems."""
+
+    def __init__(
+        self,
+        problems: RowStore[Problem],
+        settings: DataSettings,
+        tokenizer: Any,
+        key: str,
+        vocab: int | None = None,
+    ):
+        """key, vocab: see ``fit_prompts``. Raises UserError as it does for prompts tokenized at the start."""
+        self._problems, self._settings, self._tokenizer, self._key = problems, settings, tokenizer, key
+        self._vocab = vocab
+        self._name = _cache_name(problems, settings, tokenizer)
+        self.fingerprints: Future[tuple[str, str]] = Future()
+        """See ``Prompts``."""
+        too_long = self._read_cache()
+        if too_long is None:
+            too_long = np.fromiter(self._find_too_long(), np.int64)
+        if len(too_long) == len(problems) and settings.too_long == "drop":
+            raise all_too_long(problems, settings, key)
+        warn_too_long(len(too_long), len(problems), settings, key)
+        self._kept: Numbers = np.arange(len(problems))
+        """Indices of the problems whose prompts are used."""
+        if settings.too_long == "drop":
+            self._kept = np.delete(self._kept, too_long)
+        self._ids = np.asarray(problems.ids)[self._kept]
+        self._by_id = np.argsort(self._ids)
+        if not self.fingerprints.done():
+            threading.Thread(target=self._run_pass, args=[too_long], name="prompts").start()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def sources(self) -> Numbers:
+        """See ``Prompts``."""
+        return np.asarray(self._problems.sources)[self._kept]
+
+    def fetch(self, indices: Sequence[int]) -> list[Prompt]:
+        """See ``Prompts``."""
+        problems = [self._problems[int(self._kept[index])] for index in indices]
+        settings, key = self._settings, self._key
+        prompts, _ = fit_prompts(problems, settings, self._tokenizer, key, vocab=self._vocab)
+        if len(prompts) != len(problems):
+            raise RuntimeError("a prompt is longer than the bound of its tokens, or than it was at the start")
+        return prompts
+
+    def find(self, prompt_id: int) -> int:
+        """See ``Prompts``."""
+        place = np.searchsorted(self._ids, prompt_id, sorter=self._by_id)
+        if place == len(self._ids) or self._ids[self._by_id[place]] != prompt_id:
+            raise KeyError(prompt_id)
+        return int(self._by_id[place])
+
+    def _find_too_long(self) -> Iterator[int]:
+        """Indices of the problems whose prompts are too long."""
+        settings, limit = self._settings, self._settings.max_prompt_tokens
+        bound = token_bound(self._tokenizer, special=not settings.chat)
+        for start in range(0, len(self._problems), _BLOCK):
+            block = self._problems[start : start + _BLOCK]
+            _, texts = render_prompts(block, settings, self._tokenizer, self._key)
+            unsure = [i for i, text in enumerate(texts) if not text or bound is None or bound(text) > limit]
+            some = [block[i] for i in unsure], [texts[i] for i in unsure]
+            for i, ids in zip(unsure, tokenize(*some, settings, self._tokenizer), strict=True):
+                if len(ids) > limit:
+                    yield start + i
+
+    # -- fingerprints ----------------------------------------------------------------------------------------
+
+    def _run_pass(self, too_long: Numbers) -> None:
+        # The tokenizer may be used by several threads at once: nothing changes its state.
+        digest = FingerprintSum()
+        try:
+            for start in range(0, len(self._kept), _PASS_BLOCK):
+                if not threading.main_thread().is_alive():  # the process ends, and waits for this thread
+                    return
+                digest.update(self.fetch(range(start, min(start + _PASS_BLOCK, len(self._kept)))))
+        except BaseException as e:
+            self.fingerprints.set_exception(e)
+            return
+        found = digest.result()
+        self._write_cache(too_long, found)
+        self.fingerprints.set_result(found)
+
+    def _read_cache(self) -> Numbers | None:
+        """The indices of prompts that are too long, if an earlier run has kept them and the fingerprints."""
+        place = self._problems.place
+        if place is None or not self._name:
+            return None
+        found = find_cached([place.folder], self._name, lambda: place.content)
+        if found is None:
+            return None
+        with found[0] as file, suppress(ValueError, KeyError, TypeError):
+            file.seek(0)
+            too_long = np.frombuffer(file.read(8 * found[1]["too_long"]), np.int64)
+            prompts, rows = found[1]["fingerprints"]
+            self.fingerprints.set_result((prompts, rows))
+            return too_long
+        return None
+
+    def _write_cache(self, too_long: Numbers, fingerprints: tuple[str, str]) -> None:
+        place = self._problems.place
+        if place is None or not self._name:
+            return
+        try:
+            with new_cached(place.folder, self._name) as writer:
+                writer.write(too_long.tobytes())
+                described = {"content": place.content, "too_long": len(too_long)}
+                writer.finish(described | {"fingerprints": fingerprints})
+        except OSError as e:
+            logger.info("%s: not used (%s)", place.folder, e)
+
+
+def _cache_name(problems: RowStore[Problem], settings: DataSettings, tokenizer: Any) -> str:
+    """Name of the file of lengths; empty if there is none: if the tokenizer or the date may change."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or problems.place is None:
+        return ""
+    template = chat_template(tokenizer) if settings.chat and tokenizer.chat_template else ""
+    if "strftime_now" in template:
+        return ""
+    import tokenizers
+    import transformers
+
+    how = (settings.template, settings.chat, settings.system, settings.thinking)
+    limits = (settings.max_prompt_tokens, settings.too_long)
+    versions = (_FORM, transformers.__version__, tokenizers.__version__, type(tokenizer).__name__)
+    special = getattr(tokenizer, "special_tokens_map", {})
+    digest = digest_of(problems.place.name, backend.to_str(), template, special, how, limits, versions)
+    return f"{digest}.lengths"
