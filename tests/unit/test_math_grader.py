@@ -150,10 +150,10 @@ def test_a_number_is_the_same_however_it_is_spelt(a: int, b: int) -> None:
 )
 def test_hostile_repetition_is_quick(piece: str) -> None:
     text = piece * 20_000
-    start = time.monotonic()
+    start = time.process_time()
     for style in ("answer_line", "boxed", "gsm8k", "auto"):
         grade_by_rules(find_answer("Answer: " + text, style), text[:2000])
-    assert time.monotonic() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize(
