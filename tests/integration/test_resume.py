@@ -90,7 +90,7 @@ def test_a_run_that_meets_with_everything(
     assert any(f"resuming {run.folder} from step {step};" in run.told() for step in range(5, 10)), run.told()
     run.assert_like(request.getfixturevalue("straight"), lost_sync=step)
     rows = run.rows()
-    # The second is lost in the sync that ends the step: its restart may be over before the step's row is made.
+    # The second is lost in the sync that ends the step, and may be up again before the step has its row.
     assert [row["engine/restarts"] for row in rows[step - 1 : step + 3]] in ([0, 1, 1, 0], [0, 2, 0, 0])
     assert rows[step]["engine/requests_resent"] > 0
     assert all(row["mismatch/logp_max"] < 1e-3 for row in rows[1:])
