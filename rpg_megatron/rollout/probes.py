@@ -3,7 +3,8 @@
 With ``rollout.ahead`` a batch may have no tokens sampled by the current weights, and none from some engines.
 With top-p, top-k or min-p, its log-probs are not those of the trained distribution. So the trainer compares
 its log-probs with those of these answers, for each engine. All engines get the same prompts and seeds, so
-their answers are similar unless one has other weights.
+their answers are similar unless one has other weights. One prompt is repeated from the weights before: an
+engine that kept its prefix cache over the update would answer it from the old weights.
 """
 
 from __future__ import annotations
@@ -82,11 +83,22 @@ class Probes:
             await self._dispatcher.forget([group.task.ticket for group in await probe])
         self._dropping = {task for task in self._dropping if not task.done()}
 
+    def _indices(self, version: int) -> list[int]:
+        """Places of a version's prompts in the order of all probes; the last is one of the version before.
+
+        Of these it is the longest: an engine caches only full blocks of tokens.
+        """
+        count = self._settings.guards.probe_prompts
+        own = list(range(version * count, (version + 1) * count))
+        if version == 0:
+            return own
+        before = range((version - 1) * count, version * count)
+        return [*own, max(before, key=lambda i: len(self._prompts[i % len(self._prompts)].tokens))]
+
     async def _probe(self, replica: Replica, version: int) -> list[Group]:
         guards, rollout = self._settings.guards, self._settings.rollout
         tasks = []
-        for i in range(guards.probe_prompts):
-            index = version * guards.probe_prompts + i
+        for index in self._indices(version):
             prompt = self._prompts[index % len(self._prompts)]
             seed = seed_of(self._settings.seed, "probe", version, index, prompt.id)
             max_tokens = min(guards.probe_tokens, rollout.max_response_tokens)
