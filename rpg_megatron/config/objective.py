@@ -127,7 +127,7 @@ class GuardSettings(Section):
     probe_prompts: int = Field(16, ge=1)
     """With rollout.ahead, top_p, top_k or min_p: number of prompts that every engine answers after each
     weight update, sampled from the full distribution, for the check above. Without these probes, a batch may
-    have no token that can be compared."""
+    have no token that can be compared. One more repeats a prompt of the weights before."""
     probe_tokens: int = Field(8, ge=1)
     """Maximum tokens of a response to a probe prompt."""
     engine_ratio: float | None = Field(8.0, gt=1)

@@ -217,6 +217,15 @@ class Settings(Section):
             )
         yield from self.guards.problems_of_correction(ahead, self.rollout.restricted, self.correction)
 
+    def notes(self) -> Iterator[str]:
+        """Advice on settings that work, but rarely pay."""
+        if self.rollout.ahead and self.training.router_replay == "rollout":
+            yield (
+                "training.router_replay with rollout.ahead trains most tokens through experts that the "
+                "current router would not choose, and may not reduce the mismatch; compare "
+                "routes/own_mismatch_mean with routes/replayed_mismatch_mean, or turn one of the two off"
+            )
+
     def _router_replay_problems(self) -> Iterator[str]:
         if self.training.router_replay == "off":
             if self.rollout.journal_routes:

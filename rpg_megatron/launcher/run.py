@@ -135,6 +135,8 @@ class RunLauncher:
         write_addresses(work, remote.prepare(self.folder) if remote else {})
         for line in self.notes or [f"run {display_path(self.folder)}"]:
             self._progress.status(line)
+        for line in settings.notes() if self._trains else ():
+            self._progress.status(f"note: {line}")
         if self._uses_engines:
             self._progress.status(
                 f"starting (takes about a minute): engines {settings.engine.replicas}, "

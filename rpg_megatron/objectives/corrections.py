@@ -33,6 +33,7 @@ def rollout_correction(
     high: float = 2.0,
     token_high: float | None = None,
     sequence_count: int | None = None,
+    checks: bool = True,
 ) -> Correction:
     """Importance factor exp(old - behaviour) of each token, or of its whole sequence, kept within bounds.
 
@@ -42,13 +43,15 @@ def rollout_correction(
     geometric mean, ``level`` is ignored, and a sequence outside [low, high] gets 0; the tokens of the others
     get 1, or their own ratio, at most ``token_high``. ``sequence_count``: as in ``sequence_lengths``.
     Metrics: ``correction_ratio`` (before bounds) and ``correction_hit`` (1 where a bound acted).
+    checks: False if the log-probs have been checked, for which the host waits on a GPU.
     Raises ValueError as ``rpg_loss`` does, or if the bounds are not 0 <= low < 1 < high.
     Sources: truncated importance sampling as in arXiv 1802.01561; IcePop as its authors describe it (token
     masking); the geometric mean as the ratio of a sequence: arXiv 2507.18071, as a mask: verl.
     """
     if not 0 <= low < 1 < high:
         raise ValueError(f"correction bounds need 0 <= low < 1 < high; got low {low}, high {high}")
-    require_alike(old_logp, behaviour_logp=behaviour_logp)
+    if checks:
+        require_alike(old_logp, behaviour_logp=behaviour_logp)
     with torch.no_grad():
         gap = old_logp - behaviour_logp
         own = clamp_log_ratio(gap)[0].exp()

@@ -3,7 +3,8 @@
 With ``rollout.ahead`` a batch may have no tokens sampled by the current weights, and none from some engines.
 With top-p, top-k or min-p, its log-probs are not those of the trained distribution. So the trainer compares
 its log-probs with those of these answers, for each engine. All engines get the same prompts and seeds, so
-their answers are similar unless one has other weights.
+their answers are similar unless one has other weights. One prompt is repeated from the weights before: an
+engine that kept its prefix cache over the update would answer it from the old weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import suppress
 from rpg_megatron.config import Settings
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.prompt_stream import Prompts
+from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.engine.client import EngineError
 from rpg_megatron.rollout.batch_metrics import index_of_groups
 from rpg_megatron.rollout.dispatcher import Dispatcher
@@ -81,12 +83,20 @@ class Probes:
             await self._dispatcher.forget([group.task.ticket for group in await probe])
         self._dropping = {task for task in self._dropping if not task.done()}
 
+    def _choose(self, version: int) -> list[tuple[int, Prompt]]:
+        """A version's prompts, with their places in the order of all probes. The last is one of the version
+        before: the longest, because an engine caches only full blocks of tokens.
+        """
+        count = self._settings.guards.probe_prompts
+        places = range(max(0, version - 1) * count, (version + 1) * count)
+        found = list(zip(places, self._prompts.fetch([i % len(self._prompts) for i in places]), strict=True))
+        before, own = found[:-count], found[-count:]
+        return [*own, *([max(before, key=lambda pair: len(pair[1].tokens))] if before else [])]
+
     async def _probe(self, replica: Replica, version: int) -> list[Group]:
         guards, rollout = self._settings.guards, self._settings.rollout
         tasks = []
-        for i in range(guards.probe_prompts):
-            index = version * guards.probe_prompts + i
-            (prompt,) = self._prompts.fetch([index % len(self._prompts)])
+        for index, prompt in self._choose(version):
             seed = seed_of(self._settings.seed, "probe", version, index, prompt.id)
             max_tokens = min(guards.probe_tokens, rollout.max_response_tokens)
             tasks.append(

@@ -31,7 +31,7 @@ def build_aggregator(settings: Settings) -> Aggregator:
     correction = settings.correction
     correct = None
     if correction is not None and correction.denominator == "kept":
-        correct = build_correction(correction)
+        correct = build_correction(correction, checks=False)  # the loss checks the log-probs
 
     def aggregator(per_token: Tensor, tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
         return aggregate(
@@ -81,8 +81,10 @@ def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
     return checked
 
 
-def build_correction(settings: CorrectionSettings) -> Callable[[ResponseTokens], Correction]:
-    """``rollout_correction`` as configured."""
+def build_correction(
+    settings: CorrectionSettings, *, checks: bool = True
+) -> Callable[[ResponseTokens], Correction]:
+    """``rollout_correction`` as configured. checks: as there."""
 
     def correct(tokens: ResponseTokens) -> Correction:
         return rollout_correction(
@@ -95,6 +97,7 @@ def build_correction(settings: CorrectionSettings) -> Callable[[ResponseTokens],
             high=settings.high,
             token_high=settings.token_high,
             sequence_count=tokens.sequence_count,
+            checks=checks,
         )
 
     return correct

@@ -42,7 +42,7 @@ SEQUENCES = {
     "objective": {"type": "gspo"},
     "advantage": {"type": "grpo"},
     "aggregation": {"type": "sequence_mean"},
-    "correction": {"type": "icepop", "level": "sequence"},
+    "correction": {"type": "icepop", "level": "sequence", "denominator": "kept"},
 }
 AUX_LOSS = {"training": {"minibatches": 1, "router_aux_loss": 0.01}}
 FIXED = {"anchor": {"type": "fixed"}, "objective": {"beta": 0.01}}

@@ -23,7 +23,8 @@ from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.prompts import decoder_of, load_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.client import EngineClient
+from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.engine.metrics import read_metrics
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.sampler import Sampler
@@ -51,7 +52,13 @@ def settings_in(folder: Path, model: Path, **changes: Any) -> Settings:
                 "training": {"minibatches": 1},
                 "correction": {"type": "truncate"},
                 "rollout": rollout | {"ahead": 2} | changes,
-                "engine": {"max_sequences": 32, "kv_cache_gib": 0.25, "cpu_threads": 1},
+                "engine": {
+                    "max_sequences": 32,
+                    "kv_cache_gib": 0.25,
+                    "cpu_threads": 1,
+                    # Only full blocks are cached; vLLM's default on CPUs is 128 tokens.
+                    "arguments": ["--block-size=16"],
+                },
             }
         )
     )
@@ -112,6 +119,77 @@ def test_tokens_are_those_of_the_version_that_they_name(
                     assert np.abs(t.behaviour - expected)[other].max() > 1e-2
 
 
+def test_a_sync_forgets_cached_prefixes(
+    engine: Engine, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompt before and after updates; without the reset, what is cached of old weights shows."""
+    weights, prompt = Weights(checkpoint), [1 + i % 200 for i in range(70)]
+
+    def sync(version: int) -> torch.nn.Module:
+        with published(engine.bridge, checkpoint, weights.params(version), version) as manifest:
+            engine.sync(version, manifest)
+        folder = weights.exported(version, tmp_path / f"version-{version}")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def error(model: torch.nn.Module) -> tuple[float, float]:
+        """Largest difference of an answer's log-probs to the model's; prompt tokens from the cache."""
+        before = cache_hits(engine)
+        tokens, logps = answer(engine, prompt)
+        own = reference_of(model, prompt, tokens)
+        return float(np.abs(logps - own).max()), cache_hits(engine) - before
+
+    first = sync(10)
+    assert error(first)[0] < 1e-4
+    off, hits = error(first)
+    assert off < 1e-4
+    assert hits == 64, "the full blocks of the prompt"
+    second = sync(11)
+    off, hits = error(second)
+    assert off < 1e-4
+    assert hits == 0
+    assert error(second) == (pytest.approx(0, abs=1e-4), 64)
+    assert error(first)[0] > 1e-2, "the versions differ"
+
+    post, left_out = Engine.post, {"pause"}
+
+    async def incomplete(self: Engine, path: str, body: Any, timeout: float) -> tuple[int, str]:
+        steps = [step for step in body["steps"] if step not in left_out]
+        return await post(self, path, {**body, "steps": steps}, timeout)
+
+    monkeypatch.setattr(Engine, "post", incomplete)
+    assert error(sync(12)) == (pytest.approx(0, abs=1e-4), 0)  # vLLM's pause forgets too, but is not needed
+    left_out.add("reset")
+    off, hits = error(sync(13))
+    assert hits == 64
+    assert off > 1e-2
+    left_out.clear()
+    assert error(sync(14)) == (pytest.approx(0, abs=1e-4), 0)
+
+
+def cache_hits(engine: Engine) -> float:
+    """Prompt tokens that the engine took from its prefix cache so far."""
+    status, text = engine.call("GET", "/metrics/")
+    assert status == 200
+    return read_metrics(text)["vllm:prefix_cache_hits_total"]
+
+
+def answer(engine: Engine, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    """Tokens of an answer, and the engine's log-probs of them."""
+
+    async def run() -> Sample:
+        client = EngineClient(0, engine.process.socket, engine.token, timeout=120)
+        try:
+            (sample,) = await client.generate(
+                prompt_tokens=prompt, n=1, max_tokens=8, temperature=1.0, seed=3, stop_token_ids=[]
+            )
+            return sample
+        finally:
+            await client.close()
+
+    sample = asyncio.run(run())
+    return sample.tokens.tolist(), sample.logprobs
+
+
 async def interrupted(
     engine: Engine, settings: Settings, weights: Weights, folder: Path
 ) -> tuple[list[list[Trajectory]], list[Trajectory]]:
@@ -169,8 +247,11 @@ async def take(sampler: Sampler, step: int) -> RolloutBatch:
 
 def reference(model: torch.nn.Module, t: Trajectory) -> np.ndarray:
     """Log-prob of each response token, float32 [R]."""
-    ids = torch.tensor([[*t.prompt.tolist(), *t.response.tolist()]])
+    return reference_of(model, t.prompt.tolist(), t.response.tolist())
+
+
+def reference_of(model: torch.nn.Module, prompt: list[int], response: list[int]) -> np.ndarray:
     with torch.no_grad():
-        logits = model(ids).logits[0, len(t.prompt) - 1 : -1].float()
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
     logp = torch.log_softmax(logits, dim=-1)
-    return logp.gather(1, torch.as_tensor(t.response, dtype=torch.long)[:, None])[:, 0].numpy()
+    return logp.gather(1, torch.tensor(response)[:, None])[:, 0].numpy()

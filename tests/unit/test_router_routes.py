@@ -196,6 +196,13 @@ def test_what_excludes_replay(config_file: Path, overrides: list[str], says: str
         load_settings(config_file, overrides)
 
 
+def test_replay_with_sampling_ahead_is_advised_against(config_file: Path) -> None:
+    ahead = ["rollout.ahead=1", "correction.type=truncate"]
+    assert [list(load_settings(config_file, given).notes()) for given in ([REPLAY], ahead)] == [[], []]
+    (note,) = load_settings(config_file, [REPLAY, *ahead]).notes()
+    assert note.startswith("training.router_replay with rollout.ahead")
+
+
 @pytest.mark.parametrize(
     ("override", "off"),
     [(REPLAY, "router_replay=off"), ("training.router_aux_loss=0.01", "router_aux_loss=0")],

@@ -168,11 +168,11 @@ def test_restricted_sampling_is_asked_of_rollouts_and_not_of_probes(config_file:
 
     found, fakes = asyncio.run(run())
     assert found.probes is not None
-    assert found.probes.group.tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.probes.group.tolist() == [0] * 4 + [1] * 4  # one repeats a prompt of version 3
     requests = [request for fake in fakes for request in fake.requests]
     asked = [(r["top_p"], r["min_p"], r["max_tokens"] == 8) for r in requests]
     assert sorted(set(asked)) == [(0.9, 0.1, False), (1.0, 0.0, True)]
-    assert asked.count((1.0, 0.0, True)) == 6
+    assert asked.count((1.0, 0.0, True)) == 8
     assert {r["stop"] for r in requests} == {(".",)}
 
 

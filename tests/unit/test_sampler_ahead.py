@@ -358,9 +358,15 @@ def test_groups_that_a_synchronous_step_carried_over_come_first(settings: Settin
 
 def test_every_engine_answers_probes_with_the_present_weights(settings: Settings, tmp_path: Path) -> None:
     run = asyncio.run(Run(settings, tmp_path / "run", 1).go())
+    earlier: list[list[int]] = []
     for step, (batch, probes) in enumerate(zip(run.batches, run.probes, strict=True), 1):
         assert batch.probes is not None
-        assert batch.probes.group.tolist() == [0, 0, 1, 1]
+        number = 2 + (step > 1)
+        assert batch.probes.group.tolist() == [0] * number + [1] * number
+        asked = [t.prompt.tolist() for t in probes[:number]]
+        if step > 1:
+            assert asked[-1] == max(earlier[:2], key=len), "the longest of the weights before"
+        earlier = asked
         assert [len(t.response) for t in probes] == batch.probes.response_length.tolist()
         assert [len(t.prompt) for t in probes] == batch.probes.prompt_length.tolist()
         for t in probes:

@@ -281,7 +281,7 @@ def _shared_gpu_problems(plan: Plan, gpu: SharedGpu) -> list[str]:
 
 
 def _warnings(plan: Plan) -> list[str]:
-    found, engine, parallel = [], plan.engine, plan.settings.parallel
+    found, engine, parallel = list(plan.settings.notes()), plan.engine, plan.settings.parallel
     wanted = min(
         plan.settings.engine.max_sequences, -(-plan.batch.sequences // plan.settings.engine.replicas)
     )
