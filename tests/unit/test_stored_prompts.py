@@ -182,7 +182,7 @@ def test_order_prompts_and_states_are_those_of_the_plain_way(
             "template": rng.choice(["{prompt}", "Q: {prompt}\nA:"]),
             "chat": chat,
             "max_prompt_tokens": 1000,
-            "too_long": rng.choice(["drop", "cut"]),
+            "too_long": "cut" if seed == 1 else "drop",
             "deduplicate": rng.random() < 0.5,
         }
     )
@@ -213,6 +213,19 @@ def test_order_prompts_and_states_are_those_of_the_plain_way(
             assert prompts.fetch([prompts.find(prompt.id)])[0].id == prompt.id
     with pytest.raises(KeyError):
         prompts.find(10_000)
+
+
+@pytest.mark.parametrize("template", ["{prompt}", "{prompt}{prompt}", GROWING + "{prompt}"])
+def test_texts_that_the_normal_form_makes_longer_are_measured(tmp_path: Path, template: str) -> None:
+    texts = [letter * count for letter in ("a", *GROWING) for count in range(1, 16)]
+    lines = [json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    tokenizer = byte_level(normalizers.NFC())
+    data = DataSettings(path=tmp_path / "a.jsonl", template=template, max_prompt_tokens=40)
+    encoded = tokenizer([template.replace("{prompt}", text) for text in texts])["input_ids"]
+    expected = [index for index, ids in enumerate(encoded) if len(ids) <= 40]
+    prompts = open_prompts(data, tokenizer)
+    assert [p.id for p in prompts.fetch(range(len(prompts)))] == expected
 
 
 def test_a_text_never_has_more_tokens_than_its_bound() -> None:
