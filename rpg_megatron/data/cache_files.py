@@ -65,10 +65,13 @@ def content_digest(paths: Sequence[Path]) -> str:
     return digest_of(parts)
 
 
-def file_marks(paths: Sequence[Path]) -> list[tuple[int, ...]]:
-    """What changes when files are written to, or replaced. Raises OSError."""
+def file_marks(paths: Sequence[Path]) -> list[list[int]]:
+    """What changes when files are written to or replaced; nobody can set the time of the change.
+
+    Raises OSError.
+    """
     found = [os.stat(file) for file in _files(paths)]
-    return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+    return [[each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns] for each in found]
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -80,11 +83,12 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def find_cached(
-    folders: Sequence[Path], name: str, content: Callable[[], str]
+    folders: Sequence[Path], name: str, content: Callable[[], str], marks: list[list[int]] | None = None
 ) -> tuple[BinaryIO, dict[str, Any], CachePlace] | None:
     """The open file, its description and its place; None if no folder has a file that can be used.
 
-    content: gives the digest of the data; called only if there is a file.
+    content: gives the digest of the data. It is called only if there is a file, which does not have the same
+    ``marks`` (``file_marks``) of the data.
     """
     for folder in folders:
         try:
@@ -93,7 +97,7 @@ def find_cached(
             continue
         try:
             described = _description(file)
-            if described.get("content") == content():
+            if (marks and described.get("marks") == marks) or described.get("content") == content():
                 return file, described, CachePlace(folder, name, described["content"])
             logger.info("%s: of other data, is made again", folder / name)
         except (OSError, ValueError, RecursionError) as e:

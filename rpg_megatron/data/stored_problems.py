@@ -89,7 +89,7 @@ def keep_problems(
     whole = len(paths) == len(settings.sources) and not _is_short(settings)
     folders = cache_folders(paths[0]) if whole else []
     name, digest = _cache_name(settings, paths, rows), cache(lambda: content_digest(paths))
-    if found := find_cached(folders, name, digest):
+    if found := find_cached(folders, name, digest, _marks(paths)):
         file, description, place = found
         with suppress(ValueError, KeyError, TypeError):
             return _of_store(RowStore(file, description, _decode, place))
@@ -110,7 +110,7 @@ def keep_problems(
                 description = _write(CacheWriter(file), all_rows, left_out, "")
                 return _of_store(RowStore(file, description, _decode, None))
             with new_cached(folder, name) as writer:
-                _write(writer, all_rows, left_out, digest())
+                _write(writer, all_rows, left_out, digest(), marks)
                 if marks is None or _marks(paths) != marks:
                     raise OSError("the data have changed while they were read")
         except OSError as e:
@@ -121,7 +121,7 @@ def keep_problems(
                 ) from None
             logger.info("%s: not used (%s)", folder, e)
             continue
-        if found := find_cached([folder], name, digest):
+        if found := find_cached([folder], name, digest, marks):
             file, description, place = found
             return _of_store(RowStore(file, description, _decode, place))
     raise AssertionError("not reached")
@@ -140,17 +140,23 @@ def _cache_name(settings: DataSettings, paths: Sequence[Path], rows: bool) -> st
     return f"{digest_of(_FORM, sources, [str(path.absolute()) for path in paths], how)}.problems"
 
 
-def _marks(paths: Sequence[Path]) -> list[tuple[int, ...]] | None:
+def _marks(paths: Sequence[Path]) -> list[list[int]] | None:
     try:
         return file_marks(paths)
     except OSError:  # the reader reports the problem
         return None
 
 
-def _write(writer: CacheWriter, rows: Iterator[StoredRow], left_out: LeftOut, content: str) -> dict[str, Any]:
+def _write(
+    writer: CacheWriter,
+    rows: Iterator[StoredRow],
+    left_out: LeftOut,
+    content: str,
+    marks: list[list[int]] | None = None,
+) -> dict[str, Any]:
     description = write_rows(writer, rows)
     first_bad = str(left_out.first_bad) if left_out.first_bad else None
-    description |= {"content": content, "left_out": left_out.counts, "first_bad": first_bad}
+    description |= {"content": content, "marks": marks, "left_out": left_out.counts, "first_bad": first_bad}
     writer.finish(description)
     return description
 
@@ -162,7 +168,14 @@ def _of_store(store: RowStore[Problem]) -> Found:
 
 def _encode(problem: Problem) -> StoredRow:
     value = [problem.id, problem.prompt, problem.answer, problem.source, problem.where, problem.row]
-    return StoredRow(value, problem.id, problem.source, problem.rank)
+    return StoredRow(value, problem.id, problem.source, _length(problem.prompt), problem.rank)
+
+
+def _length(prompt: str | tuple[Message, ...]) -> int:
+    """Bytes of a text in UTF-8, as a negative number if it is not ASCII; 0 for a chat."""
+    if not isinstance(prompt, str):
+        return 0
+    return len(prompt) if prompt.isascii() else -len(prompt.encode())
 
 
 def _decode(value: Any) -> Problem:

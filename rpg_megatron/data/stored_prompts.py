@@ -12,7 +12,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from itertools import batched
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from rpg_megatron.data.prompts import (
 )
 from rpg_megatron.data.row_store import RowStore
 from rpg_megatron.data.stored_problems import Problem
-from rpg_megatron.data.token_bound import token_bound
+from rpg_megatron.data.token_bound import TokenBound, token_bound
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +120,26 @@ class StoredPrompts:
         """Indices of the problems whose prompts are too long."""
         settings, limit = self._settings, self._settings.max_prompt_tokens
         bound = token_bound(self._tokenizer, special=not settings.chat)
-        for start in range(0, len(self._problems), _BLOCK):
-            block = self._problems[start : start + _BLOCK]
+        unknown = range(len(self._problems)) if bound is None or settings.chat else self._unbounded(bound)
+        for indices in batched(unknown, _BLOCK):
+            block = [self._problems[index] for index in indices]
             _, texts = render_prompts(block, settings, self._tokenizer, self._key)
-            unsure = [i for i, text in enumerate(texts) if not text or bound is None or bound(text) > limit]
+            unsure = [
+                i for i, text in enumerate(texts) if not text or bound is None or bound.of(text) > limit
+            ]
             some = [block[i] for i in unsure], [texts[i] for i in unsure]
             for i, ids in zip(unsure, tokenize(*some, settings, self._tokenizer), strict=True):
                 if len(ids) > limit:
-                    yield start + i
+                    yield indices[i]
+
+    def _unbounded(self, bound: TokenBound) -> Sequence[int]:
+        """Indices of the problems whose prompts, without a chat template, may be too long or are unknown."""
+        template, lengths = self._settings.template, np.asarray(self._problems.lengths)
+        count = template.count("{prompt}")
+        sizes = len(template.replace("{prompt}", "").encode()) + count * np.abs(lengths)
+        growth = np.where((lengths > 0) & template.isascii(), 1, bound.growth)
+        known = (lengths != 0) & (bound.added + growth * sizes <= self._settings.max_prompt_tokens)
+        return cast(list[int], np.flatnonzero(~known).tolist())
 
     # -- fingerprints ----------------------------------------------------------------------------------------
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 _SPLITTERS = {"Split", "Digits", "ByteLevel"}
 _NFC_GROWTH = 3
 """Unicode's normal form C makes a text at most three times as long, in UTF-8 (UAX 15)."""
 
 
-def token_bound(tokenizer: Any, *, special: bool) -> Callable[[str], int] | None:
-    """A function that gives the maximum number of tokens of a text; it has at least one if it is not empty.
+class TokenBound(NamedTuple):
+    """The maximum number of tokens of a text; it has at least one if it is not empty."""
+
+    added: int
+    """Special tokens of each text."""
+    growth: int
+    """Tokens a byte of a text that is not ASCII; of ASCII, one."""
+
+    def of(self, text: str) -> int:
+        """The maximum number of tokens of this text."""
+        return self.added + (len(text) if text.isascii() else self.growth * len(text.encode()))
+
+
+def token_bound(tokenizer: Any, *, special: bool) -> TokenBound | None:
+    """The bound of a tokenizer; special: whether it adds special tokens.
 
     Byte-level BPE begins with one symbol a byte and only merges, so a text has at most as many tokens as
-    bytes, besides those that the tokenizer adds to each text (``special``). None for other tokenizers.
+    bytes, besides special ones. None for other tokenizers.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -30,15 +42,8 @@ def token_bound(tokenizer: Any, *, special: bool) -> Callable[[str], int] | None
     normalizer = (described["normalizer"] or {}).get("type")
     if normalizer not in (None, "NFC"):
         return None
-    growth = _NFC_GROWTH if normalizer else 1
     added = len(tokenizer([""], add_special_tokens=special)["input_ids"][0])
-
-    def bound(text: str) -> int:
-        if text.isascii():  # its normal form is itself
-            return added + len(text)
-        return added + growth * len(text.encode())
-
-    return bound
+    return TokenBound(added, _NFC_GROWTH if normalizer else 1)  # ASCII is its own normal form
 
 
 def _is_byte_level(described: dict[str, Any]) -> bool:

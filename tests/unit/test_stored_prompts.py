@@ -181,12 +181,15 @@ def test_order_prompts_and_states_are_those_of_the_plain_way(
             ],
             "template": rng.choice(["{prompt}", "Q: {prompt}\nA:"]),
             "chat": chat,
-            "max_prompt_tokens": rng.choice([26, 34, 40]),
-            "too_long": rng.choice(["drop", "cut"]),
+            "max_prompt_tokens": 1000,
+            "too_long": "cut" if seed == 1 else "drop",
             "deduplicate": rng.random() < 0.5,
         }
     )
     rows = rng.random() < 0.5
+    lengths = [len(p[3]) for p in Plain(sources, data, tokenizer, rows=rows).sources[0]]
+    limit = sorted(lengths)[len(lengths) // 2]  # some prompts have this length
+    data = data.model_copy(update={"max_prompt_tokens": limit})
     plain = Plain(sources, data, tokenizer, rows=rows)
     for _ in range(2):  # the second one finds what the first has kept
         prompts = open_prompts(data, tokenizer, rows=rows)
@@ -212,6 +215,19 @@ def test_order_prompts_and_states_are_those_of_the_plain_way(
         prompts.find(10_000)
 
 
+@pytest.mark.parametrize("template", ["{prompt}", "{prompt}{prompt}", GROWING + "{prompt}"])
+def test_texts_that_the_normal_form_makes_longer_are_measured(tmp_path: Path, template: str) -> None:
+    texts = [letter * count for letter in ("a", *GROWING) for count in range(1, 16)]
+    lines = [json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    tokenizer = byte_level(normalizers.NFC())
+    data = DataSettings(path=tmp_path / "a.jsonl", template=template, max_prompt_tokens=40)
+    encoded = tokenizer([template.replace("{prompt}", text) for text in texts])["input_ids"]
+    expected = [index for index, ids in enumerate(encoded) if len(ids) <= 40]
+    prompts = open_prompts(data, tokenizer)
+    assert [p.id for p in prompts.fetch(range(len(prompts)))] == expected
+
+
 def test_a_text_never_has_more_tokens_than_its_bound() -> None:
     rng = random.Random(0)
     for tokenizer in (byte_level(), byte_level(normalizers.NFC(), first=True), byte_level(merges=False)):
@@ -223,10 +239,10 @@ def test_a_text_never_has_more_tokens_than_its_bound() -> None:
                 letters = rng.choice(["ab", GROWING, " \n<|end|>", "".join(map(chr, range(0x300, 0x1000)))])
                 texts.append("".join(rng.choices(letters, k=rng.randrange(1, 20))))
             encoded = tokenizer(texts, add_special_tokens=special)["input_ids"]
-            assert all(1 <= len(ids) <= bound(text) for text, ids in zip(texts, encoded, strict=True))
+            assert all(1 <= len(ids) <= bound.of(text) for text, ids in zip(texts, encoded, strict=True))
     tight = token_bound(byte_level(merges=False), special=True)
     assert tight is not None
-    assert tight("aé") == 3
+    assert tight.of("aé") == 3
 
 
 def test_there_is_a_bound_only_for_tokenizers_that_keep_it() -> None:
@@ -296,6 +312,11 @@ def test_later_runs_read_and_tokenize_nothing(
     def fail(*_: Any) -> Any:
         raise AssertionError("measured again")
 
+    with monkeypatch.context() as patch:  # nor are unchanged data
+        patch.setattr(stored_problems, "content_digest", fail)
+        assert opened(data) == first
+    assert data.path is not None
+    os.utime(data.path)  # another time, the same content
     monkeypatch.setattr(StoredPrompts, "_find_too_long", fail)
     monkeypatch.setattr(StoredPrompts, "_run_pass", fail)
     assert opened(data) == first
@@ -484,6 +505,9 @@ def test_a_checkpoint_waits_for_the_fingerprints(config_file: Path) -> None:
         first, second = (asyncio.create_task(stream.ready()) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
+        await asyncio.wait([first])
+        for _ in range(5):  # a future that is cancelled tells others later
+            await asyncio.sleep(0)
         stream.take(2, 0, 1, 0)
         assert not second.done()
         prompts.fingerprints.set_result(known)
