@@ -70,7 +70,7 @@ class StepWarnings:
         if skipped := int(row.get("policy/skipped_updates", 0)):
             yield (
                 "skipped",
-                f"the gradient was not finite in {skipped} of its updates, which were skipped; "
+                f"the gradient was not finite in {skipped} of its updates: skipped; "
                 f"logs/rank_0.log names parameter and rank; {limit} in a row end the run "
                 "(guards.skipped_updates)",
             )

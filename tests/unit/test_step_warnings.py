@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from rpg_megatron.config import load_settings
 from rpg_megatron.launcher.input_checks import check_data
+from rpg_megatron.rewards.failures import FailureCount
+from rpg_megatron.training.run import RankRun
 from rpg_megatron.training.step_warnings import StepWarnings
 
 GOOD = {"response/truncated_frac": 0.9, "groups/equal_rewards": 0.9, "reward/std": 0.1, "reward/mean": 0.5}
@@ -48,7 +54,7 @@ def test_what_is_not_finite_is_told_at_each_step(config_file: Path) -> None:
     odd = {f"a/{i}": math.nan for i in range(4)} | {"policy/loss": math.inf, "policy/grad_norm": 1.0}
     warnings.check_update(4, odd)
     assert [text[:60] for text in told] == [
-        f"step {step}: the gradient was not finite in 2 of its updates, which"[:60] for step in (2, 3)
+        f"step {step}: the gradient was not finite in 2 of its updates: skipped"[:60] for step in (2, 3)
     ] + ["step 4: NaN or infinite: a/0, a/1, a/2 and 2 more"]
     assert "7 in a row end the run (guards.skipped_updates)" in told[0]
 
@@ -74,3 +80,22 @@ def test_engines_that_are_not_compared(config_file: Path) -> None:
     for other in (two[1:], [*two, "guards.engine_ratio=null"]):
         StepWarnings(load_settings(config_file, other), told.append).check_probes(1, {})
     assert len(told) == 1
+
+
+def test_a_run_tells_in_the_step(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its methods, with what they call replaced; those of the probes are in tests/distributed/test_probes."""
+    monkeypatch.setattr("rpg_megatron.training.run.broadcast_object", lambda value, kind: value)
+    told: list[str] = []
+    settings = load_settings(config_file)
+    run: Any = object.__new__(RankRun)
+    run.settings, run._warnings = settings, StepWarnings(settings, told.append)
+    batch: Any = SimpleNamespace(metrics=dict(CUT), failures=FailureCount(), index=None, sampler={})
+    run.check_rewards(1, batch)
+    assert len(told) == 1
+    assert told[0].startswith("step 1: every response was cut off")
+    run._weight_sync, run._stop = SimpleNamespace(check_stop=list), SimpleNamespace(listen=list)
+    update = {"policy/skipped_updates": 1.0}
+    run._trainer = SimpleNamespace(update=lambda step, batch, on_update: batch.metrics.update(update))
+    run.update(1, batch)
+    assert len(told) == 2
+    assert told[1].startswith("step 1: the gradient was not finite in 1 of its updates: skipped; ")
