@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rpg_megatron.config.base import Section
 
+ENOUGH_PROBE_TOKENS = 32
+"""Minimum number of probe tokens to judge an engine: with fewer its mean may be large by chance."""
+
 
 class CorrectionSettings(Section):
     """Importance-sampling factor exp(old - behaviour) on each token's loss: corrects stale rollouts and the
@@ -132,7 +135,8 @@ class GuardSettings(Section):
     """Maximum tokens of a response to a probe prompt."""
     engine_ratio: float | None = Field(8.0, gt=1)
     """Maximum mean difference of an engine on its probes, relative to the median of the other engines on the
-    same prompts. A difference below mismatch_mean / 50 always passes. null: no bound."""
+    same prompts. A difference below mismatch_mean / 50 always passes, as does an engine with fewer than 32
+    probe tokens. null: no bound."""
     uncorrected: bool = False
     """Allow rollout.ahead, or rollout.top_p, top_k and min_p, without ``correction``. The gradient is then
     biased by stale rollouts, or by the tokens that the engines never sample."""

@@ -307,6 +307,20 @@ class Settings(Section):
             sets.append(PromptSet(part.where, part.data, part.response_tokens(limit), part.limited_by))
         return sets
 
+    @property
+    def compares_within_groups(self) -> bool:
+        """Whether a group of equal rewards has no learning signal."""
+        advantage = self.advantage
+        own = isinstance(advantage, ImportedSettings) or advantage.across_groups
+        return not own and self.rollout.samples_per_prompt > 1
+
+    @property
+    def compares_engines(self) -> bool:
+        """Whether the mismatch guard compares engines with each other, by their probes."""
+        guards = self.guards
+        on = guards.mismatch != "off" and guards.engine_ratio is not None
+        return on and self.rollout.probed and self.engine.replicas > 1
+
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -25,6 +25,7 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
 from rpg_megatron.config.losses import ImportedLossSettings
+from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
@@ -66,7 +67,7 @@ def check_data(settings: Settings) -> list[str]:
                 f"data: {len(problems)} problems, fewer than the {wanted} of a step "
                 "(rollout.prompts_per_step): some come more than once in a step"
             )
-    return [*dict.fromkeys(warnings), *_group_warnings(settings)]
+    return [*dict.fromkeys(warnings), *_group_warnings(settings), *_probe_warnings(settings)]
 
 
 def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
@@ -131,6 +132,17 @@ def _group_warnings(settings: Settings) -> list[str]:
     return [
         f"rollout.samples_per_prompt is 1, so advantage.type {advantage.type} has no group to compare with: "
         "the advantage is the reward itself; raise it, or set advantage.type to batch_mean"
+    ]
+
+
+def _probe_warnings(settings: Settings) -> list[str]:
+    prompts, tokens = settings.guards.probe_prompts, settings.guards.probe_tokens
+    if not settings.compares_engines or prompts * tokens >= ENOUGH_PROBE_TOKENS:
+        return []
+    return [
+        f"guards.engine_ratio has no effect: it takes {ENOUGH_PROBE_TOKENS} probe tokens of an engine, and "
+        f"guards.probe_prompts x guards.probe_tokens is {prompts * tokens}; raise one of them, or set "
+        "engine_ratio to null"
     ]
 
 

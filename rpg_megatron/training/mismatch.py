@@ -18,15 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS, GuardSettings
 from rpg_megatron.data.trajectory import Floats, Trajectory
 from rpg_megatron.system.collectives import broadcast_object, gather_objects, sum_arrays
 
 _QUANTILE = 0.99
 _CHUNK = 2**20
 """Number of gaps counted at once: counting needs 8 bytes for each."""
-_ENOUGH = 32
-"""Minimum number of probe tokens to check an engine's mean: with fewer it may be large by chance."""
 
 
 @dataclass(frozen=True, order=True)
@@ -101,11 +99,11 @@ def compare_probes(
             "on engine/trainer mismatch has nothing to compare; see logs/sampler.log and logs/engine_*.log, "
             "or set guards.mismatch=off to train without the guard"
         )
-    means = np.where(counts < _ENOUGH, 0.0, totals / np.maximum(counts, 1))
+    means = np.where(counts < ENOUGH_PROBE_TOKENS, 0.0, totals / np.maximum(counts, 1))
     engine = int(means.argmax())  # NaN counts as the largest
     row = {"async/probe_tokens": float(counts.sum()), "mismatch/logp_engine_mean": float(means[engine])}
-    others = np.delete(means, engine)[np.delete(counts, engine) >= _ENOUGH]
-    if others.size and counts[engine] >= _ENOUGH:
+    others = np.delete(means, engine)[np.delete(counts, engine) >= ENOUGH_PROBE_TOKENS]
+    if others.size and counts[engine] >= ENOUGH_PROBE_TOKENS:
         row["mismatch/logp_engine_ratio"] = float(means[engine] / max(np.median(others), 1e-12))
     return row, engine
 

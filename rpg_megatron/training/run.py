@@ -34,6 +34,7 @@ from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.profiling import Profiler
 from rpg_megatron.training.reporter import Reporter
 from rpg_megatron.training.rollout_saver import RolloutSaver, keeps_routes
+from rpg_megatron.training.step_warnings import StepWarnings
 from rpg_megatron.training.summary import add_accuracy, write_summary
 from rpg_megatron.training.trainer import Batch, TooManySkippedUpdates, Trainer
 from rpg_megatron.training.weight_sync import open_weight_sync
@@ -70,6 +71,7 @@ class RankRun:
         self._started = time.monotonic()
         self._stop = StopRequest()
         self.events = Reporter(work / EVENTS, mesh.rank)
+        self._warnings = StepWarnings(settings, self.events.warn)
         self._current = 0  # current step, for the timeline
         self._timeline = Timeline(run_dir / TIMELINE if mesh.rank == 0 else None, self.events.warn_unwritten)
         self._timeline.write({"start": round(time.time(), 3)})
@@ -288,6 +290,7 @@ class RankRun:
             excess=self.settings.rollout.log_prob_excess,
         )
         batch.metrics |= row
+        self._warnings.check_probes(self._version + 1, batch.metrics)
         if message is None:
             return
         if self.settings.guards.mismatch != "stop":
@@ -296,11 +299,12 @@ class RankRun:
         self._stop_run(message, {"step": self._version + 1, **batch.metrics})
 
     def check_rewards(self, step: int, batch: Batch) -> None:
-        """Warn if the reward failed on responses of the step.
+        """Warn if the reward failed on responses of the step, or if they teach nothing.
 
         Raises UserError (rank 0) if it failed on too many of them and ``guards.reward_failures`` is ``stop``.
         """
         self._guard_rewards([batch.failures], f"step {step}", {"step": step, **batch.metrics})
+        self._warnings.check_batch(step, batch.metrics)
 
     def _guard_rewards(self, counts: Sequence[FailureCount], when: str, row: dict[str, Any]) -> None:
         """counts: on rank 0. row: metrics to write if the run stops."""
@@ -329,6 +333,7 @@ class RankRun:
         except TooManySkippedUpdates:
             self._finish_rollouts()  # the message refers to them
             raise
+        self._warnings.check_update(step, batch.metrics)
         self._step, self._row = step, dict(batch.metrics)
         if batch.index is not None:
             self._row |= self._efficiency.batch_metrics(batch.index)

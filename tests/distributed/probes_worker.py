@@ -25,6 +25,7 @@ from rpg_megatron.system.collectives import gather_objects
 from rpg_megatron.training.batch_scatter import iter_trajectories
 from rpg_megatron.training.rollout_saver import RolloutSaver
 from rpg_megatron.training.run import RankRun
+from rpg_megatron.training.step_warnings import StepWarnings
 from rpg_megatron.training.trainer import Batch, Trainer
 from tests.support.batches import ListSource
 from tests.support.ranks import measure_cases
@@ -32,6 +33,7 @@ from tests.support.ranks import measure_cases
 STEP = 6
 PROBES = 1000
 """Tickets of probes start here."""
+WARNED: list[str] = []
 
 
 class Workers(ListSource):
@@ -79,8 +81,9 @@ def make_run(trainer: Trainer, batch: Sequence[Trajectory], probes: Sequence[Tra
     run._rollouts = SimpleNamespace(finish=list)  # type: ignore[assignment]
     run._metrics = SimpleNamespace(write=lambda row: None)  # type: ignore[assignment]
     run.events = SimpleNamespace(  # type: ignore[assignment]
-        write_or_warn=lambda write: None, phase=lambda name: None, warn=lambda text: None
+        write_or_warn=lambda write: None, phase=lambda name: None, warn=WARNED.append
     )
+    run._warnings = StepWarnings(trainer.settings, run.events.warn)
     return run
 
 
@@ -146,6 +149,7 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     with_guard(trainer, "off")
     off, _ = check(trainer, batch, [])
     with_guard(trainer, "stop")
+    WARNED.clear()
     fine, step = check(trainer, batch, probes)
     straight = make_run(other, batch, None)
     wanted = straight.collect(STEP)
@@ -159,6 +163,7 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     everyone = gather_objects(
         {
             "said": [said, alone, lacking, off, fine],
+            "warned": list(WARNED),
             "same": same,
             "replayed": replayed(third, step, folder / case["name"]),
             "metrics": step.metrics,

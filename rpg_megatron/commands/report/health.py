@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +39,7 @@ def _checks(run: RunFiles) -> Iterator[HealthCheck]:
     if not run.rows:
         return
     yield _check_finite(run)
+    yield from _check_skipped(run)
     yield from _check_rewards(run)
     yield from _check_mismatch(run)
     yield from _check_entropy(run)
@@ -67,6 +68,17 @@ def _check_finite(run: RunFiles) -> HealthCheck:
         return HealthCheck("numbers", "good", "all finite")
     names = [name for name, _ in Counter(key for _, key in odd).most_common(3)]
     return HealthCheck("numbers", "bad", f"NaN or infinite from step {odd[0][0]} on: {', '.join(names)}")
+
+
+def _check_skipped(run: RunFiles) -> Iterator[HealthCheck]:
+    values = run.series("policy/skipped_updates")
+    steps = [step for step, value in values if value > 0]
+    if steps:
+        total = int(sum(value for _, value in values))
+        text = f"{_times(total, 'update')} skipped (step {_first(steps)}): the gradient was not finite"
+        yield HealthCheck("updates", "warn", text)
+    elif values:
+        yield HealthCheck("updates", "good", "none skipped")
 
 
 def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:
@@ -135,11 +147,13 @@ def _check_entropy(run: RunFiles) -> Iterator[HealthCheck]:
 
 
 def _check_truncation(run: RunFiles) -> Iterator[HealthCheck]:
-    values = [value for _, value in run.series("response/truncated_frac")]
+    values = run.series("response/truncated_frac")
     if values:
-        last = mean(run_ends(values)[1])
+        last = mean(run_ends([value for _, value in values])[1])
         text = f"{last:.1%} of the last responses were truncated"
-        yield HealthCheck("length", "warn" if last > _TRUNCATED else "good", text)
+        if whole := [step for step, value in values if value == 1]:
+            text += f"; all responses in {_times(len(whole), 'step')} ({_first(whole)})"
+        yield HealthCheck("length", "warn" if whole or last > _TRUNCATED else "good", text)
 
 
 def _steps_without_signal(run: RunFiles) -> set[int]:
@@ -164,8 +178,9 @@ def _check_signal(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
     last = mean([value for _, value in run_ends(equal)[1]]) if equal else 0.0
     told = [f"{last:.0%} of the last groups had equal rewards"] if equal else []
     if silent:
-        at = ", ".join(str(step) for step in sorted(silent)[:3]) + (", …" if len(silent) > 3 else "")
-        told.append(f"no signal in {_times(len(silent), 'step')} ({at}): all rewards were equal")
+        told.append(
+            f"no signal in {_times(len(silent), 'step')} ({_first(sorted(silent))}): all rewards were equal"
+        )
     yield HealthCheck(
         "signal", "warn" if silent or last > _SILENT else "good", "; ".join(told) or "rewards differ"
     )
@@ -180,7 +195,7 @@ def _check_gradient(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
     spikes = [(step, value) for step, value in norms if value > _SPIKE * middle]
     text = f"median norm {middle:.3g}, largest {max(norms, key=_value)[1]:.3g}"
     if spikes:
-        at = ", ".join(str(step) for step, _ in spikes[:3]) + (", …" if len(spikes) > 3 else "")
+        at = _first([step for step, _ in spikes])
         text += f"; {_times(len(spikes), 'spike')} over {_SPIKE:.0f} times the median (step {at})"
     yield HealthCheck("gradient", "warn" if spikes else "good", text)
 
@@ -197,6 +212,10 @@ def _check_clipping(run: RunFiles) -> Iterator[HealthCheck]:
 
 def _value(item: tuple[int, float]) -> float:
     return item[1]
+
+
+def _first(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:3])) + (", …" if len(steps) > 3 else "")
 
 
 def _times(number: int, what: str) -> str:

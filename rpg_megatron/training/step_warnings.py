@@ -1,0 +1,79 @@
+"""Warnings of steps that train nothing: one line when it begins, not one for each step that follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from rpg_megatron.config import Settings
+from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS
+
+_SHOWN = 3
+"""Maximum number of metrics in a warning."""
+
+
+class StepWarnings:
+    """Warns of a step's metrics. warn: shows a line to the user."""
+
+    def __init__(self, settings: Settings, warn: Callable[[str], None]):
+        self._settings, self._warn = settings, warn
+        self._before: dict[str, set[str]] = {}
+        """What was wrong with the step before, by method."""
+        self._compared = False
+        """Whether it has been told that engines are not compared."""
+
+    def check_batch(self, step: int, row: Mapping[str, float]) -> None:
+        """Responses that are all cut off, and rewards that teach nothing. row: metrics of the batch."""
+        self._tell("batch", step, dict(self._of_batch(row)))
+
+    def check_update(self, step: int, row: Mapping[str, float]) -> None:
+        """Updates that were skipped, and metrics that are not finite. row: metrics with those of updates."""
+        self._tell("update", step, dict(self._of_update(row)), always=True)
+
+    def check_probes(self, step: int, row: Mapping[str, float]) -> None:
+        """Once: engines that ``guards.engine_ratio`` cannot compare. row: metrics of the mismatch."""
+        if self._compared or not self._settings.compares_engines or "mismatch/logp_engine_ratio" in row:
+            return
+        self._compared = True
+        self._warn(
+            f"step {step}: the engines' log-probs were not compared with each other (guards.engine_ratio): "
+            f"that takes {ENOUGH_PROBE_TOKENS} probe tokens of each, and all had "
+            f"{row.get('async/probe_tokens', 0):.0f}; raise guards.probe_prompts or guards.probe_tokens"
+        )
+
+    def _tell(self, kind: str, step: int, found: dict[str, str], *, always: bool = False) -> None:
+        for what, text in found.items():
+            if always or what not in self._before.get(kind, ()):
+                self._warn(f"step {step}: {text}")
+        self._before[kind] = set(found)
+
+    def _of_batch(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit = self._settings.rollout.max_response_tokens
+        if row.get("response/truncated_frac") == 1:
+            yield (
+                "truncated",
+                f"every response was cut off at {limit} tokens (response/truncated_frac 1): raise "
+                "rollout.max_response_tokens, or check that the prompts make the model end its answers",
+            )
+        equal = self._settings.compares_within_groups and row.get("groups/equal_rewards") == 1
+        if equal or row.get("reward/std") == 0:
+            where = "in each group" if equal and row.get("reward/std") != 0 else "of the step"
+            yield (
+                "equal",
+                f"all rewards {where} were equal (mean {row.get('reward/mean', math.nan):.3g}) and teach "
+                "nothing; see the responses in rollouts/ (rpg-megatron sample), and docs/troubleshooting.md, "
+                "No learning signal",
+            )
+
+    def _of_update(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        limit = self._settings.guards.skipped_updates
+        if skipped := int(row.get("policy/skipped_updates", 0)):
+            yield (
+                "skipped",
+                f"the gradient was not finite in {skipped} of its updates: skipped; "
+                f"logs/rank_0.log names parameter and rank; {limit} in a row end the run "
+                "(guards.skipped_updates)",
+            )
+        if odd := [key for key, value in row.items() if not math.isfinite(value)]:
+            more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+            yield "odd", f"NaN or infinite: {', '.join(odd[:_SHOWN])}{more}"
