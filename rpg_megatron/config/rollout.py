@@ -279,6 +279,34 @@ class KeepBestSettings(Section):
     """With export.enabled: when training ends, also write the best one to <run>/hf/step_NNNNNN."""
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B")
+
+
+class RolloutFilesSettings(Section):
+    """The saved rollouts of each step: <run>/rollouts/step_NNNNNN."""
+
+    keep: int | str | None = None
+    """Rollouts to keep: a number of newest steps, or a size such as 50GB or 100GiB; null: all. Older ones are
+    removed when a checkpoint is complete, and only those of its step and before."""
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _is_number_or_size(cls, value: Any) -> Any:
+        steps = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not (value is None or steps or (isinstance(value, str) and _SIZE.fullmatch(value.strip()))):
+            raise ValueError("must be a number of steps of at least 1, or a size such as 50GB or 100GiB")
+        return value
+
+    @property
+    def keep_bytes(self) -> int | None:
+        """Bytes to keep; None if ``keep`` is a number of steps, or null."""
+        if not isinstance(self.keep, str):
+            return None
+        found = _SIZE.fullmatch(self.keep.strip())
+        assert found is not None
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " "))
+
+
 class CheckpointSettings(Section):
     """Training checkpoints, to resume from: <run>/checkpoints/step_NNNNNN."""
 

@@ -40,6 +40,7 @@ from rpg_megatron.config.rollout import (
     EngineSettings,
     ExportSettings,
     KeepBestSettings,
+    RolloutFilesSettings,
     RolloutSettings,
 )
 from rpg_megatron.config.trackers import NamedTracker, TensorBoardSettings
@@ -116,6 +117,8 @@ class Settings(Section):
     """Hugging Face checkpoint written at the end."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Training checkpoints, to resume from."""
+    rollouts: RolloutFilesSettings = RolloutFilesSettings()
+    """The saved rollouts of each step."""
     cluster: ClusterSettings = ClusterSettings()
     """Multi-node placement and network."""
     profile: ProfileSettings = ProfileSettings()
@@ -174,6 +177,8 @@ class Settings(Section):
         kinds = [tracker.type for tracker in self.trackers]
         if twice := next((kind for i, kind in enumerate(kinds) if kind in kinds[:i]), None):
             yield f"trackers has {twice} twice; remove one of the two"
+        if self.rollouts.keep is not None and self.checkpoint.every is None:
+            yield "rollouts.keep needs checkpoints; set checkpoint.every, or rollouts.keep to null"
         if self.checkpoint.keep_best is not None:
             yield from self._problems_of_keep_best(self.checkpoint.keep_best)
         if self.device == "cpu" and self.engine.quantization is not None:

@@ -26,6 +26,7 @@ import zstandard
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, open_regular, remove
+from rpg_megatron.config.rollout import RolloutFilesSettings
 from rpg_megatron.data.trajectory import Trajectory, from_row
 
 _ROWS = 64
@@ -212,6 +213,21 @@ def list_rollouts(run: Path) -> list[Path]:
     steps = {step_of(file) for file in found if file.name[5:11].isdecimal()}
     files = (rollouts_file(run, step) for step in sorted(steps))
     return [file for file in files if rollouts_complete(file)]
+
+
+def prune_rollouts(run: Path, settings: RolloutFilesSettings, newest: int) -> None:
+    """Remove the rollouts of old steps as ``rollouts.keep`` says, but of no step after ``newest``.
+
+    newest: step of the newest complete checkpoint. The newest rollouts are always kept. Raises OSError.
+    """
+    if settings.keep is None:
+        return
+    most, size = settings.keep_bytes, 0
+    for number, file in enumerate(reversed(list_rollouts(run))):
+        size += sum(part.lstat().st_size for part in (file.iterdir() if file.is_dir() else [file]))
+        old = size > most if most is not None else number >= int(settings.keep)
+        if old and number and step_of(file) <= newest:
+            remove_rollouts(file)
 
 
 def _expected_parts(folder: Path) -> list[Path]:

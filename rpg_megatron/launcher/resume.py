@@ -71,7 +71,7 @@ _MAY_CHANGE = (
     *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge", "cluster"),
     *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
     *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
-    *("profile", "rollout.workers", "reward.workers", "reward.concurrency", "trackers"),
+    *("profile", "rollout.workers", "rollouts", "reward.workers", "reward.concurrency", "trackers"),
 )
 """Keys and sections that may change when a run is resumed: they affect placement, length and logging, and
 results only by rounding. All others affect the training."""

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from rpg_megatron.checkpoints.run_folder import read_state
+from rpg_megatron.checkpoints.run_folder import list_steps, read_state
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.data.rollout_files import prune_rollouts
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rewards.failures import FailureCount, guard_failures
@@ -80,7 +81,7 @@ class RankRun:
         self.policy = self._trainer.policy
         self._efficiency = Efficiency(settings, self._trainer.shape, device)
         self._best = BestCheckpoints(settings, run_dir)
-        self._saver = Saver(run_dir, self.policy, self._trainer.anchor, settings.checkpoint, self._best.prune)
+        self._saver = Saver(run_dir, self.policy, self._trainer.anchor, settings.checkpoint, self._prune)
         sampler: SamplerClient | None = None
         if mesh.rank == 0:
             done = read_state(checkpoint)["step"] if checkpoint else None
@@ -190,6 +191,11 @@ class RankRun:
         self.events.phase("checkpoint")
         with self.time("checkpoint"), self._weight_sync.state_on_gpu(self.policy.offloader):
             self._saver.start(self._step, run_state)
+
+    def _prune(self) -> None:
+        """Remove old checkpoints and rollouts; called on the saving thread of rank 0. Raises OSError."""
+        self._best.prune()
+        prune_rollouts(self._run_dir, self.settings.rollouts, max(list_steps(self._run_dir), default=0))
 
     def _report_saves(self) -> dict[str, float]:
         """Metrics of the saves that ended since the last call; warns of those that failed. Not collective."""

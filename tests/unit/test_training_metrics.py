@@ -25,14 +25,17 @@ import zstandard
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.config.rollout import RolloutFilesSettings
 from rpg_megatron.data.rollout_files import (
     iter_rollouts,
     list_rollouts,
     part_file,
+    prune_rollouts,
     read_rollouts,
     remove_rollouts,
     rollouts_complete,
     rollouts_file,
+    step_of,
     write_rollouts,
 )
 from rpg_megatron.data.trajectory import Trajectory, to_row
@@ -412,3 +415,37 @@ def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
     assert summary.get("unsaved") == problem
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == ([{"step": 4, "checkpoint/failed": 1.0}] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("keep", "newest", "left"),
+    [
+        (None, 6, [1, 2, 3, 4, 5, 6]),
+        (2, 6, [5, 6]),
+        (2, 4, [5, 6]),
+        (2, 3, [4, 5, 6]),  # step 4 has no checkpoint yet
+        (2, 0, [1, 2, 3, 4, 5, 6]),
+        (9, 6, [1, 2, 3, 4, 5, 6]),
+        ("0.5 kB", 6, [6]),  # the newest stays, whatever its size
+        ("{three}B", 6, [4, 5, 6]),
+        ("{three}B", 2, [3, 4, 5, 6]),
+        ("1GiB", 6, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_old_rollouts_are_pruned_once_a_checkpoint_is_complete(
+    tmp_path: Path, keep: int | str | None, newest: int, left: list[int]
+) -> None:
+    sizes = []
+    for step in range(1, 7):
+        file = rollouts_file(tmp_path, step)
+        files = [file] if step % 2 else [part_file(file, part, 2) for part in range(2)]
+        for each in files:
+            write_rollouts(each, [scored(step)])
+        sizes.append(sum(each.stat().st_size for each in files))
+    carried = tmp_path / "rollouts" / "carried_000001_0.parquet"
+    carried.touch()
+    if isinstance(keep, str):
+        keep = keep.format(three=sum(sizes[-3:]))
+    prune_rollouts(tmp_path, RolloutFilesSettings(keep=keep), newest)
+    assert [step_of(file) for file in list_rollouts(tmp_path)] == left
+    assert carried.exists()
