@@ -5,8 +5,8 @@
 Prompts have about 150 tokens of a byte-level BPE as Qwen's. For each row of the table two processes are
 measured. ``check``: the launcher's check of the data. ``first``: the sampler's steps from its start until the
 prompts of the first 64 tasks are ready to be sent; ``all``: until all have been tokenized in the background,
-which the first checkpoint waits for. Each begins without ``.rpg_cache`` (cache no), or with what a run before
-has kept (yes). MiB: the largest resident size of the process.
+which the end of the first step's sampling waits for. Each begins without ``.rpg_cache`` (cache no), or with
+what a run before has kept (yes). MiB: the largest resident size of the process.
 """
 
 from __future__ import annotations
