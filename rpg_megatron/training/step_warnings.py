@@ -57,10 +57,11 @@ class StepWarnings:
             )
         equal = self._settings.compares_within_groups and row.get("groups/equal_rewards") == 1
         if equal or row.get("reward/std") == 0:
-            where = "in each group" if equal and row.get("reward/std") != 0 else "of the step"
+            spread = row.get("reward/std") != 0
+            which = "all rewards in each group" if equal and spread else "all rewards of the step"
             yield (
                 "equal",
-                f"all rewards {where} were equal (mean {row.get('reward/mean', math.nan):.3g}) and teach "
+                f"{which} were equal (mean {row.get('reward/mean', math.nan):.3g}) and teach "
                 "nothing; see the responses in rollouts/ (rpg-megatron sample), and docs/troubleshooting.md, "
                 "No learning signal",
             )
