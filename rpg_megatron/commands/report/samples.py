@@ -185,7 +185,7 @@ def _evaluation_items(run: RunFiles, samples: Samples, files: Sequence[Path], bu
     """The responses of evaluations, each within the budget; with several sets, ``set`` includes the name."""
     for file in files:
         try:
-            rows, whole = _read_problems(run, file, budget)
+            rows, whole = read_problems(run, file, budget)
         except OSError as e:
             run.notes.append(f"{file.relative_to(run.folder)} cannot be read ({reason(e)})")
             continue
@@ -201,7 +201,7 @@ def _evaluation_items(run: RunFiles, samples: Samples, files: Sequence[Path], bu
                 yield file, item if whole else item | {"whole": False}
 
 
-def _read_problems(run: RunFiles, file: Path, budget: int) -> tuple[list[_Problem], bool]:
+def read_problems(run: RunFiles, file: Path, budget: int) -> tuple[list[_Problem], bool]:
     """Rows within the budget, and whether these are all."""
     with open_regular(file, real_path(run.folder)) as raw:
         data = raw.read(budget)

@@ -1,0 +1,265 @@
+"""``rpg_megatron.load_run`` and ``rpg_megatron.train``, for notebooks and scripts. Imports no torch.
+
+Files of a run are read as the report reads them: others may have made them.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rpg_megatron.checkpoints.run_folder import list_steps
+from rpg_megatron.commands.exit_codes import UNSAVED
+from rpg_megatron.commands.report.run_files import read_run, step_in_name
+from rpg_megatron.commands.report.samples import decode_prompts, read_problems
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.files import atomic_write_text
+from rpg_megatron.system.parent_death import with_parent_death_signal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Run", "UserError", "load_run", "train"]
+
+_EVALUATION = 1 << 30
+"""Maximum bytes to read of the responses of an evaluation."""
+
+
+def load_run(path: str | Path) -> Run:
+    """Read the folder of a run, which may be finished or not. Raises UserError if it is none."""
+    return Run(Path(path))
+
+
+def train(
+    settings: str | Path | Mapping[str, Any] | Settings,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    fresh: bool = False,
+    source: str | Path | None = None,
+) -> Run:
+    """Train in a process of its own, as ``rpg-megatron train`` does on one node; its output is printed.
+
+    settings: a YAML file, or its content; relative paths in the content are taken from the working directory.
+    overrides: values by dotted keys, such as ``{"optimizer.lr": 1e-5}``. fresh: do not resume an unfinished
+    run of this name. source: a checkpoint to start a new run from.
+
+    An interrupt lets the run save and end, a second one ends it at once; then KeyboardInterrupt is raised.
+    Raises UserError if the settings are wrong or the run fails.
+    """
+    given = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
+    command = [sys.executable, "-P", "-m", "rpg_megatron.cli", "train"]
+    with ExitStack() as stack:
+        if isinstance(settings, str | Path):
+            command += [str(settings), *given]
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpg-settings-")))
+            command.append(str(_write_settings(settings, given, folder / "settings.yaml")))
+        command += ["--fresh"] if fresh else []
+        command += ["--from", str(source)] if source else []
+        return load_run(_stream(command))
+
+
+def _write_settings(settings: Mapping[str, Any] | Settings, overrides: list[str], file: Path) -> Path:
+    from rpg_megatron.checkpoints.hf_hub import with_local_model
+    from rpg_megatron.config.settings import make_settings
+    from rpg_megatron.launcher.run_dir import resolved_yaml
+
+    raw = settings.model_dump(mode="json") if isinstance(settings, Settings) else dict(settings)
+    # A hub id is resolved first: in the file, it would become a path.
+    chosen = with_local_model(make_settings(raw, overrides, "settings"))
+    atomic_write_text(file, resolved_yaml(chosen))
+    return file
+
+
+def _stream(command: list[str]) -> Path:
+    """Run the command and print its output; returns the folder of the run, which its last lines name."""
+    process = subprocess.Popen(
+        with_parent_death_signal(command, signal.SIGTERM),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # some notebooks interrupt the whole group: the run would get it twice
+    )
+    assert process.stdout is not None
+    folder, message, interrupted = "", "", False
+    while True:
+        try:
+            line = process.stdout.readline()
+            if not line:
+                break
+            print(line, end="", flush=True)
+            if line.startswith("run "):
+                folder = line[4:].strip()
+            message = line if line.startswith("error: ") else message and message + line
+        except KeyboardInterrupt:
+            interrupted = True
+            process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    code = process.wait()
+    if interrupted:
+        raise KeyboardInterrupt
+    if code == UNSAVED:
+        raise UserError(f"{folder}: trained, but its last checkpoint was not written; the output says why")
+    if code:
+        text = message.removeprefix("error: ").strip()
+        raise UserError(text or f"the run ended with exit code {code}; the output says why")
+    return Path(folder)
+
+
+class Run:
+    """A run as its folder was when this was made. Data frames are made when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError if it is not the folder of a run."""
+        self._files = read_run(folder)
+        self.folder = folder
+
+    def __repr__(self) -> str:
+        state = "finished" if self.finished else "running" if self._files.running else "not finished"
+        return f"Run({str(self.folder)!r}, {self._files.steps} steps, {state})"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its dotted key, such as ``optimizer.lr``."""
+        return self._files.config
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended by itself."""
+        return self._files.finished
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read so far, one sentence each."""
+        return self._files.notes
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """One row for each step, the index, and a column for each metric, float64; NaN where it has none."""
+        pd = _pandas()
+        rows = self._files.rows
+        index = pd.Index([int(row["step"]) for row in rows], dtype="int64", name="step")
+        return pd.DataFrame(rows, index=index).drop(columns="step", errors="ignore").astype("float64")
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Folders of the complete checkpoints, by step."""
+        return list(list_steps(self.folder).values())[::-1]
+
+    @property
+    def response_steps(self) -> list[int]:
+        """Steps whose responses are saved."""
+        return sorted(self._rollouts())
+
+    def responses(self, step: int | None = None) -> pd.DataFrame:
+        """The responses of a step, by default the newest one that is saved; one row each.
+
+        Columns: step, prompt_id, group, sample, prompt, text, reward, correct, answer, extracted, reason,
+        advantage, tokens, finish, and a column ``part/NAME`` for each component of the reward. Raises
+        UserError if the step has none or cannot be read.
+        """
+        files = self._rollouts()
+        if not files:
+            raise UserError(f"{self.folder}: has no rollouts yet; they are saved after each step")
+        step = max(files) if step is None else step
+        if step not in files:
+            raise UserError(
+                f"{self.folder}: has no rollouts of step {step}, but of {min(files)} to {max(files)}"
+            )
+        return self._read_responses(step, files[step])
+
+    def iter_responses(self) -> Iterator[pd.DataFrame]:
+        """``responses`` of every step that is saved, read one at a time."""
+        for step, file in sorted(self._rollouts().items()):
+            yield self._read_responses(step, file)
+
+    @property
+    def evaluations(self) -> pd.DataFrame:
+        """The responses to held-out problems, one row each.
+
+        Columns: step, set, prompt_id, prompt, answer, sample, text, correct, tokens, finish. What cannot be
+        read is left out and becomes a note.
+        """
+        rows: list[dict[str, Any]] = []
+        for file in sorted((self.folder / "evaluation").glob("step_*.jsonl")):
+            try:
+                problems, whole = read_problems(self._files, file, _EVALUATION)
+            except OSError as e:
+                self.notes.append(f"{file.name} cannot be read ({e.strerror})")
+                continue
+            if not whole:
+                self.notes.append(f"only the first {_EVALUATION >> 30} GiB of {file.name} were read")
+            for p in problems:
+                same = {"step": step_in_name(file), "set": p.set, "prompt_id": p.prompt_id}
+                same |= {"prompt": p.prompt, "answer": p.answer}
+                for sample, text in enumerate(p.responses):
+                    own = {"sample": sample, "text": text, "correct": p.correct[sample]}
+                    rows.append(same | own | {"tokens": p.lengths[sample], "finish": p.finishes[sample]})
+        return _pandas().DataFrame(rows)
+
+    def plot(self, *others: Run) -> Page:
+        """The report of this run, as it is now, beside others; a notebook shows it."""
+        return Page([self.folder, *(other.folder for other in others)])
+
+    def _rollouts(self) -> dict[int, Path]:
+        from rpg_megatron.data.rollout_files import list_rollouts, step_of  # numpy and pyarrow
+
+        return {step_of(file): file for file in list_rollouts(self.folder)}
+
+    def _read_responses(self, step: int, file: Path) -> pd.DataFrame:
+        from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+
+        pd = _pandas()
+        rows: list[dict[str, Any]] = []
+        groups: list[int] = []  # of each row
+        prompts: dict[int, list[int]] = {}
+        for _, t in iter_foreign_rollouts([file], self.folder):
+            if isinstance(t, UserError):
+                raise t
+            if t is None:
+                continue
+            prompts.setdefault(t.group, t.prompt.tolist())
+            groups.append(t.group)
+            row = {"step": step, "prompt_id": t.prompt_id, "group": t.group, "sample": t.sample, "prompt": ""}
+            row |= {"text": t.text, "reward": t.reward, "correct": t.correct, "answer": t.answer}
+            row |= {"extracted": t.extracted, "reason": t.reason, "advantage": t.advantage}
+            row |= {"tokens": t.response.size, "finish": t.finish}
+            rows.append(row | {f"part/{name}": value for name, value in t.parts.items()})
+        texts = dict(zip(prompts, decode_prompts(self._files, list(prompts.values())), strict=True))
+        for row, group in zip(rows, groups, strict=True):
+            row["prompt"] = texts[group]
+        return pd.DataFrame(rows)
+
+
+class Page:
+    """A report that a notebook shows in a frame; without one, use ``rpg-megatron report``."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        """Raises UserError if a folder is not that of a run."""
+        from rpg_megatron.commands.report.render import render_page
+
+        self._page = render_page([read_run(folder) for folder in folders]).decode()
+
+    def _repr_html_(self) -> str:
+        # The frame may run the page's scripts, but cannot reach the notebook around it.
+        page = html.escape(self._page)
+        style = "width: 100%; height: 800px; border: 0"
+        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise UserError("pandas is not installed, and data frames need it; run pip install pandas") from None
+    return pandas
