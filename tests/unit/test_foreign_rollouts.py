@@ -129,7 +129,7 @@ def test_only_runs_of_ones_own_are_decoded_without_that_process() -> None:
 
     commands = {"commands/replay/compare_steps.py", "commands/audit/compare_engines.py"}
     assert users("(iter|read)_rollouts") == {"data/rollout_files.py"} | commands
-    confined = {f"commands/{name}.py" for name in ("report/samples", "grade", "sample")} | {
+    confined = {f"commands/{name}.py" for name in ("report/samples", "api", "grade", "sample")} | {
         "rollout/worker.py"
     }
     assert users("iter_foreign_rollouts") == {"data/foreign_rollouts.py"} | confined
