@@ -417,14 +417,20 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="File to write. [default: report.html in the first RUN]"),
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write it again at each step, until the runs have ended.")
+    ] = False,
 ) -> None:
     """Write an HTML report of runs: charts, health checks, responses, settings."""
     with exit_on_interrupt():
-        from rpg_megatron.commands.report import write_report
+        from rpg_megatron.commands.report import watch_report, write_report
         from rpg_megatron.launcher.nodes import leave_to_first_node
 
     leave_to_first_node("report")
-    typer.echo(write_report(runs, out))
+    if watch:
+        watch_report(runs, out, typer.echo)
+    else:
+        typer.echo(write_report(runs, out))
 
 
 app.add_typer(convert)

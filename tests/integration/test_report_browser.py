@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rpg_megatron.commands.report import write_report
+from rpg_megatron.launcher.run_lock import hold_folder
 from tests.support.browser import Browser, find_chromium
 from tests.support.launcher import wait_for
 from tests.support.report_runs import HOSTILE, make_run
@@ -309,3 +312,48 @@ def test_it_prints(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
     browser.open(write_report(runs[:1], tmp_path / "report.html"), dark=True)
     browser.pdf(tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 50_000
+
+
+HELD_TIMERS = "window.timers = []; window.setInterval = (call, wait) => window.timers.push([call, wait]);"
+
+
+def test_the_page_of_a_watched_run_loads_new_steps_and_keeps_what_was_chosen(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """By the command, beside a run that is held as a launcher holds it; the test is the browser's clock."""
+    run = make_run(tmp_path / "runs" / "b-001", steps=40, planned=90, rollouts_every=20, evaluate_every=20)
+    rows = (run / "metrics.jsonl").read_text()
+    lock = hold_folder(run)
+    assert lock is not None
+    page, log = run / "report.html", tmp_path / "log"
+    command = [sys.executable, "-m", "rpg_megatron.cli", "report", str(run), "--watch"]
+    held = browser.call("Page.addScriptToEvaluateOnNewDocument", source=HELD_TIMERS)["identifier"]
+    try:
+        with log.open("wb") as told, subprocess.Popen(command, stdout=told, stderr=told) as watch:
+            try:
+                wait_for(page.exists, 60)
+                browser.open(page)
+                assert browser.run("view.runs[0].step.length") == 41
+                assert browser.run("timers.map(([, wait]) => wait)") == [10_000]
+                browser.run(
+                    "(() => { zoom(5, 30); const slider = document.querySelector('[aria-label=smoothing]');"
+                    " slider.value = 0.5; slider.dispatchEvent(new Event('input')); })()"
+                )
+                before = page.stat().st_ino
+                row = json.loads(rows.splitlines()[-1]) | {"step": 41}
+                (run / "metrics.jsonl").write_text(rows + json.dumps(row) + "\n")
+                wait_for(lambda: page.stat().st_ino != before, 60)
+                assert watch.poll() is None
+                browser.run("void setTimeout(timers[0][0])")
+                browser.wait_for_event("Page.loadEventFired")
+                assert browser.run("view.runs[0].step.length") == 42
+                assert browser.run("[view.from, view.to, view.smoothing]") == [5, 30, 0.5]
+                lock.close()
+                assert watch.wait(60) == 0
+            finally:
+                watch.kill()
+        assert log.read_text() == f"{page}\n"
+        browser.open(page)
+        assert browser.run("[data.refresh, timers.length]") == [None, 0]
+    finally:
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=held)

@@ -104,6 +104,11 @@ class Browser:
             time.sleep(0.05)
         return time.monotonic() - start
 
+    def wait_for_event(self, name: str) -> None:
+        """Until the browser tells of an event, such as Page.loadEventFired; asks nothing meanwhile."""
+        while (message := self._receive()).get("method") != name:
+            self._note(message)
+
     def size(self, width: int, height: int) -> None:
         """Size of the window in CSS pixels."""
         self.call(

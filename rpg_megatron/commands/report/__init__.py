@@ -1,5 +1,5 @@
 """``rpg-megatron report``: an HTML report of one or more runs."""
 
-from rpg_megatron.commands.report.render import write_report
+from rpg_megatron.commands.report.render import watch_report, write_report
 
-__all__ = ["write_report"]
+__all__ = ["watch_report", "write_report"]

@@ -11,7 +11,8 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -20,12 +21,19 @@ from typing import Any
 import rpg_megatron
 from rpg_megatron.commands.report.changes import change_as_plain, find_changes
 from rpg_megatron.commands.report.health import check_health
-from rpg_megatron.commands.report.run_files import RunFiles, as_text, name_runs, read_run, thin_rows
+from rpg_megatron.commands.report.run_files import (
+    RunFiles,
+    as_text,
+    is_held,
+    name_runs,
+    read_run,
+    thin_rows,
+)
 from rpg_megatron.commands.report.samples import Item, choose_samples
 from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, real_path
-from rpg_megatron.launcher.run_dir import REPORT
+from rpg_megatron.launcher.run_dir import METRICS, REPORT
 
 _ROWS = 8000
 """Maximum rows of metrics on a page, for all runs together: about 3 MB."""
@@ -42,7 +50,13 @@ _SCRIPTS = (
     "responses.js",
     "evaluations.js",
     "page.js",
+    "live.js",
 )
+
+_POLL = 2.0
+"""Seconds between two looks at the runs that are watched."""
+_REFRESH = 10.0
+"""Seconds after which the page of a watched run loads again."""
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -51,11 +65,45 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     Returns the file, which is written atomically. Raises UserError if a folder is not that of a run, or if
     the file cannot be written.
     """
-    unique = list({real_path(folder): folder for folder in folders}.values())
+    return _write(folders, out, _read(folders))
+
+
+def watch_report(folders: Sequence[Path], out: Path | None, tell: Callable[[Path], None]) -> None:
+    """Write the report again whenever one of the runs has a new row, until none of them is running.
+
+    The page loads itself again meanwhile. tell: called with the file, once. Raises as ``write_report`` does.
+    """
+    told = False
+    try:
+        while True:
+            seen = _state(folders)
+            runs = _read(folders)
+            going = any(run.running for run in runs)
+            file = _write(folders, out, runs, _REFRESH if going else None)
+            if not told:
+                tell(file)
+                told = True
+            if not going:
+                return
+            while _state(folders) == seen:
+                time.sleep(_POLL)
+    except KeyboardInterrupt:
+        write_report(folders, out)  # a page that does not load itself again
+        raise
+
+
+def _read(folders: Sequence[Path]) -> list[RunFiles]:
+    unique = {real_path(folder): folder for folder in folders}
     if not unique:
         raise UserError("give the folder of at least one run")
-    page = render_page([read_run(folder) for folder in unique])
-    file = out or unique[0] / REPORT
+    return [read_run(folder) for folder in unique.values()]
+
+
+def _write(
+    folders: Sequence[Path], out: Path | None, runs: Sequence[RunFiles], refresh: float | None = None
+) -> Path:
+    page = render_page(runs, refresh)
+    file = out or folders[0] / REPORT
     try:
         with atomic_write(file) as sink:
             sink.write(page)
@@ -64,12 +112,21 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     return file
 
 
-def render_page(runs: Sequence[RunFiles]) -> bytes:
-    """The page as UTF-8."""
+def _state(folders: Sequence[Path]) -> list[tuple[int, bool]]:
+    """Of each run: the size of its metrics, and whether it is running."""
+    return [
+        ((folder / METRICS).stat().st_size if (folder / METRICS).is_file() else 0, is_held(folder))
+        for folder in folders
+    ]
+
+
+def render_page(runs: Sequence[RunFiles], refresh: float | None = None) -> bytes:
+    """The page as UTF-8. refresh: seconds after which it loads itself again; None: never."""
     names = name_runs([run.folder for run in runs])
     data = {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": rpg_megatron.__version__,
+        "refresh": refresh,
         "runs": [_describe(run, name, len(runs)) for run, name in zip(runs, names, strict=True)],
     }
     folder = files("rpg_megatron.commands.report")

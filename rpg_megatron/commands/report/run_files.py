@@ -98,7 +98,7 @@ def read_run(folder: Path) -> RunFiles:
         finished=summary is not None,
         seconds=summary.seconds if summary else None,
         starts=[_flat_text(start) for start in starts],
-        running=_is_held(folder),
+        running=is_held(folder),
         notes=notes,
     )
 
@@ -282,7 +282,7 @@ def _flat_text(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _is_held(folder: Path) -> bool:
+def is_held(folder: Path) -> bool:
     """Whether a launcher has locked the run. Takes a shared lock briefly, and never waits."""
     try:
         with open_regular(folder / LOCK, real_path(folder)) as lock:
