@@ -168,15 +168,10 @@ class Run:
         advantage, tokens, finish, and a column ``part/NAME`` for each component of the reward. Raises
         UserError if the step has none or cannot be read.
         """
-        files = self._rollouts()
-        if not files:
-            raise UserError(f"{self.folder}: has no rollouts yet; they are saved after each step")
-        step = max(files) if step is None else step
-        if step not in files:
-            raise UserError(
-                f"{self.folder}: has no rollouts of step {step}, but of {min(files)} to {max(files)}"
-            )
-        return self._read_responses(step, files[step])
+        from rpg_megatron.data.rollout_files import find_rollouts, step_of
+
+        file = find_rollouts(self.folder, step)
+        return self._read_responses(step_of(file), file)
 
     def iter_responses(self) -> Iterator[pd.DataFrame]:
         """``responses`` of every step that is saved, read one at a time."""

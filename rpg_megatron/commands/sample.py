@@ -23,15 +23,9 @@ def print_samples(folder: Path, step: int | None, prompt: str | None, count: int
     there is no such run, step or prompt.
     """
     from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts  # numpy and pyarrow
-    from rpg_megatron.data.rollout_files import list_rollouts, step_of
+    from rpg_megatron.data.rollout_files import find_rollouts, step_of
 
-    run = read_run(folder)
-    files = {step_of(file): file for file in list_rollouts(folder)}
-    if not files:
-        raise UserError(f"{folder}: has no rollouts yet; they are saved after each step")
-    if step is not None and step not in files:
-        raise UserError(f"{folder}: has no rollouts of step {step}, but of {min(files)} to {max(files)}")
-    file = files[step or max(files)]
+    run, file = read_run(folder), find_rollouts(folder, step)
 
     def trajectories() -> Iterator[Trajectory]:
         for _, t in iter_foreign_rollouts([file], folder):

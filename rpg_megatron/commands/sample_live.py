@@ -66,7 +66,9 @@ def _choose_rows(settings: Settings, prompt: str | None, count: int) -> list[dic
     """The first problems whose text contains ``prompt``, at most ``count``; None if there are none."""
     rows: list[dict[str, Any]] = []
     for problem in read_problems(settings.data, rows=True):
-        if len(rows) < count and (prompt is None or prompt in problem.text):
+        if len(rows) == count:
+            break
+        if prompt is None or prompt in problem.text:
             text = problem.prompt
             chat = text if isinstance(text, str) else [message._asdict() for message in text]
             rows.append((problem.row or {}) | {"prompt": chat, "answer": problem.answer})

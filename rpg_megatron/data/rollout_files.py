@@ -215,6 +215,17 @@ def list_rollouts(run: Path) -> list[Path]:
     return [file for file in files if rollouts_complete(file)]
 
 
+def find_rollouts(run: Path, step: int | None = None) -> Path:
+    """The complete rollouts of a step, by default of the newest one. Raises UserError if there are none."""
+    files = {step_of(file): file for file in list_rollouts(run)}
+    if not files:
+        raise UserError(f"{run}: has no rollouts yet; they are saved after each step")
+    chosen = max(files) if step is None else step
+    if chosen not in files:
+        raise UserError(f"{run}: has no rollouts of step {step}, but of {min(files)} to {max(files)}")
+    return files[chosen]
+
+
 def prune_rollouts(run: Path, settings: RolloutFilesSettings, newest: int) -> None:
     """Remove the rollouts of old steps as ``rollouts.keep`` says, but of no step after ``newest``.
 
